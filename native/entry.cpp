@@ -20,8 +20,8 @@ nb::object number_or_none(std::int64_t value) { return value < 0 ? nb::none() : 
 
 Entry::Entry(Notes& notes, nb::object group, const Headers* headers, nb::list receives, nb::dict aborts,
              nb::object label, nb::object log, nb::object log_level, nb::tuple ranks, std::uint64_t member,
-             nb::object calls, nb::object disagree, nb::object compare, nb::object get_level,
-             std::uint64_t most_level, std::int32_t device_type)
+             nb::object calls, nb::object disagree, const Words* fingerprints, std::uint64_t check_every,
+             nb::object get_level, std::uint64_t most_level, std::int32_t device_type)
     : num_forks_(num_forks()), reader_(device_type), notes_(notes), group_(std::move(group)),
       headers_(headers == nullptr ? std::nullopt : std::optional<Headers>(*headers)),
       receives_(std::move(receives)), aborts_(std::move(aborts)), label_(std::move(label)),
@@ -31,7 +31,8 @@ Entry::Entry(Notes& notes, nb::object group, const Headers* headers, nb::list re
       known_levels_(nb::getattr(log, "_cache", nb::dict())),
       increment_version_(nb::module_::import_("torch").attr("_C").attr("_increment_version")),
       ranks_(std::move(ranks)), size_(nb::len(ranks_)), member_(member), calls_(std::move(calls)),
-      disagree_(std::move(disagree)), empty_(nb::str("")), compare_(std::move(compare)),
+      disagree_(std::move(disagree)), empty_(nb::str("")),
+      fingerprints_(fingerprints == nullptr ? Words() : *fingerprints), check_every_(check_every),
       get_level_(std::move(get_level)), most_level_(most_level) {}
 
 bool Entry::is_open() const {
@@ -49,12 +50,13 @@ bool Entry::is_quiet(bool is_uneven) {
   if (!get_level_.is_none() && number(get(call_with(get_level_), names::value)) > most_level_) {
     return false;
   }
+  const std::uint64_t sequence = notes_.sequence() + 1;
+  if (check_every_ != 0 && (sequence % check_every_ == 0 || (sequence & (sequence - 1)) == 0)) return false;
   if (!headers_) return true;
   if (static_cast<std::size_t>(PyList_Size(headers_->views.ptr())) != others_.size()) {
     others_.clear();
     for (nb::handle view : headers_->views) others_.emplace_back(nb::object(view[1]));
   }
-  const std::uint64_t sequence = notes_.sequence() + 1;
   if (sequence % headers_->check_every == 0) return false;
   if (!is_uneven || sequence < headers_->uneven_window) return true;
   const std::uint64_t reached = sequence - (headers_->uneven_window - 1);
@@ -81,7 +83,7 @@ bool Entry::read_list(nb::handle list, Plain& like, Addresses& addresses, nb::ob
 }
 
 bool Entry::read(nb::handle x, Message& message) {
-  if (!compare_.is_none() || !is_open() || !PyLong_CheckExact(message.tag.ptr())) return false;
+  if (!is_open() || !PyLong_CheckExact(message.tag.ptr())) return false;
   int overflow = 0;
   message.number = PyLong_AsLongLongAndOverflow(message.tag.ptr(), &overflow);
   if (overflow != 0 || message.number < 0) return false;
@@ -180,7 +182,7 @@ Known Entry::find(const Key& key, bool is_kept, const Row*& last, Make make) {
 
 void Entry::compare(std::uint64_t sequence, std::uint64_t header, const std::uint64_t* part) {
   if (headers_) compare_here(sequence, header, part);
-  if (!compare_.is_none()) call_with(compare_, whole(sequence), whole(header));
+  if (check_every_ != 0) fingerprints_.put(sequence % check_every_, header);
 }
 
 void Entry::compare_here(std::uint64_t sequence, std::uint64_t header, const std::uint64_t* part) {

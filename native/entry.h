@@ -47,13 +47,14 @@ class Entry {
   // Calls are noted as those of `group`. `headers` may be null: then none are compared. `receives` has those
   // that wait for their sender. `calls` has the `Call` of each tuple of its fields, as Python makes it.
   // `disagree(number, message)` makes the error of members whose calls differ.
-  // `compare(sequence, fingerprint)` compares with other hosts, where members are on several; else it
-  // is None. Where `get_level`, which may be None, gives more than `most_level`, calls are compared
-  // before data move, and left to Python. `device_type` is that of its tensors, as DLPack numbers them.
+  // If members are on several hosts, `fingerprints` gets those of the last `check_every` calls, and the
+  // calls at which Python compares them are left to Python; else `check_every` is 0. If `get_level`, which
+  // may be None, returns more than `most_level`, all calls are left to Python, which compares them before
+  // data move. `device_type` is that of its tensors, as DLPack numbers them.
   Entry(Notes& notes, nb::object group, const Headers* headers, nb::list receives, nb::dict aborts,
         nb::object label, nb::object log, nb::object log_level, nb::tuple ranks, std::uint64_t member,
-        nb::object calls, nb::object disagree, nb::object compare, nb::object get_level,
-        std::uint64_t most_level, std::int32_t device_type);
+        nb::object calls, nb::object disagree, const Words* fingerprints, std::uint64_t check_every,
+        nb::object get_level, std::uint64_t most_level, std::int32_t device_type);
 
   // What is called, besides the data: the number of an op, -1 for none, as of a root, and `title` null
   // where there is none.
@@ -168,7 +169,9 @@ class Entry {
   const nb::tuple ranks_;
   const std::uint64_t size_, member_;
   const nb::object calls_, disagree_, empty_;
-  const nb::object compare_, get_level_;
+  const Words fingerprints_;
+  const std::uint64_t check_every_;
+  const nb::object get_level_;
   const std::uint64_t most_level_;
   std::vector<Words> others_;
   std::unordered_map<Key, Kept, Hash> known_;  // programs repeat their calls

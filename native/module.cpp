@@ -174,11 +174,11 @@ NB_MODULE(native, m) {
            "uneven_window"_a);
   nb::class_<Entry>(m, "Entry")
       .def(nb::init<Notes&, nb::object, const Headers*, nb::list, nb::dict, nb::object, nb::object,
-                    nb::object, nb::tuple, std::uint64_t, nb::object, nb::object, nb::object, nb::object,
-                    std::uint64_t, std::int32_t>(),
+                    nb::object, nb::tuple, std::uint64_t, nb::object, nb::object, const Words*,
+                    std::uint64_t, nb::object, std::uint64_t, std::int32_t>(),
            nb::keep_alive<1, 2>(), "notes"_a, "group"_a, "headers"_a.none(), "receives"_a, "aborts"_a,
            "label"_a, "log"_a, "log_level"_a, "ranks"_a, "member"_a, "calls"_a, "disagree"_a,
-           "compare"_a.none(), "get_level"_a.none(), "most_level"_a, "device_type"_a)
+           "fingerprints"_a.none(), "check_every"_a, "get_level"_a.none(), "most_level"_a, "device_type"_a)
       .def("enter", &Entry::enter_even);
   m.def("note_verbs_in", &MainThread::note_in, "under_way"_a, "number"_a);
   nb::class_<Runner>(m, "Runner");

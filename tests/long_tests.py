@@ -69,13 +69,6 @@ HELD_BY: dict[str, str] = {
         for num_ranks in (2, 5)
     },
     **{
-        f"wires/hierarchical/test_two_level.py::{test}[{hosts}]": (
-            f"wires/hierarchical/test_two_level.py::{test}[ABA]"
-        )
-        for test in ("test_every_verb_matches_numpy", "test_every_verb_in_parts_matches_numpy")
-        for hosts in ("AABB", "ABBB")
-    },
-    **{
         f"{_EINSUM}{shape}": f"{_EINSUM}[(2, 2, 2)]"
         for shape in ("[(2,)]", "[(3,)]", "[(2, 2)]", "[(4, 2)]", "[(2, 1, 3)]", "[(2, 2, 4)]")
     },

@@ -22,7 +22,7 @@ LEFT_OUT: Mapping[str, str] = MappingProxyType(
     {
         "other wires": """
             test_over_two_hosts.py test_two_hosts.py torch_process_groups wires/c10d
-            wires/hierarchical wires/mpi
+            wires/mpi
         """,
         "processes that start and end": """
             bootstrap checking/test_debug_levels.py cli faults groups/test_failures.py
@@ -58,7 +58,7 @@ LEFT_OUT: Mapping[str, str] = MappingProxyType(
         "models that train for many steps, are compiled, or stand beside torch's": """
             collectives/test_marks.py ddp/comm_hooks ddp/test_compiled.py
             ddp/test_complete_losses.py ddp/test_data_parallel.py ddp/test_everyday.py
-            ddp/test_grad_norm.py ddp/test_gradient_buckets.py 
+            ddp/test_grad_norm.py ddp/test_gradient_buckets.py
             ddp/test_joined_replica.py ddp/test_laws.py ddp/test_local_backwards.py
             ddp/test_misuse.py ddp/test_norm_flags.py ddp/test_openings.py
             ddp/test_parting.py ddp/test_pipelines.py ddp/test_precision.py

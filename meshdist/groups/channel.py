@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Container, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from operator import itemgetter
@@ -18,7 +19,7 @@ from ..checking.header_table import CHECK_EVERY, HeaderTable
 from ..checking.program import is_of_handler, line_of, warn_once_at
 from ..checking.recorder import Recorder
 from ..error_text import explain
-from ..errors import MeshdistError
+from ..errors import MeshdistError, StoreError
 from ..wires.communicator import Communicator
 from ..wires.core import core
 from ..wires.operations import (
@@ -36,6 +37,7 @@ from ..wires.started_work import StartedWork
 from ..wires.work import WatchedWork, Work
 from .communicators import OpenCommunicator
 from .explainer import Explainer, OtherMembers
+from .host_comparison import is_due
 
 if TYPE_CHECKING:
     from ..wires.native import FastPath
@@ -98,7 +100,7 @@ class Channel:
         self._warn_dropped: Callable[[int], None] | None = partial(
             _warn_dropped, self.recorder, self.aborts, opened.label
         )
-        self._is_followed = opened.spans_hosts and not opened.communicator.on_stream
+        self._comparison = opened.comparison
         entry = self._native_entry()
         self._enter = (lambda *_: False) if entry is None else entry.enter
         self.fast_path: FastPath | None = None
@@ -189,12 +191,14 @@ class Channel:
                 raise self.disagree(sequence)
         if self.spans_hosts or self.communicator.on_stream:
             self._compare_before_data_move(call, tensor, sent, taken)
-        if self._is_followed:
-            self._follow(sequence, call.fingerprint)
+        if self._comparison is not None:
+            self._comparison.fingerprints[sequence % CHECK_EVERY] = call.fingerprint
+            if is_due(sequence):
+                self._compare_with_hosts(prepared, tensor)
         self._await_rooted(prepared)
 
     def _await_rooted(self, prepared: PreparedCall) -> None:
-        """Wait for all members of a rooted call, where one may return before others come."""
+        """Wait for all members of a rooted call, if a member may return before others come."""
         table, leaves_early = self.header_table, self.communicator.leaves_early
         is_rooted = prepared.waits and prepared.root is not None
         if leaves_early and is_rooted and table is not None and table.sees_all():
@@ -358,7 +362,7 @@ class Channel:
             notes = self.recorder.for_core(core.Notes)
         if notes is None:
             return None
-        table = self.header_table
+        table, comparison = self.header_table, self._comparison
         on_stream = self.communicator.on_stream
         device_type = self.device_type if on_stream else "cpu"  # others copy to the host
         return core.Entry(
@@ -374,7 +378,8 @@ class Channel:
             member=self.group.rank,
             calls=calls,
             disagree=self.disagree,
-            compare=self._follow if self._is_followed else None,
+            fingerprints=None if comparison is None else core.Words(comparison.fingerprints),
+            check_every=0 if comparison is None else CHECK_EVERY,
             get_level=torch.distributed.get_debug_level if self.spans_hosts or on_stream else None,
             most_level=self._most_level.value,
             device_type=_DEVICE_TYPES.get(device_type, 0),
@@ -404,21 +409,52 @@ class Channel:
                 if compares_first:
                     self._wait_for_all()
             elif compares_first:
-                first = tensor[0] if isinstance(tensor, list) else tensor
-                device = self.device_type if first is None else first.device
-                self._compare_by_a_round(call.header, sent, taken, device)
+                self._compare_by_a_round(call.header, sent, taken, self._device_of(tensor))
         except BaseException as error:
             raise self.explained(error) from None
 
-    def _follow(self, sequence: int, fingerprint: int) -> None:
-        """Add a call to the digest of all so far, which members compare by a round now and then."""
-        opened = self.opened
-        opened.digest = hash((opened.digest, fingerprint))
-        if not sequence % CHECK_EVERY:
-            try:
-                self._compare_by_a_round((opened.digest,), (), (), self.device_type)
-            except BaseException as error:
-                raise self.explained(error) from None
+    def _compare_with_hosts(
+        self, prepared: PreparedCall, tensor: torch.Tensor | list[torch.Tensor] | None
+    ) -> None:
+        """Compare the calls since the last round with other hosts; raise if any differ."""
+        assert self._comparison is not None
+        device, timeout = self._device_of(tensor), prepared.timeout
+        try:
+            differing = self._comparison.compare(
+                prepared.sequence, device, timeout, waits=prepared.waits
+            )
+        except BaseException as error:
+            raise self._error_of_call(prepared, error) from None
+        if differing is not None:
+            raise self.disagree(differing)
+
+    def compare_last(self, meet: Callable[[str], bool], timeout: timedelta) -> None:
+        """Compare the calls that no round has compared, as the members close the communicator.
+
+        Args:
+            meet: waits for all members under a key; returns whether they have come.
+            timeout: how long a round may take.
+
+        Raises:
+            AgreementError: calls differ; every member raises it.
+        """
+        comparison, sequence, differing = self._comparison, self.recorder.sequence, None
+        if comparison is None or self.is_broken():
+            return
+        with suppress(WireFailure, StoreError):  # a member has ended, and makes no more calls
+            if sequence == comparison.last:
+                differing = comparison.finish(timeout)
+            elif meet(f"{self.opened.label}/last/{sequence}"):
+                differing = comparison.compare(sequence, self.device_type, timeout, waits=True)
+        if differing is not None:
+            raise self.disagree(differing)
+
+    def _device_of(self, tensor: torch.Tensor | list[torch.Tensor] | None) -> torch.device | str:
+        """Return where the numbers of a call on ``tensor`` travel that members compare."""
+        first = tensor[0] if isinstance(tensor, list) else tensor
+        if first is None or first.device.type != self.device_type:  # a barrier; a "meta" tensor
+            return self.device_type
+        return first.device
 
     def _wait_for_all(self) -> None:
         """Wait for all members to make the call noted last; raise if late, or if calls differ."""

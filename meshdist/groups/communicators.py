@@ -17,7 +17,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -27,10 +27,10 @@ from weakref import ref
 
 from ..bootstrap.bounded_store import find_value, read_json, read_number, within
 from ..bootstrap.world import World
-from ..checking.header_table import HeaderTable
+from ..checking.header_table import CHECK_EVERY, HeaderTable
 from ..checking.program import find_place, stack_text
 from ..checking.recorder import Recorder
-from ..errors import StoreError
+from ..errors import MeshdistError, StoreError
 from ..launching.questions import Answerer
 from ..runtime.deadlines import Deadline, wait_until
 from ..runtime.hosts import (
@@ -49,6 +49,7 @@ from .agreement import NO_OFFERS, Agreement, Agreements, JoinContext, Offers
 from .host_comparison import (
     DISAGREEMENT,
     HeaderTables,
+    HostComparison,
     parse_abort,
     parse_disagreement,
     reason_of,
@@ -62,6 +63,7 @@ _PATIENCE = timedelta(seconds=5)
 _RECEIPTS_S = 1.0
 _NOTING_S = 0.01
 _COLLECTED_S = 1.0
+_LAST_S = 2.0
 
 
 @dataclass(eq=False)
@@ -81,7 +83,7 @@ class OpenCommunicator:
     """By ``id``: weak references, and functions that hold the groups that were dropped."""
     ranks: tuple[int, ...] = ()
     is_closed: bool = False
-    digest: int = 0  # of all calls, where members are on several hosts
+    comparison: HostComparison | None = None  # if members are on several hosts
     is_leaving: bool = False  # whether this member has offered to close it
 
     @property
@@ -257,13 +259,17 @@ class Registry:
                 if each is not None:
                     each.close()
             raise
-        recorder = Recorder()
+        spans_hosts = world.spans_hosts(ranks)
+        # A round names the first call that differs, of as many as it compares.
+        recorder = Recorder(2 * CHECK_EVERY) if spans_hosts else Recorder()
         of_calls = label, communicator, recorder, self.aborts, table
-        facts = world.spans_hosts(ranks), communicator.on_stream and len(ranks) == 1, options
+        facts = spans_hosts, communicator.on_stream and len(ranks) == 1, options
         connection = wire.connection_for(opening.device_type)
         share_key = None if user.is_private else (connection, ranks, id(options))
         users: dict[int, Callable[[], Any]] = {id(user): ref(user)}
         opened = OpenCommunicator(*of_calls, *facts, share_key, users, ranks)
+        if spans_hosts and not communicator.on_stream:
+            opened.comparison = HostComparison(communicator)
         agreement.opened.append(opened)
         with self._lock:
             self._by_label[label] = opened
@@ -359,9 +365,30 @@ class Registry:
             self.look()
         self._answerer.look()
 
+    def compare_last(self, channels: Iterable[Any]) -> MeshdistError | None:
+        """Compare with other hosts the last calls on ``channels``, which close; return an error."""
+        # It waits two seconds at most for the other members. Without them nothing is compared.
+        world, error, limit = self.world, None, Grace(_LAST_S)
+        if find_failure(world.handled_before) is not None or world.process_id != os.getpid():
+            return None
+
+        def meet(key: str) -> bool:
+            left = timedelta(seconds=limit.left_s)
+            return self.presence.count(key, channel.opened.ranks, left)
+
+        for channel in sorted(channels, key=lambda each: each.opened.label):
+            try:
+                channel.compare_last(meet, timedelta(seconds=_LAST_S))
+            except MeshdistError as found:
+                error = error or found
+        return error
+
     def close(self) -> None:
-        """Close all communicators and stop the signal thread."""
+        """Close all communicators and stop the signal thread; raise if last calls differ."""
         failure = find_failure(self.world.handled_before)
+        users = [refer() for entry in self.all_opened() for refer in entry.users.values()]
+        of_users = [channel for user in filter(None, users) for channel in user.channels]
+        error = self.compare_last({channel.opened: channel for channel in of_users}.values())
         self._leave(DESTROYED if failure is None else ending_text(failure))
         if self._signals is not None:
             self._signals.stop()
@@ -382,6 +409,8 @@ class Registry:
             except Exception:  # the others are to be closed as well
                 _log.exception("%s could not be closed", entry.label)
         self.header_tables.close()
+        if error is not None:
+            raise error
 
     def all_opened(self) -> list[OpenCommunicator]:
         """Return a new list of the communicators that are open."""

@@ -1,16 +1,48 @@
-"""Shared memory by which members of one host compare their calls, and what aborts say.
+"""Compare the calls of a group's members: in shared memory on one host, by rounds between hosts.
 
-Between hosts calls are compared at debug level DETAIL alone, by a round before data moves.
+On one host a communicator's members share the tables of their headers (``HeaderTables``), so that
+each call is compared as it is made. Between hosts they all-gather the fingerprints of their calls
+since the last such round (``HostComparison``), at calls 1, 2, 4, 8, ... 256 and every 256th after.
+As all members count the same calls, all start a round before the same call.
+
+Drawn case: member 2 passes MAX to call 6, the others SUM. The round before call 8 gathers
+
+    call        5    6    7    8
+    member 0    a    b    a    c
+    member 1    a    b    a    c
+    member 2    a    d    a    c      all members raise for call 6
+
+A call that waits for the others finishes its round before its own data move. A call that is started
+may be meant to return before the others make it. So its round is only started. A later round
+finishes it, if it has ended by then or if the later call waits.
+
+    >>> from types import SimpleNamespace as Stand
+    >>> from meshdist.wires.operations import DONE
+    >>> def start(gather):  # of three members, where this one is the first
+    ...     row = gather.inputs[0].tolist()
+    ...     other = [fingerprint + (at == 1) for at, fingerprint in enumerate(row)]
+    ...     gather.outputs[0].copy_(torch.tensor([*row, *row, *(other if len(row) == 4 else row)]))
+    ...     return DONE
+    >>> comparison = HostComparison(Stand(size=3, start=start))
+    >>> def call(number):
+    ...     comparison.fingerprints[number % CHECK_EVERY] = 7
+    ...     return is_due(number) and comparison.compare(number, "cpu", timedelta(1), waits=True)
+    >>> [call(number) for number in range(1, 9)]
+    [None, None, False, None, False, False, False, 6]
 """
 
 from __future__ import annotations
 
 import hashlib
+from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
+
+import torch
 
 from ..bootstrap.bounded_store import read_jsons
 from ..bootstrap.world import World
-from ..checking.header_table import HeaderTable
+from ..checking.header_table import CHECK_EVERY, HeaderTable
 from ..checking.shared_words import (
     Regions,
     SharedWords,
@@ -21,7 +53,10 @@ from ..checking.shared_words import (
     make_shared_words,
 )
 from ..errors import StoreError
+from ..wires.communicator import Communicator
 from ..wires.core import core
+from ..wires.operations import Operation
+from ..wires.prepared import PreparedCall
 from .signals import card_key
 
 DISAGREEMENT = "disagreement"
@@ -94,6 +129,56 @@ class HeaderTables:
         """Return whether this rank can read the shared words of all others in ``ranks``."""
         others = [rank for rank in ranks if rank != self._world.rank]
         return all((found := self._find_region(rank, 0)) and found[0] for rank in others)
+
+
+def is_due(sequence: int) -> bool:
+    """Return whether members on several hosts compare their calls before call ``sequence``."""
+    return not sequence % CHECK_EVERY or not sequence & (sequence - 1)
+
+
+@dataclass(eq=False)
+class HostComparison:
+    """A member's part in comparing the calls on ``communicator`` between hosts."""
+
+    communicator: Communicator
+    fingerprints: memoryview = field(
+        default_factory=lambda: memoryview(bytearray(8 * CHECK_EVERY)).cast("Q")
+    )
+    """Those of the last calls, each at its number modulo ``CHECK_EVERY``; the core writes them."""
+    last: int = 0
+    """The last call of a round that this member has started."""
+    _rounds: list[tuple[range, Operation, torch.Tensor]] = field(default_factory=list)
+
+    def compare(
+        self, sequence: int, device: torch.device | str, timeout: timedelta, *, waits: bool
+    ) -> int | None:
+        """Start a round of the calls up to ``sequence``; finish rounds; return a call that differs.
+
+        Args:
+            device: where the fingerprints travel.
+            waits: whether to wait up to ``timeout`` for all rounds, or only look which have ended.
+
+        Raises:
+            WireFailure: a round failed.
+        """
+        calls = range(self.last + 1, sequence + 1)
+        mine = torch.tensor([self.fingerprints[n % CHECK_EVERY] for n in calls], device=device)
+        all_of_them = mine.new_empty(self.communicator.size * len(calls))
+        gather = PreparedCall("", "all_gather", [mine], [all_of_them]).as_own(timeout)
+        gather.waits, self.last = waits, sequence
+        self._rounds.append((calls, self.communicator.start(gather), all_of_them))
+        return self.finish(timeout, waits=waits)
+
+    def finish(self, timeout: timedelta, *, waits: bool = True) -> int | None:
+        """Finish the rounds that were started; return the first call that differs, or None."""
+        while self._rounds and (waits or self._rounds[0][1].has_ended()):
+            calls, operation, all_of_them = self._rounds.pop(0)
+            operation.finish(timeout)
+            by_call = all_of_them.view(self.communicator.size, -1).t().tolist()
+            for number, fingerprints in zip(calls, by_call, strict=True):
+                if len({*fingerprints}) > 1:
+                    return number
+        return None
 
 
 def _key_of(label: str) -> int:

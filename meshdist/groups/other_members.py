@@ -164,7 +164,11 @@ class MembersOfWorld(OtherMembers):
             asked = tuple(self._group.ranks[member] for member in about["asked"])
         where, fix = disagreement["where"], f"{disagreement['fix']}; the group is broken now"
         if "sequence" in about:
-            me = f"{self._group.here} saw it before it sent any data"
+            me, last = f"{self._group.here} saw it", self._opened.recorder.sequence
+            if about["sequence"] < last:
+                me = f"{me} at call {last}; results since may be wrong"
+            else:
+                me = f"{me} before it sent any data"
             where = f"{where}, {ranks_text(self._group.ranks)}; {me}"
         disagreement = {**disagreement, "where": where, "fix": fix}
         calls = {rank: FORGOTTEN if mine is None else mine.text}

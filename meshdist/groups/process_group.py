@@ -88,7 +88,7 @@ class ProcessGroup(VerbMethods):
         self.named_for = named_for
         if self._chooses_wires and world.spans_hosts(ranks):
             wires = {kind: find_wire(name) for kind, name in self.backends.items()}
-            across = {kind: wire.across_hosts for kind, wire in wires.items() if wire}
+            across = {kind: wire.replacement for kind, wire in wires.items() if wire}
             self.backends = {kind: across.get(kind) or name for kind, name in self.backends.items()}
         self.options = options
         self.device = device or world.device
@@ -297,14 +297,22 @@ class ProcessGroup(VerbMethods):
         self.check_open()
 
     def close(self) -> None:
-        """End communication on this group; a communicator shared with others stays open."""
+        """End communication on this group; a communicator shared with others stays open.
+
+        Raises:
+            AgreementError: calls of members on different hosts differed; it is closed.
+        """
         if self._closed:
             return
+        last_used = [each for each in self.channels if len(each.opened.users) == 1]
+        error = get_registry(self.world).compare_last(last_used) if last_used else None
         self._closed = True
         opened = dict.fromkeys(channel.opened for channel in self._channels.values())
         self.forget_channels()
         for each in opened:
             get_registry(self.world).release(each, self)
+        if error is not None:
+            raise error
 
     def forget_channels(self) -> None:
         """Drop the references to all communicators; called when the world closes."""

@@ -102,7 +102,6 @@ class SignalThread:
         self._woken, self._wake = os.pipe()
         self._process_id = os.getpid()
         self._is_stopped = False
-        self._changing = threading.RLock()  # a handler of signals may stop a thread that wakes
         self._thread = threading.Thread(target=self._run, name="meshdist-signals", daemon=True)
         self._thread.start()
         # A thread that Python ends inside torch's C++ would take the process down with it.
@@ -113,9 +112,8 @@ class SignalThread:
         atexit.unregister(self.stop)
         if self._process_id != os.getpid() or self._is_stopped:
             return
-        with self._changing:
-            self._is_stopped = True
-            os.write(self._wake, b"x")  # closing would not do: a forked child holds this end, too
+        self._is_stopped = True
+        os.write(self._wake, b"x")  # closing would not do: a forked child holds this end, too
         if self._thread is not threading.current_thread():
             self._thread.join(_END_S)
         if not self._thread.is_alive():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
+from contextlib import ExitStack
 from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
@@ -401,8 +402,9 @@ class DeviceMesh:
             )
         if self.world.open_layouts[self.layout] and any(group.is_open for group in self._groups):
             self.world.open_layouts[self.layout] -= 1
-        for group in self._own_groups:
-            group.close()
+        with ExitStack() as closing:  # all close, though one raises
+            for group in reversed(self._own_groups):
+                closing.callback(group.close)
 
     def __enter__(self) -> DeviceMesh:
         meshes_in_force.set((*meshes_in_force.get(), self))

@@ -111,8 +111,9 @@ class Entry:
     that wait for their sender; ``aborts`` the labels of groups that are broken, and ``label`` is
     this group's; calls are left to Python where ``log`` logs ``log_level``. ``calls`` has each
     ``Call`` by its fields; ``disagree(number, message)`` makes the error where calls differ.
-    ``compare(sequence, fingerprint)`` compares with other hosts. Where the level that ``get_level``
-    gives is above ``most_level``, calls are left to Python.
+    ``fingerprints`` gets the fingerprints of the last ``check_every`` calls, which Python compares
+    between hosts; without other hosts it is None, and ``check_every`` 0. If ``get_level`` returns a
+    level above ``most_level``, calls are left to Python.
     """
 
     def __init__(
@@ -129,7 +130,8 @@ class Entry:
         member: int,
         calls: Mapping[tuple[Any, ...], Any],
         disagree: Callable[[int, tuple[bool, int, int] | None], BaseException],
-        compare: Callable[[int, int], object] | None,
+        fingerprints: Words | None,
+        check_every: int,
         get_level: Callable[[], Any] | None,
         most_level: int,
         device_type: int,

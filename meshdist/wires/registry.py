@@ -129,9 +129,7 @@ class Wire(ABC):
     communicator_kind: type[Communicator] = Communicator  # type: ignore[type-abstract]
     """The class of what ``open`` returns, which knows what it does itself."""
     replacement = ""
-    """The wire to take in its place for a group that it refuses, where the program named none."""
-    across_hosts = ""
-    """The wire to take in its place for a group that spans hosts, where the program named none."""
+    """The wire of groups that it refuses or that span hosts, if the program named none."""
     compares_calls = False
     """Whether it compares every call with the other members' by itself."""
     descriptors_per_peer = 0

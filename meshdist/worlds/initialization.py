@@ -150,7 +150,7 @@ def init_process_group(
 def destroy_process_group(group: GroupLike = None) -> None:
     """Afterwards ``group``, or with None the whole world, is closed on this rank.
 
-    Does not wait for the other ranks, but for two seconds at most where hosts compare their last
+    Does not wait for the other ranks, except for at most two seconds if hosts compare their last
     calls. A new world may be made afterwards, at the same address too.
 
     Args:
@@ -158,7 +158,7 @@ def destroy_process_group(group: GroupLike = None) -> None:
             where it is ``GroupMember.NON_GROUP_MEMBER``.
 
     Raises:
-        AgreementError: calls of two hosts differed, and no call has said so yet; it is closed.
+        AgreementError: the last calls of two hosts differ; it is closed.
         NotInitializedError: there is no world; it was closed before, or never made.
         GroupClosedError: the group was destroyed before.
     """

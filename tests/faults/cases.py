@@ -210,12 +210,16 @@ def draw_fault(name: str, wire: str, *, has_loops: bool = False) -> Case:
     step = draw_place(draw, program, kind, rank)
     moment = draw.choice(KINDS[kind])
     delay_s = draw.uniform(0.0, reach_s(program.steps[step]))
+    method = "mpiexec" if wire == "mpi" else draw.choice(("env", "env", "tcp", "file"))
+    ending = draw.choice(("return", "destroy", "barrier, destroy"))
+    if wire == HOSTS and ending == "return":  # which does not compare the last calls
+        ending = "destroy"
     return Case(
         name,
         wire,
         program,
-        "mpiexec" if wire == "mpi" else draw.choice(("env", "env", "tcp", "file")),
-        draw.choice(("return", "destroy", "barrier, destroy")),
+        method,
+        ending,
         "raise" if wire == "mpi" else draw.choice(("raise", "raise", "destroy")),
         Fault(kind, rank, step, moment, delay_s),
         draw_late(draw, program) if draw.random() < 0.15 else None,

@@ -37,7 +37,6 @@ __all__ = [
     "GRACE_S",
     "TORCHS_CLIENT",
     "TORCHS_GLOO",
-    "UNCOMPARED",
     "Finding",
     "Outcome",
     "judge",
@@ -47,8 +46,6 @@ __all__ = [
 TORCHS_CLIENT = "noise of torch's client"
 TORCHS_GLOO = "end by torch's Gloo"
 """The kinds of what is found and breaks no promise."""
-UNCOMPARED = "calls are not known to equal those of other hosts"
-"""What a rank says as it leaves, where the store is lost."""
 GRACE_S = 6.0
 """How long after its timeout a rank may take to ask the others, to raise, to wait for those that
 still ask, and to end; on a machine that is busy as many times longer as work takes longer there."""
@@ -166,8 +163,6 @@ def noises(case: Case, outcome: Outcome) -> Iterator[Finding]:
         if is_rank and int(name) == case.fault.rank and outcome.fault_at:
             continue
         is_well = is_well and not (is_rank and is_told(case, outcome, int(name)))
-        if case.hosts and UNCOMPARED in said and has_lost_server(case, outcome):
-            continue  # nobody can tell any more whether numbers are right
         has_frames = "frame #0: c10" in said
         if has_frames or (is_well and said.strip()):
             is_torchs = has_frames and "TCPStore" in said and has_lost_server(case, outcome)
@@ -181,7 +176,7 @@ def is_told(case: Case, outcome: Outcome, rank: int) -> bool:
         return True
     is_late = case.is_compared_late(range(case.size))
     said = outcome.said.get(str(rank), "")
-    return is_late and ("AgreementError: " in said or UNCOMPARED in said)
+    return is_late and "AgreementError: " in said
 
 
 def is_ended_by_gloo(case: Case, outcome: Outcome, rank: int) -> bool:

@@ -26,7 +26,7 @@ from tests.faults.cases import (
     can_be_missed,
     case_of,
 )
-from tests.faults.outcomes import TORCHS_GLOO, UNCOMPARED, Outcome, judge, named_ranks
+from tests.faults.outcomes import TORCHS_GLOO, Outcome, judge, named_ranks
 from tests.faults.programs import Program, Step
 from tests.faults.reports import Result, Tally
 from tests.pool import Pool
@@ -234,21 +234,6 @@ def test_noise_is_found() -> None:
     assert kinds_of(outcome) == []
     outcome.said["0"] = "frame #0: c10::Error::Error"
     assert kinds_of(outcome) == ["noise"]
-
-
-@pytest.mark.parametrize(("struck", "expected"), [(0, []), (1, ["noise"])])
-def test_ranks_say_that_hosts_cannot_be_compared_only_where_the_server_is_lost(
-    struck: int, expected: list[str]
-) -> None:
-    outcome, other = Outcome(2), 1 - struck
-    outcome.take({"rank": struck, "what": "struck", "at": 10.0})
-    outcome.take({"rank": other, "what": "end", "at": 11.0})
-    outcome.ends = {struck: (10.1, -9), other: (11.0, 0)}
-    outcome.said[str(other)] = f"{UNCOMPARED}\n  where:    rank {other}, as it leaves"
-    fault = Fault("SIGKILL", rank=struck, step=1)
-    program = Program(2, [Step("init")], [((0, 1),)])
-    case = Case("a test", HOSTS, program, "env", "return", "raise", fault, hosts="AB")
-    assert kinds_of(outcome, case) == expected
 
 
 @pytest.mark.parametrize(

@@ -402,17 +402,3 @@ def test_a_group_that_is_gone_for_good_is_not_waited_for(monkeypatch: pytest.Mon
 
 class Interrupted:
     """Stands for a group of which the registry was not told that it is gone."""
-
-
-def test_a_communicator_that_is_being_closed_is_not_shared() -> None:
-    def program() -> tuple[int, list[Any]]:
-        opened: Any = get_registry(md.group.WORLD.world)
-        seen: list[Any] = []
-        mesh = md.DeviceMesh("cpu", list(range(md.get_world_size())))
-        group = mesh.get_group()
-        before = len(group.offer("cpu"))
-        opened._compare_last = lambda _: seen.append(group.offer("cpu"))
-        mesh.close()
-        return before, seen[:1]
-
-    assert md.simulate(program, 2) == [(1, [{}])] * 2

@@ -142,6 +142,8 @@ def everywhere(text: str, *tests: str, nccl: str = NOT_COMPUTED, **more: Any) ->
     return Promise(text, tests, others=others, differs=differs, **more)
 
 
+BETWEEN = "tests/groups/test_calls_between_hosts.py::test_wrong_numbers_are_an_error_"
+DEATHS = "tests/promises/test_deaths.py::"
 VERBS, WIRES = "tests/verbs/test_promises.py::", "tests/wires/c10d/"
 NCCL = f"{WIRES}test_nccl.py::"
 ENQUEUED = f"{WIRES}test_enqueued.py::"
@@ -308,8 +310,13 @@ FAULTS = [
         "tests/verbs/test_checks.py::test_members_that_call_different_things_all_raise",
         program=programs.mismatches_move_nothing,
         differs={
-            "gloo across hosts": "between hosts [within 256 calls](debugging.md#between-hosts); before "
-            "data move at level DETAIL",
+            "gloo across hosts": "between hosts [by the next round](debugging.md#between-hosts), "
+            "at most 256 calls later; before data move at level DETAIL",
+            "nccl": "between hosts [at level DETAIL alone](debugging.md#between-hosts)",
+        },
+        others={
+            "gloo across hosts": f"{BETWEEN}of_all_ranks_by_the_next_round",
+            "namespaces": f"{BETWEEN}on_two_networks",
         },
         nccl=f"{NCCL}test_members_that_disagree",
     ),
@@ -317,7 +324,8 @@ FAULTS = [
         "[A message that does not fit](verbs.md#point-to-point) raises where it arrives",
         "tests/verbs/test_checks.py::test_a_receiver_notices_a_message_of_another_size",
         differs={
-            "gloo across hosts": "[left where it is](verbs.md#when-ranks-disagree) until the timeout",
+            "gloo across hosts": "[left where it is](verbs.md#when-ranks-disagree) until the "
+            "timeout",
         },
         nccl=NOT_SEEN,
     ),
@@ -352,8 +360,8 @@ FAULTS = [
         others={
             "shm": "tests/joining/test_waits.py::test_an_idle_wait_sees_that_a_rank_has_ended",
             "gloo": "tests/groups/test_failures.py::test_a_killed_rank_frees_the_others",
-            "gloo across hosts": "tests/promises/test_deaths.py::test_a_rank_that_dies_on_two_hosts",
-            "namespaces": "tests/promises/test_deaths.py::test_a_rank_that_dies_on_two_hosts",
+            "gloo across hosts": f"{DEATHS}test_a_rank_that_dies_on_two_hosts",
+            "namespaces": f"{DEATHS}test_a_rank_that_dies_on_two_hosts",
         },
         differs={
             "mpi": "mpiexec [ends all ranks](mpi.md#when-a-rank-fails), which say who died",

@@ -201,7 +201,6 @@ class ShmWire(Wire):
     name = "shm"
     device_types = frozenset({"cpu"})
     replacement = "gloo"
-    across_hosts = "gloo"
     compares_calls = True
     communicator_kind = ShmCommunicator
     descriptors_per_peer = 2  # its process's pidfd, and while members meet a connection
