@@ -174,10 +174,9 @@ class HostComparison:
         while self._rounds and (waits or self._rounds[0][1].has_ended()):
             calls, operation, all_of_them = self._rounds.pop(0)
             operation.finish(timeout)
-            by_call = all_of_them.view(self.communicator.size, -1).t().tolist()
-            for number, fingerprints in zip(calls, by_call, strict=True):
-                if len({*fingerprints}) > 1:
-                    return number
+            rows = all_of_them.view(self.communicator.size, -1)
+            if differing := (rows != rows[0]).any(0).nonzero().tolist():
+                return calls[differing[0][0]]
         return None
 
 
