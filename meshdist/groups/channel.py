@@ -359,7 +359,7 @@ class Channel:
                     self._wait_for_all()
             elif compares_first:
                 first = tensor[0] if isinstance(tensor, list) else tensor
-                device = self.device_type if first is None else first.device
+                device = self.device_type if first is None or first.is_meta else first.device
                 self._compare_by_a_round(call.header, sent, taken, device)
         except BaseException as error:
             raise self.explained(error) from None

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed import get_process_group_ranks
 from torch.distributed.algorithms.join import Joinable, JoinHook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..error_text import ranks_text
 from ..errors import (
@@ -154,6 +155,7 @@ class Join:
         self._active = [1] * self._group.size()
         self._opened = self._group.open_channel(self._device.type).opened
         self._opened.compares_first = self._opened.spans_hosts
+        self._watched = register_optimizer_step_pre_hook(self._refuse_unknown_step)
 
     def __exit__(
         self,
@@ -163,6 +165,7 @@ class Join:
     ) -> None:
         if not self._enable:
             return
+        self._watched.remove()
         for joinable in self._joinables:
             joinable._join_config = OUTSIDE
         failure = error
@@ -197,9 +200,10 @@ class Join:
             JoinError: a rank ran out of data, with ``throw_on_early_termination``.
         """
         config = getattr(joinable, "_join_config", OUTSIDE)
-        if config.context is None or not config.is_first_joinable:
+        context: Join | None = getattr(config, "context", None)  # torch's own has none
+        if context is None or not config.is_first_joinable:
             return None
-        return config.context._exchange(1).work
+        return context._exchange(1).work
 
     def _exchange(self, flag: int) -> Flags:
         """Exchange flags with all ranks; raise if some joined and the context is strict."""
@@ -246,6 +250,23 @@ class Join:
             return False
         return 0 in self._active or FLAGS in str(error)
 
+    def _refuse_unknown_step(self, optimizer: Any, *_: object) -> None:
+        """Raise on all ranks if a sharded optimizer steps that this context does not know."""
+        # It sends over torch's group, on which no call is compared with those of this context.
+        if _is_of_torch(optimizer) and optimizer not in self._joinables:
+            self._abort(f"{type(optimizer).__name__}.step() on rank {self._group.world.rank}")
+            raise JoinError(
+                f"{type(optimizer).__name__} is not in the join context in which it steps",
+                where=f"rank {self._group.world.rank}, {self._group.name}",
+                expected="an optimizer that takes part in the context",
+                fix="pass the optimizer, too: Join([model, optimizer])",
+            )
+
+    def _abort(self, call: str, *labels: str) -> None:
+        """Abort the group of the context, and communicators ``labels``, because of ``call``."""
+        message = {"reason": f"{_UNSERVED}: {call}", "group": self._group.name}
+        get_registry(self._group.world).abort([self._opened.label, *labels], message)
+
     def _watch(self, is_over: threading.Event) -> None:
         """Look for stuck ranks until ``is_over``, less and less often during one call."""
         registry, known, pause_s = get_registry(self._group.world), None, _LOOK_S
@@ -268,9 +289,7 @@ class Join:
             if call is None or call["label"] not in here or call["label"] == mine:
                 continue
             if call["sequence"] > here[call["label"]]:
-                reason = f"{_UNSERVED}: rank {rank} waits in {call['text']}"
-                message = {"reason": reason, "group": self._group.name}
-                registry.abort([mine, call["label"]], message)
+                self._abort(f"rank {rank} waits in {call['text']}", call["label"])
                 return
 
     def _find_group(self) -> tuple[ProcessGroup, torch.device]:
