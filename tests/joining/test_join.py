@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -93,7 +94,9 @@ def test_the_counter_of_torchs_documentation(
     longest = max(num_steps)
     active = [sum(num > step for num in num_steps) for step in range(longest)]
     total = float(sum(num_steps)) if num_joinables == 1 else 0.0
-    for num, found in zip(num_steps, run(counted, len(num_steps), num_steps, num_joinables)):
+    for num, found in zip(
+        num_steps, run(counted, len(num_steps), num_steps, num_joinables), strict=True
+    ):
         expected = (float(sum(active[:num])), total, num == longest, longest - num)
         assert found == [expected] * num_joinables
 
@@ -329,7 +332,7 @@ def test_a_killed_rank_frees_the_others(pool: Pool, backend: str, joins: bool) -
 def test_an_exception_passes_and_no_hook_runs(run: Run) -> None:
     def program() -> tuple[Any, ...]:
         counter = Counter()
-        with pytest.raises(KeyError), md.Join([counter]):
+        with suppress(KeyError), md.Join([counter]):
             counter.step()
             raise KeyError
         counter.step()  # outside of the context
