@@ -43,7 +43,7 @@ LEFT_OUT: Mapping[str, str] = MappingProxyType(
             wires/shm/test_started_calls.py wires/test_reductions.py
         """,
         "long drawn programs": """
-            joining/test_join_places.py joining/test_joined_optimizer.py
+            joining/test_zero_optimizer.py
             sharding/test_einsum_oracle.py sharding/test_einsums.py sharding/test_resharding.py
             sharding/test_shard_map_bodies.py tensor_parallel/test_layers.py
             tensor_parallel/test_nd_training.py test_experts.py typed_contexts/test_casting.py
@@ -58,7 +58,7 @@ LEFT_OUT: Mapping[str, str] = MappingProxyType(
         "models that train for many steps, are compiled, or stand beside torch's": """
             collectives/test_marks.py ddp/comm_hooks ddp/test_compiled.py
             ddp/test_complete_losses.py ddp/test_data_parallel.py ddp/test_everyday.py
-            ddp/test_grad_norm.py ddp/test_gradient_buckets.py 
+            ddp/test_grad_norm.py ddp/test_gradient_buckets.py
             ddp/test_joined_replica.py ddp/test_laws.py ddp/test_local_backwards.py
             ddp/test_misuse.py ddp/test_norm_flags.py ddp/test_openings.py
             ddp/test_parting.py ddp/test_pipelines.py ddp/test_precision.py

@@ -15,7 +15,7 @@ from ..collectives.flat_sums import broadcast_from
 from ..collectives.verbs import all_reduce
 from ..groups.process_group import ProcessGroup
 from ..joining.flags import Flags
-from ..joining.join import OUTSIDE, Join, Joinable, JoinHook
+from ..joining.join import Join, Joinable, JoinHook, config_of
 from ..reduce_ops import ReduceOp
 from .autograd_engines import NO_TASK, current_task
 from .backward import AtWork
@@ -64,12 +64,11 @@ class JoinMethods(Joinable):
     require_backward_grad_sync: bool
     take_buffers: Any
     takes_buffers: Any
-    _join_config = OUTSIDE
     _divides_by_all = True
 
     def announce_forward(self) -> None:
         """Announce a forward in a join context; average over all ranks again outside of it."""
-        if not self._join_config.enable:
+        if not config_of(self).enable:
             if self.reducer.sending.at_work.is_joining:
                 self.reducer.sending.at_work = AtWork(self.process_group.size())
             return

@@ -63,6 +63,11 @@ class JoinConfig(NamedTuple):
 OUTSIDE = JoinConfig()
 
 
+def config_of(joinable: object) -> Any:
+    """Return the JoinConfig of ``joinable``; outside of a context it may be torch's own."""
+    return getattr(joinable, "_join_config", OUTSIDE)
+
+
 def _is_of_torch(joinable: object) -> bool:
     """Return whether ``joinable`` is torch's sharded optimizer, which uses a group of torch."""
     return isinstance(joinable, Joinable) and isinstance(joinable, torch.optim.Optimizer)
@@ -143,7 +148,7 @@ class Join:
     def __enter__(self) -> None:
         if not self._enable:
             return
-        if any(getattr(x, "_join_config", OUTSIDE).enable for x in self._joinables):
+        if any(config_of(x).enable for x in self._joinables):
             raise ArgumentError(
                 "a joinable cannot be in two join contexts",
                 where=f"rank {self._group.world.rank}, {self._group.name}",
@@ -181,7 +186,7 @@ class Join:
                 where=f"rank {self._group.world.rank}, {self._group.name}",
                 expected="calls of the joinables only, while some ranks are out of data",
                 found=getattr(failure, "found", None),
-                fix="loop over md.uneven(loader, mesh) without Join, or serve the call in main_hook",
+                fix="loop over md.uneven(loader, mesh) without Join; or make the call in main_hook",
             ) from failure
         if failure is not error and failure is not None:
             raise failure
@@ -199,7 +204,7 @@ class Join:
         Raises:
             JoinError: a rank ran out of data, with ``throw_on_early_termination``.
         """
-        config = getattr(joinable, "_join_config", OUTSIDE)
+        config = config_of(joinable)
         context: Join | None = getattr(config, "context", None)  # torch's own has none
         if context is None or not config.is_first_joinable:
             return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -414,10 +415,7 @@ def test_a_model_that_a_context_does_not_know_raises_on_all_ranks(run: Run) -> N
 def test_training_goes_on_after_an_exception_in_a_context(run: Run) -> None:
     def program() -> float:
         model = md.DDP(nn.Linear(1, 1, bias=False))
-        with (
-            pytest.raises(KeyError),
-            model.join(divide_by_initial_world_size=False),
-        ):
+        with suppress(KeyError), model.join(divide_by_initial_world_size=False):
             model(torch.ones(1, 1)).sum().backward()
             raise KeyError
         model.zero_grad()

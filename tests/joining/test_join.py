@@ -254,7 +254,7 @@ def test_a_call_that_no_hook_makes_raises_on_all_ranks(
             "hook for it\n"
         )
         assert call in text
-        assert "fix:      loop over md.uneven(loader, mesh) without Join, or serve" in text
+        assert "fix:      loop over md.uneven(loader, mesh) without Join; or make" in text
 
 
 def test_a_hook_that_makes_too_many_calls_raises_on_all_ranks(run: Run) -> None:
