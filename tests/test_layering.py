@@ -178,7 +178,7 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "flat_sums",
         ),
         "joining": (
-            "flags",
+            "step_flags",
             "join",
             "uneven_loops",
         ),

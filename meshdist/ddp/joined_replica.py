@@ -14,7 +14,7 @@ import torch
 from ..collectives.flat_sums import broadcast_from
 from ..collectives.verbs import all_reduce
 from ..groups.process_group import ProcessGroup
-from ..joining.flags import Flags
+from ..joining.step_flags import Flags
 from ..joining.join import Join, Joinable, JoinHook, config_of
 from ..reduce_ops import ReduceOp
 from .autograd_engines import NO_TASK, current_task
@@ -97,7 +97,7 @@ class JoinMethods(Joinable):
     ) -> Join:
         """Return the context ``Join([self])``, in which ranks may run unequal numbers of steps.
 
-        When all ranks have joined, every rank has the parameters and buffers of one that joined
+        When all ranks have joined, every rank has the parameters and buffers of a rank that joined
         last.
 
         Args:

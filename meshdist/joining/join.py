@@ -41,7 +41,7 @@ from ..groups.communicators import get_registry
 from ..groups.process_group import ProcessGroup, resolve_group
 from ..groups.signals import ask
 from ..wires.work import Work
-from .flags import Flags
+from .step_flags import Flags
 
 __all__ = ["Join", "JoinHook", "Joinable"]
 
@@ -283,7 +283,7 @@ class Join:
             known, pause_s = calls, 2 * pause_s if is_same else _LOOK_S
 
     def _abort_if_stuck(self) -> None:
-        """Abort the groups if a rank waits for this one on another group than the context's."""
+        """Abort the groups if a rank waits for this rank on another group than the context's."""
         # Rank 0 waits in call 5 on 'tp', of which this rank has made 4. This rank waits on 'dp',
         # the context's group, for rank 0.
         registry, mine = get_registry(self._group.world), self._opened.label

@@ -13,7 +13,7 @@ from ..collectives.objects import all_gather_object, broadcast_object_list
 from ..error_text import grouped_text, ranks_text
 from ..errors import JoinError, KindError
 from ..groups.process_group import GroupLike, resolve_group
-from .flags import Flags
+from .step_flags import Flags
 
 __all__ = ["uneven"]
 

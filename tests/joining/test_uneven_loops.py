@@ -337,3 +337,15 @@ def test_a_killed_rank_frees_the_others(pool: Pool, backend: str) -> None:
     for text, seconds in (first, third):
         assert "rank 1" in text
         assert is_within(seconds, 15.0)
+
+
+def test_a_sum_without_the_weight_counts_the_last_batch_again() -> None:
+    def program() -> list[float]:
+        found = []
+        for x, _ in md.uneven([torch.ones(1)] * (1 + md.get_rank())):
+            total = x.clone()
+            md.all_reduce(total)
+            found.append(total.item())
+        return found
+
+    assert md.simulate(program, 2) == [[2.0, 2.0]] * 2
