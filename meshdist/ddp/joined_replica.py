@@ -14,8 +14,8 @@ import torch
 from ..collectives.flat_sums import broadcast_from
 from ..collectives.verbs import all_reduce
 from ..groups.process_group import ProcessGroup
-from ..joining.step_flags import Flags
 from ..joining.join import Join, Joinable, JoinHook, config_of
+from ..joining.step_flags import Flags
 from ..reduce_ops import ReduceOp
 from .autograd_engines import NO_TASK, current_task
 from .backward import AtWork
