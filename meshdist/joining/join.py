@@ -253,7 +253,8 @@ class Join:
             return _UNSERVED in str(error)
         if not isinstance(error, (AgreementError, DeadlockError)):
             return False
-        return 0 in self._active or FLAGS in str(error)
+        has_left = ": returned" in str(error)  # a rank that waits in no call
+        return not has_left and (0 in self._active or FLAGS in str(error))
 
     def _refuse_unknown_step(self, optimizer: Any, *_: object) -> None:
         """Raise on all ranks if a sharded optimizer steps that this context does not know."""

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import meshdist as md
-from meshdist.groups import communicators, process_group
+from meshdist.groups import process_group
 from meshdist.groups.communicators import get_registry
 from tests.inner import SimulatedStore
 from tests.mpi_job import job_of
@@ -353,22 +353,6 @@ def test_an_interrupt_while_a_group_is_opened_leaves_nothing(
         return after, num_open()
 
     assert md.simulate(program, 1) == [(0, 0)]
-
-
-def test_a_group_that_is_gone_for_good_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(communicators, "_COLLECTED_S", 0.01)
-
-    def program() -> list[Any]:
-        group = md.new_group()
-        (opened,) = get_registry(md.group.WORLD.world).all_opened()
-        opened.users[1] = ref(Interrupted())
-        return [one is group for one in opened.groups()]
-
-    assert md.simulate(program, 1) == [[True]]
-
-
-class Interrupted:
-    """Stands for a group of which the registry was not told that it is gone."""
 
 
 def test_a_communicator_that_is_being_closed_is_not_shared() -> None:
