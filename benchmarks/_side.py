@@ -107,14 +107,8 @@ def joined_step(name: str) -> Call:
     return step_of(model, training.make_input())
 
 
-def joined_call() -> Call:
-    """Return a sum of 1 KiB in a join context, which lasts as long as this process."""
-    md.uneven([]).__enter__()
-    return partial(md.all_reduce, torch.ones(256))
-
-
 def call_behind() -> Call:
-    """Return a sum of 1 KiB behind a join context, in which it was called, too."""
+    """Return a sum of 1 KiB after an uneven loop, in which it was called, too."""
     x = torch.ones(256)
     for _ in md.uneven(range(1 + md.get_rank())):
         md.all_reduce(x)
@@ -153,8 +147,6 @@ SIDES: dict[str, Callable[[], Side]] = {
         for name in ("mlp", "transformer", "many")
         for wire in ("shm", "gloo")
     },
-    "join-call-shm": partial(Side, "shm", joined_call),
-    "join-call-gloo": partial(Side, "gloo", joined_call),
     "join-behind-shm": partial(Side, "shm", call_behind),
     "join-behind-gloo": partial(Side, "gloo", call_behind),
 }

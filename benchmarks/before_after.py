@@ -2,7 +2,7 @@
 
     python benchmarks/before_after.py BEFORE [AFTER] [--report FILE.json] [--rounds 7] [--starts 3]
         [--parts import,mesh,demo,ddp-many,ddp-mlp,ddp-gloo,typed,shm,mpi,gloo,verbs-shm,verbs-mpi,
-        verbs-gloo,join-{mlp,transformer,many,call,behind}-{shm,gloo}]
+        verbs-gloo,join-{mlp,transformer,many,behind}-{shm,gloo}]
         [--sizes 8,4096,1048576,67108864]
 
 BEFORE and AFTER are folders of checkouts, each with its .venv, or interpreters that have meshdist

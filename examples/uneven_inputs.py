@@ -1,13 +1,13 @@
-"""Training on shards of unequal lengths: ranks that run out of data keep answering the others.
+"""Train on shards of unequal lengths: ranks that run out of data repeat a batch with weight 0.
 
     meshdist run -n 4 examples/uneven_inputs.py
     torchrun --nproc-per-node 2 examples/uneven_inputs.py --epochs 2
     meshdist run -n 3 examples/uneven_inputs.py --check
 
-Rank r has 4 + 3 r batches of an epoch. Inside ``model.join()`` all ranks leave the loop together:
-one whose shard has ended gives zeros to the gradients, the metric and whatever else the others
-reduce. Then ``md.uneven`` does the same for a loop without a model. With ``--check`` the program
-trains one model on one rank in the same way, and exits with 1 if it differs.
+Rank r has 4 + 3 r batches of an epoch. ``md.uneven`` runs the loop equally often on every rank, so
+collectives such as that of the metric work inside. ``model.join()`` trains a second model: there a
+rank that runs out of data shadows the collectives of the model. With ``--check`` the program trains
+a model on one rank in the same way, and exits with 1 if any of them differ.
 """
 
 import argparse
@@ -45,30 +45,42 @@ def train(num_epochs: int) -> tuple[torch.nn.Module, float]:
     """Train on every rank's own shard; return the model and the mean loss over all batches."""
     torch.manual_seed(0)
     model = md.DDP(torch.nn.Linear(2, 1, dtype=torch.float64))
+    rank, size = md.get_rank(), md.get_world_size()
     for epoch in range(num_epochs):
-        # Gradients are means over the ranks that have a batch, also when some have none left.
-        with model.join(divide_by_initial_world_size=False):
-            for step, x in enumerate(shard(md.get_rank(), epoch)):
-                model.zero_grad()
-                loss = F.mse_loss(model(x), target(x))
-                loss.backward()
-                descend(model)
-                biggest = loss.detach().clone()
-                md.all_reduce(biggest, md.ReduceOp.MAX)  # a verb that the model knows nothing of
-                if md.get_rank() == md.get_world_size() - 1 and step % 4 == 0:
-                    print(f"epoch {epoch} step {step:2}: largest loss {biggest.item():.4f}")
+        batches = md.uneven(shard(rank, epoch))
+        for step, (x, weight) in enumerate(batches):
+            model.zero_grad()
+            loss = F.mse_loss(model(x), target(x)) * weight
+            (loss * size / batches.num_active).backward()  # the mean over the ranks with data
+            descend(model)
+            biggest = loss.detach().clone()
+            md.all_reduce(biggest, md.ReduceOp.MAX)
+            if rank == size - 1 and step % 4 == 0:
+                print(f"epoch {epoch} step {step:2}: largest loss {biggest.item():.4f}")
     return model.module, evaluate(model.module)
 
 
+def train_in_context(num_epochs: int) -> torch.nn.Module:
+    """Train as ``train`` does, in a join context; return the model."""
+    torch.manual_seed(0)
+    model = md.DDP(torch.nn.Linear(2, 1, dtype=torch.float64))
+    for epoch in range(num_epochs):
+        with model.join(divide_by_initial_world_size=False):
+            for x in shard(md.get_rank(), epoch):
+                model.zero_grad()
+                F.mse_loss(model(x), target(x)).backward()
+                descend(model)
+    return model.module
+
+
 def evaluate(model: torch.nn.Module) -> float:
-    """The mean loss over the batches of all ranks, which again are unequally many."""
+    """Return the mean loss over the batches of all ranks, which again are unequally many."""
     total = torch.zeros(2, dtype=torch.float64)
     with torch.no_grad():
-        for x in md.uneven(shard(md.get_rank(), 99)):
+        for x, weight in md.uneven(shard(md.get_rank(), 99)):
             sums = torch.stack([F.mse_loss(model(x), target(x)), torch.tensor(1.0)]).double()
-            md.all_reduce(sums)
+            md.all_reduce(sums.mul_(weight))
             total += sums
-    md.all_reduce(total, md.ReduceOp.MAX)  # of the rank that saw all: losses are not negative
     return (total[0] / total[1]).item()
 
 
@@ -96,11 +108,13 @@ def main() -> None:
     torch.set_num_threads(1)
     md.init_process_group()
     model, loss = train(options.epochs)
+    in_context = train_in_context(options.epochs)
     off = 0.0
     if options.check:
         alone = train_alone(md.get_world_size(), options.epochs)
-        pairs = zip(model.parameters(), alone.parameters(), strict=True)
-        off = max((one - other).abs().max().item() for one, other in pairs)
+        for trained in (model, in_context):
+            pairs = zip(trained.parameters(), alone.parameters(), strict=True)
+            off = max(off, *((one - other).abs().max().item() for one, other in pairs))
     if md.get_rank() == 0:
         print(f"mean loss over all shards: {loss:.6f}")
         if options.check:

@@ -39,7 +39,7 @@ from .errors import (
     MeshError as MeshError,
 )
 from .groups.other_members import wait_notice as wait_notice
-from .joining.join import uneven as uneven
+from .joining.uneven_loops import uneven as uneven
 from .lax.asserting import assert_equal as assert_equal
 from .mesh.current_mesh import get_current_mesh as get_current_mesh
 from .mesh.definition import AxisOptions as AxisOptions

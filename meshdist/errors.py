@@ -196,7 +196,7 @@ class AbortedError(BackendError):
 
 
 class JoinError(MeshdistError, RuntimeError):
-    """A rank that has no data left, or has left its loop, cannot give what a call asks of it."""
+    """A rank called a collective that ranks which ran out of data do not make."""
 
 
 class NestedVerbError(MeshdistError, RuntimeError):

@@ -72,7 +72,6 @@ class Collectives {
   Status wait_to_finish(const Call& call) { return described(rounds_.wait(begun_, call)); }
 
   const Failure& failure() const { return rounds_.failure; }
-  bool is_awaited() const { return rounds_.is_awaited(); }
   bool reads_others() const { return reads_others_; }
   Tuning tuning;
 

@@ -146,7 +146,7 @@ Known Entry::find(const Call& called, const Plain& plain, bool is_uneven) {
   const Key key{called.verb.ptr(), data.ptr(), title.ptr(), called.op, called.root, is_uneven};
   return find(key, plain.is_kept || data.is_none(), last_[2], [&] {
     const nb::object op = number_or_none(called.op), root = number_or_none(called.root);
-    return std::pair(tuple_of(called.verb, data, op, root, title, nb::bool_(is_uneven), nb::tuple(), empty_),
+    return std::pair(tuple_of(called.verb, data, op, root, title, nb::bool_(is_uneven), nb::tuple()),
                      nb::object());
   });
 }
@@ -156,7 +156,7 @@ Known Entry::find(const Message& message) {
   const Key key{message.verb.ptr(), data.ptr(), nullptr, message.number, message.member, false};
   return find(key, message.plain.is_kept, last_[message.is_send], [&] {
     return std::pair(tuple_of(message.verb, data, nb::none(), nb::none(), empty_, nb::bool_(false),
-                              nb::tuple(), empty_, message.peer, message.tag),
+                              nb::tuple(), message.peer, message.tag),
                      tuple_of(nb::bool_(message.is_send), message.peer, message.tag));
   });
 }

@@ -211,7 +211,6 @@ NB_MODULE(native, m) {
     memory.progress = self.progress;
     self.progress->add_memory(memory.memory);
   });
-  c.def("is_awaited", [](PyCommunicator& self) { return self.progress->is_awaited(); });
   c.def("abort", &PyCommunicator::abort, nb::call_guard<nb::gil_scoped_release>());
   c.def("close", &PyCommunicator::close, nb::call_guard<nb::gil_scoped_release>());
   c.def("announce_end", [](PyCommunicator& self) { self.end->announce_end(); });

@@ -66,12 +66,6 @@ class Progress : public std::enable_shared_from_this<Progress> {
   // Unmap memory that no member uses any more; while a collective runs the next one does it.
   void sweep();
 
-  // Whether a member has come to the collective behind the last of this one; false while that runs.
-  bool is_awaited() {
-    std::unique_lock<std::mutex> lock(running_, std::try_to_lock);
-    return lock.owns_lock() && unfinished_.load(std::memory_order_acquire) == 0 && collectives_.is_awaited();
-  }
-
   Collectives& collectives() { return collectives_; }
 
  private:

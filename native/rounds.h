@@ -106,14 +106,6 @@ class Rounds {
     return is_complete(round) || end_.is_over() || find_gone(0, end_.size, round, nullptr) >= 0;
   }
 
-  // Whether a member has published the round that this one publishes next: it has come to a call.
-  bool is_awaited() const {
-    for (unsigned j = 0; j < end_.size; ++j) {
-      if (j != end_.rank && has_published(j, next_)) return true;
-    }
-    return false;
-  }
-
   // Of the last mismatch: whether the calls may differ in the order of the elements alone. All
   // members find the same.
   bool layouts_differ = false;

@@ -43,7 +43,7 @@ LEFT_OUT: Mapping[str, str] = MappingProxyType(
             wires/shm/test_started_calls.py wires/test_reductions.py
         """,
         "long drawn programs": """
-            joining/test_join_places.py joining/test_joined_optimizer.py
+            joining/test_zero_optimizer.py
             sharding/test_einsum_oracle.py sharding/test_einsums.py sharding/test_resharding.py
             sharding/test_shard_map_bodies.py tensor_parallel/test_layers.py
             tensor_parallel/test_nd_training.py test_experts.py typed_contexts/test_casting.py

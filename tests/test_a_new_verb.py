@@ -107,13 +107,14 @@ def program():
 
 def uneven():
     x = torch.ones(1)
-    for _ in md.uneven(range(1 + md.get_rank())):
+    for _, weight in md.uneven(range(1 + md.get_rank())):
+        x *= weight
         md.total(x)
     return x.item()
 
 def simulated():
     assert md.simulate(program, 3) == [[6.0, 6.0, 3.0, 3.0, 3.0, 3.0]] * 3
-    assert md.simulate(uneven, 2) == [2.0, 2.0], "the one that has joined adds nothing"
+    assert md.simulate(uneven, 2) == [2.0, 2.0], "the rank without data adds nothing"
     def wrong():
         (md.total if md.get_rank() else md.all_reduce)(torch.ones(2))
     try:
@@ -135,12 +136,16 @@ FIELD: Edits = {
             '    purpose: str = ""\n    peer: int | None = None\n    tag:',
         ),
         (
-            '    owner: str = "",\n) -> Call:',
-            '    owner: str = "",\n    purpose: str = "",\n) -> Call:',
+            "    layouts: tuple[Any, ...] = (),\n) -> Call:",
+            '    layouts: tuple[Any, ...] = (),\n    purpose: str = "",\n) -> Call:',
         ),
-        ("is_uneven, layouts, owner]", "is_uneven, layouts, owner, purpose]"),
-        ('(), "", peer, tag]', '(), "", "", peer, tag]'),
-        ("return self.title, self.owner", "return self.title, self.owner, self.purpose"),
+        ("is_uneven, layouts]", "is_uneven, layouts, purpose]"),
+        ("(), peer, tag]", '(), "", peer, tag]'),
+        ("self.fingerprint if self.title else 0", "self.fingerprint"),
+        (
+            "crc32(call.title.encode()) if call.title else 0",
+            "crc32((call.title + call.purpose).encode())",
+        ),
         (
             "f\"{self.verb}({', '.join(arguments)}){title}\"",
             "f\"{self.verb}({', '.join(arguments)}){title} {self.purpose}\"",
@@ -152,7 +157,7 @@ FIELD: Edits = {
     "groups/channel.py": [
         (
             "sizes is not None, tuple(layouts))",
-            'sizes is not None, tuple(layouts), "", prepared.purpose)',
+            "sizes is not None, tuple(layouts), prepared.purpose)",
         )
     ],
     "collectives/verbs.py": [

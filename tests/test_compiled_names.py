@@ -42,9 +42,8 @@ def untyped(x: torch.Tensor, mesh: md.DeviceMesh) -> torch.Tensor:
 
 def breaking(x: torch.Tensor, mesh: md.DeviceMesh) -> torch.Tensor:
     total = x * 0
-    with md.uneven([1.0, 2.0, 3.0], mesh) as numbers:
-        for number in numbers:
-            total = total + number * x
+    for number, weight in md.uneven([1.0, 2.0, 3.0], mesh):
+        total = total + weight * number * x
     return total
 
 

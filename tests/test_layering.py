@@ -178,12 +178,9 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "flat_sums",
         ),
         "joining": (
-            "statements",
-            "whereabouts",
-            "waits",
-            "answers",
-            "shadow",
+            "step_flags",
             "join",
+            "uneven_loops",
         ),
         "functional": (
             "axis_types",

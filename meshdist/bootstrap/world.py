@@ -198,16 +198,6 @@ class World:
             self._counts[call] += 1
             return self._counts[call]
 
-    def last_number(self, call: Hashable) -> int:
-        """Return how often this rank has come to ``call`` so far."""
-        with self._counting:
-            return self._counts[call]
-
-    def take_back_number(self, call: Hashable) -> None:
-        """Undo the last ``next_number``, of a call that has left nothing behind."""
-        with self._counting:
-            self._counts[call] -= 1
-
     def check_usable(self) -> None:
         """Raise unless this process owns the world and it is still open."""
         if self._num_forks != num_forks():

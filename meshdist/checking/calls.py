@@ -74,7 +74,6 @@ class Call:
         title: what the verb is a part of, equal on all members; "" where it stands for itself.
         is_uneven: whether members may differ in how many elements go to and come from each.
         layouts: how the tensors lie in memory, where that must be equal on all members; else ().
-        owner: in a join context, the joinable whose hook takes part in it; else "".
         peer: of a message, the place of the other member; None: any.
         tag: of a message; None: it is a collective.
     """
@@ -86,7 +85,6 @@ class Call:
     title: str = ""
     is_uneven: bool = False
     layouts: tuple[Any, ...] = ()
-    owner: str = ""
     peer: int | None = None
     tag: int | None = None
     header: tuple[int, ...] = field(init=False, compare=False, repr=False)
@@ -102,7 +100,7 @@ class Call:
     def __post_init__(self) -> None:
         object.__setattr__(self, "header", _header(self))
         object.__setattr__(self, "fingerprint", fingerprint(*self.header))
-        object.__setattr__(self, "unseen", self.fingerprint if any(self.texts) else 0)
+        object.__setattr__(self, "unseen", self.fingerprint if self.title else 0)
         object.__setattr__(self, "kind", (self.is_send, self.peer, self.tag))
 
     def __hash__(self) -> int:
@@ -119,11 +117,6 @@ class Call:
         if self.data is None:
             return ()
         return self.data if is_list(self.data) else (self.data,)
-
-    @property
-    def texts(self) -> tuple[str, ...]:
-        """The title and the owner, texts that must be equal on all members."""
-        return self.title, self.owner
 
     @property
     def is_send(self) -> bool:
@@ -255,7 +248,7 @@ class _Calls(dict[tuple[Any, ...], Call]):
 
 
 calls = _Calls()
-"""Each call by a tuple of its fields, from ``verb`` to ``owner``; a message's to ``tag``."""
+"""Each call by a tuple of its fields, from ``verb`` to ``layouts``; a message's to ``tag``."""
 
 
 def get_call(
@@ -266,7 +259,6 @@ def get_call(
     title: str = "",
     is_uneven: bool = False,
     layouts: tuple[Any, ...] = (),
-    owner: str = "",
 ) -> Call:
     """Return the ``Call`` with these fields on ``tensors``; equal calls are the same object."""
     data: Data = None
@@ -275,36 +267,13 @@ def get_call(
     elif tensors is not None:
         data = tuple([(part.shape, part.dtype) for part in tensors])
     number = _SUM_NUMBER if op is _SUM else None if op is None else op.value
-    return calls[verb, data, number, root, title, is_uneven, layouts, owner]
+    return calls[verb, data, number, root, title, is_uneven, layouts]
 
 
 def get_message(verb: str, tensor: torch.Tensor, peer: int | None, tag: int) -> Call:
     """Return the ``Call`` of a send to or a receive from member ``peer`` (None: any)."""
     data = tensor.shape, tensor.dtype
-    return calls[verb, data, None, None, "", False, (), "", peer, tag]
-
-
-def to_fields(call: Call) -> list[Any]:
-    """Return a collective without its layouts as JSON values; the inverse of ``from_fields``."""
-    parts = [(shape, dtype_name(dtype)) for shape, dtype in call.parts]
-    asked = [call.op_number, call.root, call.title, call.owner]
-    return [call.verb, parts, is_list(call.data), call.is_uneven, *asked]
-
-
-def from_fields(
-    verb: str,
-    shapes: Sequence[tuple[Sequence[int], str]],
-    is_of_list: bool,
-    is_uneven: bool,
-    op: int | None,
-    root: int | None,
-    title: str,
-    owner: str,
-) -> Call:
-    """Return the call whose values ``to_fields`` has returned."""
-    parts = tuple((torch.Size(shape), getattr(torch, name)) for shape, name in shapes)
-    data: Data = parts if is_of_list else (*parts, None)[0]
-    return calls[verb, data, op, root, title, is_uneven, (), owner]
+    return calls[verb, data, None, None, "", False, (), peer, tag]
 
 
 def is_list(data: Data) -> bool:
@@ -323,10 +292,10 @@ def _header(call: Call) -> tuple[int, ...]:
     if call.is_uneven:
         count = 0
     op, root = (-2 if number is None else number for number in (call.op_number, call.root))
-    # Texts are not kept as codes are: a program may have any number of titles.
-    texts = [crc32(text.encode()) if text else 0 for text in call.texts]
+    # Titles are not kept as codes are: a program may have any number of titles.
+    title = crc32(call.title.encode()) if call.title else 0
     layouts = [hash(call.layouts)] if call.layouts else []
-    return _code(call.verb), dtype, count, op, root, *texts, *layouts
+    return _code(call.verb), dtype, count, op, root, title, *layouts
 
 
 def fingerprint(*values: int) -> int:

@@ -163,25 +163,6 @@ class HeaderTable:
             self._find_missing()
         return self._sees_all and not self._missing
 
-    @property
-    def reaches_all_words(self) -> bool:
-        """Return whether all members are on this host, so that their shared words can be found."""
-        return self._sees_all
-
-    def is_awaited(self, sequence: int, header: int | None = None) -> bool:
-        """Return whether a member whose words are seen has come to call ``sequence`` or beyond.
-
-        Args:
-            header: the fingerprint that this call must have; None for any call.
-        """
-        if self._missing:
-            self._find_missing()
-        place = sequence % WINDOW
-        words = [view[place] for _, view in tuple(self._views)]
-        if header is not None:
-            return (sequence & _LOW) << 32 | header in words
-        return any(not _is_behind(word >> 32, sequence) for word in words)
-
     def leave(self) -> None:
         """Announce to the others that this process exits normally."""
         self._mine[self._left_word] = 1

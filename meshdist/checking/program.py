@@ -24,8 +24,7 @@ import sysconfig
 import threading
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import wraps
 from threading import get_ident, main_thread
 from traceback import walk_tb
@@ -231,19 +230,6 @@ def never_nested(function: Callable[P, R]) -> Callable[P, R]:
         return run_unnested(verb, function, *args, **kwargs)
 
     return call
-
-
-@contextmanager
-def set_aside() -> Iterator[None]:
-    """Allow the verb that this thread is in to call other verbs in the context."""
-    if get_ident() != _main_thread:
-        yield
-        return
-    verb, under_way[0] = under_way[0], None
-    try:
-        yield
-    finally:
-        under_way[0] = verb
 
 
 def _forget_in_child() -> None:

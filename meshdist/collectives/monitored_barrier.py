@@ -82,22 +82,10 @@ monitoredBarrier
     target.check_usable()
     if target.size() == 1:
         return
-    context = get_registry(target.world).guard
-    ranks = target.ranks if context is None else context.announce_call(target, _NAME)
     if target.world.is_simulated:
-        _meet_simulated(target, ranks)
+        _meet_simulated(target)
     else:
-        _meet(target, ranks, timeout or target.timeout, wait_all_ranks)
-
-
-def skip_barrier(group: ProcessGroup) -> None:
-    """Count a barrier as passed, without waiting, on a rank that has no data left."""
-    # The others do not wait for this rank either: they know which ranks have data.
-    if group.world.is_simulated:
-        counts = _counts_of_simulated(group)
-        counts[group.world.rank] = counts.get(group.world.rank, 0) + 1
-    else:
-        group.world.next_number(_keys_of(group))
+        _meet(target, timeout or target.timeout, wait_all_ranks)
 
 
 def _keys_of(group: ProcessGroup) -> str:
@@ -107,9 +95,9 @@ def _keys_of(group: ProcessGroup) -> str:
     return f"monitored/{digest_of_ranks(group.ranks)}"
 
 
-def _meet(group: ProcessGroup, ranks: Sequence[int], timeout: timedelta, names_all: bool) -> None:
-    """Wait until all ``ranks`` come; raise on all if late, naming all absent if ``names_all``."""
-    world = group.world
+def _meet(group: ProcessGroup, timeout: timedelta, names_all: bool) -> None:
+    """Wait until all members come; raise on all if late, naming all absent if ``names_all``."""
+    world, ranks = group.world, group.ranks
     registry = get_registry(world)
     known_aborts = set(registry.aborts)
     prefix = _keys_of(group)
@@ -192,7 +180,7 @@ def _counts_of_simulated(group: ProcessGroup) -> dict[int, int]:
     return counts
 
 
-def _meet_simulated(group: ProcessGroup, ranks: Sequence[int]) -> None:
+def _meet_simulated(group: ProcessGroup) -> None:
     """Wait for the other simulated ranks; raise if they cannot come."""
     rank = find_rank_here()
     if rank is None:
@@ -207,7 +195,7 @@ def _meet_simulated(group: ProcessGroup, ranks: Sequence[int]) -> None:
     number = counts[me] = counts.get(me, 0) + 1
 
     def find_absent() -> list[int]:
-        return [rank for rank in ranks if counts.get(rank, 0) < number]
+        return [rank for rank in group.ranks if counts.get(rank, 0) < number]
 
     try:
         wait = CallWait(f"{_NAME} on {group.name}", call_site(), lambda: not find_absent())

@@ -1,9 +1,6 @@
-"""The rounds of which a verb on objects consists, and what a rank without data gives to each.
+"""Run a collective on Python objects as a round of sizes and a round of bytes.
 
-A verb is a round of sizes and a round of bytes; where an object cannot be pickled the second round
-brings the reasons. What a rank has to give to a round follows from the round's call alone. So a
-rank that has joined starts its part of each without waiting for the round before, as with other
-verbs.
+If an object cannot be pickled, the second round carries the reasons instead.
 """
 
 from __future__ import annotations
@@ -17,11 +14,9 @@ from typing import Any, NoReturn
 
 import torch
 
-from ..checking.calls import Call
 from ..error_text import grouped_text, ranks_text
 from ..errors import AgreementError, BackendError, KindError, PicklingError
 from ..groups.process_group import ProcessGroup
-from ..wires.work import Work
 from .collective import Collective
 
 
@@ -145,12 +140,6 @@ def _error_text(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
-_FROM_SOURCE = "scatter_object_list"
-"""The verb that begins with sizes that its source alone knows."""
-_ANY_LENGTH = -1
-"""The length of the list of a member that takes any number of objects."""
-
-
 class Rounds(Collective):
     """A call of a verb on Python objects, carried by several collectives on sizes and bytes."""
 
@@ -162,7 +151,11 @@ class Rounds(Collective):
 
     def agree(self, parcel: Parcel, length: int = 0) -> list[int]:
         """Return each member's number of bytes; raise if one failed to pickle or lengths differ."""
-        gathered, _ = self._all_gather_numbers(parcel.signed_size, length)
+        mine = torch.tensor([parcel.signed_size, length], device=self.device)
+        gathered = mine.new_empty((self.group.size(), 2))
+        flat = gathered.view(-1)
+        self.carry("all_gather", [mine], [flat], mine, [flat, mine])
+        self.run()
         signed_sizes, lengths = gathered.t().tolist()
         ranks = self.group.ranks
         if min(signed_sizes) < 0:
@@ -170,7 +163,7 @@ class Rounds(Collective):
             texts = self.all_gather_bytes(reason, [max(0, -size) for size in signed_sizes])
             failed = [(rank, text) for rank, text in zip(ranks, texts, strict=True) if len(text)]
             raise_unpicklable(failed, self.verb, parcel.error)
-        if len({*lengths} - {_ANY_LENGTH}) > 1:
+        if len({*lengths}) > 1:
             entries = [(rank, f"{n} entries") for rank, n in zip(ranks, lengths, strict=True)]
             raise other_length(self.verb, self.group, grouped_text(entries))
         return list(signed_sizes)
@@ -194,83 +187,30 @@ class Rounds(Collective):
 
     def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the root's tensor on the CPU; ``tensor`` has its dtype and size; collective."""
-        return self._broadcast(tensor)[0].cpu()
+        there = tensor.to(self.device)
+        self.carry("broadcast", [there], [there], there, [there])
+        self.run()
+        return there.cpu()
 
     def all_gather_bytes(self, data: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
         """Return the bytes of every member, ``sizes`` of each, on the CPU; collective."""
-        return [part.cpu() for part in self._all_gather_bytes(data, sizes)[0]]
+        there = data.to(self.device)
+        parts = [there.new_empty(size) for size in sizes]
+        given = [there.numel()] * len(parts), sizes
+        self.carry("all_gather_list", [there], parts, there, [*parts, there], given)
+        self.run()
+        return [part.cpu() for part in parts]
 
     def exchange(
         self, data: torch.Tensor, sent: Sequence[int], taken: Sequence[int]
     ) -> list[torch.Tensor]:
         """Send ``sent[i]`` bytes of ``data`` to member i; return ``taken[i]`` bytes from each."""
-        return list(self._exchange(data, sent, taken)[0].cpu().split(list(taken)))
+        there = data.to(self.device)
+        whole = there.new_empty(sum(taken))
+        self.carry("all_to_all_single", [there], [whole], there, [whole, there], (sent, taken))
+        self.run()
+        return list(whole.cpu().split(list(taken)))
 
     def unpack(self, data: torch.Tensor, member: int) -> list[Any]:
         """Return the objects in ``data``, which ``member`` sent."""
         return unpack(data, self.group.ranks[member], self.verb, self.group)
-
-    def answer(
-        self,
-        call: Call,
-        sizes: Sequence[Sequence[int]],
-        sent: Sequence[int] = (),
-        taken: Sequence[int] = (),
-    ) -> Work | None:
-        """Start this rank's part, None as its object, in a round that others called.
-
-        Args:
-            sizes: (sent, taken) per member, as a calling member stated; () if a round states none.
-            sent, taken: the bytes that this rank sends to, and takes from, each member.
-        """
-        none = Parcel({"object": None})
-        if not sizes:
-            ((shape, dtype),) = call.parts
-            if self.verb != _FROM_SOURCE and dtype == torch.int64:
-                return self._all_gather_numbers(none.signed_size, _ANY_LENGTH, True)[1]
-            return self._broadcast(torch.empty(shape, dtype=dtype, device="cpu"), True)[1]
-        theirs, ours = sizes
-        if self.verb != _FROM_SOURCE and len({*theirs}) == 1:  # each sends all the same
-            mine = ours[self.group.rank()]  # none of reasons
-            return self._all_gather_bytes(none.data[:mine], ours, True)[1]
-        return self._exchange(none.data[: sum(sent)], sent, taken, True)[1]
-
-    # -- each round, waited for or not: what it writes, and its Work ------------------------------
-
-    def _all_gather_numbers(
-        self, signed_size: int, length: int, async_op: bool = False
-    ) -> tuple[torch.Tensor, Work | None]:
-        mine = torch.tensor([signed_size, length], device=self.device)
-        gathered = mine.new_empty((self.group.size(), 2))
-        flat = gathered.view(-1)
-        self.carry("all_gather", [mine], [flat], mine, [flat, mine])
-        return gathered, self.run(async_op)
-
-    def _broadcast(
-        self, tensor: torch.Tensor, async_op: bool = False
-    ) -> tuple[torch.Tensor, Work | None]:
-        there = tensor.to(self.device)
-        sent = [there]
-        self.carry("broadcast", sent, sent, there, sent)
-        return there, self.run(async_op)
-
-    def _all_gather_bytes(
-        self, data: torch.Tensor, sizes: Sequence[int], async_op: bool = False
-    ) -> tuple[list[torch.Tensor], Work | None]:
-        there = data.to(self.device)
-        parts = [there.new_empty(size) for size in sizes]
-        given = [there.numel()] * len(parts), sizes
-        self.carry("all_gather_list", [there], parts, there, [*parts, there], given)
-        return parts, self.run(async_op)
-
-    def _exchange(
-        self,
-        data: torch.Tensor,
-        sent: Sequence[int],
-        taken: Sequence[int],
-        async_op: bool = False,
-    ) -> tuple[torch.Tensor, Work | None]:
-        there = data.to(self.device)
-        whole = there.new_empty(sum(taken))
-        self.carry("all_to_all_single", [there], [whole], there, [whole, there], (sent, taken))
-        return whole, self.run(async_op)

@@ -7,7 +7,7 @@ something: a plan, or a verb of ``lax``.
 
 Members whose titles differ raise the AgreementError of calls that differ, as if they had called
 different verbs, and reports name the title. All else is as the verb of the same name says: a call
-waits for its result, takes the fast path where it can, takes part in join contexts, and is shown by
+waits for its result, takes the fast path where it can, and is shown by
 torch's profiler.
 """
 

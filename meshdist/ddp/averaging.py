@@ -230,7 +230,7 @@ def _flat_list(params: Parameters) -> list[torch.nn.Parameter]:
 def _average(parameters: list[torch.nn.Parameter], group: ProcessGroup, step: int) -> None:
     """Average in place parameters with a ``.grad``; raise if these, or ``step``, differ by rank."""
     chosen = {index: mine for index, mine in enumerate(parameters) if mine.grad is not None}
-    num_ranks = check_equal_lines(
+    check_equal_lines(
         [
             f"parameter {index} {tuple(parameter.shape)} {dtype_name(parameter.dtype)}"
             for index, parameter in chosen.items()
@@ -252,12 +252,7 @@ def _average(parameters: list[torch.nn.Parameter], group: ProcessGroup, step: in
     for parameter in chosen.values():
         alike.setdefault((parameter.dtype, parameter.device), []).append(parameter)
     for together in alike.values():
-        if num_ranks == group.size():
-            pieces = reduce_together(together, group, ReduceOp.AVG)
-        else:  # zeros come from ranks that have left the loop
-            pieces = reduce_together(together, group)
-            torch._foreach_div_(pieces, num_ranks)
-        torch._foreach_copy_(together, pieces)
+        torch._foreach_copy_(together, reduce_together(together, group, ReduceOp.AVG))
 
 
 # -- periods and groups ---------------------------------------------------------------------------

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from enum import Enum, auto
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -43,17 +42,19 @@ class Phase(Enum):
 
 
 class AtWork(NamedTuple):
-    """Facts on the members that still have data in an uneven loop.
+    """The ranks that have data, in a join context.
 
     Args:
         source: the member whose buffers and order of buckets the others take.
         share: multiplies averages over all members: 1, or their number divided by ``num``.
         num: how many members have data.
+        is_joining: whether the model is in a join context.
     """
 
     num: int
     source: int = 0
     share: float = 1.0
+    is_joining: bool = False
 
 
 class Sending:
@@ -64,8 +65,6 @@ class Sending:
         self.at_work = at_work
         self.hook: RegisteredHook | None = None  # averages buckets in place of an all-reduce
         self.failure: Exception | None = None  # since which the members are not in step
-        # A context for the calls of one backward.
-        self.calls_inside: Callable[[], AbstractContextManager[None]] = nullcontext
         self.awaited: list[Any] = []  # futures, by the end of the next backward
         self.lock = threading.RLock()  # a module on several devices has a thread on each
 
@@ -73,7 +72,7 @@ class Sending:
 _UNCOME = DeadlockError, AgreementError, CollectiveTimeoutError
 """Errors of a rank whose others do not come to its backward."""
 
-_JOIN = "where ranks have unequally many batches, put the loop into `with ddp.join():`"
+_JOIN = "if ranks have unequal numbers of batches, loop over md.uneven, or use `with ddp.join():`"
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -215,12 +214,10 @@ class Backward:
             for filling in rest:
                 self._start(filling)
             if layout.tail_average is not None:
-                with sending.calls_inside():
-                    self.works.append(layout.tail_average(layout.tail.numbers))
+                self.works.append(layout.tail_average(layout.tail.numbers))
         try:
             for work in self.works:
-                with sending.calls_inside():  # of a sparse bucket, or a hook's callbacks
-                    work.wait()
+                work.wait()
         except Exception as failure:
             sending.failure = without_frames(failure)
             raise
@@ -248,16 +245,14 @@ class Backward:
         number, sending = len(self.works), self.sending
         bucket = filling.bucket
         if sending.hook is None or not self.layout.is_hooked(bucket):
-            with sending.calls_inside():
-                self.works.append(bucket.taking.start(filling))
+            self.works.append(bucket.taking.start(filling))
             return
         behind = self.layout.buckets[number + 1 :]
         is_last = not any(map(self.layout.is_hooked, behind))
         args = bucket.members, bucket.views, number, is_last
         given = GradBucket(bucket.taking.buffer(filling), *args, self.layout.terms.group)
         try:
-            with sending.calls_inside():
-                self.works.append(sending.hook.start(given))
+            self.works.append(sending.hook.start(given))
         except Exception as failure:  # after which verbs of the hook's, no other rank knows
             sending.failure = without_frames(failure)
             raise

@@ -20,7 +20,7 @@ from ..runtime.untraced import untraced
 from ..typed_contexts.module_marks import restore_marks
 from .bucket_layout import ReductionOptions, bucket_caps
 from .gradient_hooks import moved
-from .joined_replica import JoinedReplica, JoinMethods
+from .joined_replica import JoinMethods
 from .parting import Parting
 from .precision import CastParameters, MixedPrecisionConfig, check_precision
 from .reducer import Reducer
@@ -412,11 +412,7 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
     def _begin_forward(self) -> None:
         refuse_unfrozen(self._left_frozen, self.process_group)
         self._parting.forward_begins()
-        joined = self._join_config
-        if joined.context is not None and isinstance(joined.hook, JoinedReplica):
-            joined.hook.begin_forward(joined.context, self)
-        elif torch.is_grad_enabled() and self.require_backward_grad_sync:
-            self.refuse_unknown_context()
+        self.announce_forward()
         try:
             self.reducer.before_forward(is_synchronised=self.require_backward_grad_sync)
         except GradientError:

@@ -1,105 +1,93 @@
-"""A model's part in a join context: what it says there, and what it does on ranks without data.
+"""The part of a wrapped model in a join context: announce each forward, and shadow those of others.
 
-A rank that has joined follows the others' forwards and backwards with its own buckets, so that what
-it has learned of them stays equal to what they have: it takes part where buckets are laid anew, in
-the broadcast of buffers, and in each backward with zeros.
+A forward announces by one number per rank whether its backward averages gradients, and whether
+buffers are broadcast before it. A rank that joined sends 0, reads the numbers of the others, and
+makes the same calls with its own buckets: its gradients count as zeros.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
 
 from ..collectives.flat_sums import broadcast_from
 from ..collectives.verbs import all_reduce
-from ..errors import JoinError
 from ..groups.process_group import ProcessGroup
-from ..joining.join import Join, Joinable, ReplicaHook
+from ..joining.join import Join, Joinable, JoinHook, config_of
+from ..joining.step_flags import Flags
 from ..reduce_ops import ReduceOp
 from .autograd_engines import NO_TASK, current_task
+from .backward import AtWork
 from .wrapping import module_state
 
-_BACKWARD = "backward"
-_FORWARD = "forward"
-_SYNCHRONISED = "synchronised"
-_BUFFERS = "buffers"
+_FORWARD, _AVERAGED, _BUFFERS = 1, 2, 4  # bits of the number that a forward announces
 
 
-class JoinedReplica(ReplicaHook):
-    """A wrapped model's hook of a join context: announces its forwards, or follows others'."""
+class ReplicaHook(JoinHook):
+    """The hook of a wrapped model: shadows its forwards and backwards on ranks that joined."""
 
-    def __init__(self, model: Any, *, divides_by_all: bool) -> None:
+    def __init__(self, model: JoinMethods) -> None:
         self._model = model
-        self._reducer = model.reducer
-        self._group: ProcessGroup = model.process_group
-        self._divides_by_all = divides_by_all
 
-    def begin(self, context: Join, joinable: Joinable) -> None:
-        """Let ``joinable`` own the collectives of backwards until ``end``."""
-        self._reducer.sending.calls_inside = lambda: context.owned_by(joinable, _BACKWARD)
-
-    def end(self) -> None:
-        """Let the reducer average over all members again, outside of the context."""
-        self._reducer.sending.calls_inside = nullcontext
-        self._reducer.work_among([True] * self._group.size(), divides_by_all=True)
-
-    def begin_forward(self, context: Join, joinable: Joinable) -> None:
-        """Announce that a forward begins here, and learn which ranks have data; collective."""
-        if current_task() != NO_TASK:  # a forward computed again, in a backward
-            return
-        self._reducer.complete_open()  # before others are told of the next step
-        said = [_FORWARD]
-        if torch.is_grad_enabled() and self._model.require_backward_grad_sync:
-            said.append(_SYNCHRONISED)
-        if self._model.takes_buffers(is_before=True):
-            said.append(_BUFFERS)
-        have_data = context.announce(joinable, " ".join(said))
-        self._reducer.work_among(have_data, divides_by_all=self._divides_by_all)
-
-    def take_part(self, action: str, have_data: Sequence[bool]) -> None:
-        """Follow a forward or backward (``action``) of members with data; collective."""
-        if action == _BACKWARD:
-            self._reducer.take_part()
-            return
-        self._reducer.work_among(have_data, divides_by_all=self._divides_by_all)
-        if _SYNCHRONISED in action:
-            with torch.enable_grad():
-                self._reducer.before_forward()
-        else:
-            self._reducer.end_last()
-        if _BUFFERS in action:
+    def main_hook(self) -> None:
+        """Make the calls of one forward and its backward, with zeros; collective."""
+        reducer, action = self._model.reducer, self._model.exchange_actions(0)
+        with torch.enable_grad():
+            if action & _AVERAGED:
+                reducer.before_forward()
+            else:
+                reducer.end_last()
+        if action & _BUFFERS:
             self._model.take_buffers()
+        if action & _AVERAGED:
+            reducer.shadow()
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Broadcast the parameters and buffers of a rank that joined last; collective."""
-        found = module_state(self._model.module, self._model.parameters_to_ignore)
+        model, group = self._model, self._model.process_group
+        found = module_state(model.module, model.parameters_to_ignore)
         state = [tensor.detach() for tensor in found.values()]
-        mine = self._group.rank() if is_last_joiner else -1
-        source = torch.tensor([mine], device=state[0].device)
-        all_reduce(source, ReduceOp.MAX, self._group)
-        broadcast_from(int(source), state, self._group)
+        source = torch.tensor([group.rank() if is_last_joiner else -1], device=state[0].device)
+        all_reduce(source, ReduceOp.MAX, group)
+        broadcast_from(int(source), state, group)
 
 
 class JoinMethods(Joinable):
-    """The methods of ``DistributedDataParallel`` for uneven loops."""
+    """The methods of ``DistributedDataParallel`` for join contexts."""
 
     device: torch.device
+    module: Any
+    parameters_to_ignore: Any
     process_group: ProcessGroup
     reducer: Any
+    require_backward_grad_sync: bool
+    take_buffers: Any
+    takes_buffers: Any
+    _divides_by_all = True
 
-    def refuse_unknown_context(self) -> None:
-        """Raise where this model is trained in an uneven loop that does not know it."""
-        is_known = self._join_config.context is not None
-        if not is_known and self.process_group.open_channel(self.device.type).guard is not None:
-            raise JoinError(
-                "a model is trained in an uneven loop that does not know it",
-                where=f"rank {self.process_group.world.rank}",
-                expected="a loop inside model.join(), or Join([model, ...])",
-                fix="write `with model.join():` around the loop, in place of md.uneven",
-            )
+    def announce_forward(self) -> None:
+        """Announce a forward in a join context; average over all ranks again outside of it."""
+        if not config_of(self).enable:
+            if self.reducer.sending.at_work.is_joining:
+                self.reducer.sending.at_work = AtWork(self.process_group.size())
+            return
+        if current_task() != NO_TASK:  # a checkpoint computes the forward again, in a backward
+            return
+        self.reducer.complete_open()  # before the other ranks begin the next step
+        Join.notify_join_context(self)
+        averaged = torch.is_grad_enabled() and self.require_backward_grad_sync
+        buffers = self.takes_buffers(is_before=True)
+        self.exchange_actions(_FORWARD | _AVERAGED * averaged | _BUFFERS * buffers)
+
+    def exchange_actions(self, action: int) -> int:
+        """Exchange what ranks do next, 0 if joined; average over the others; return the action."""
+        group = self.process_group
+        actions = Flags(action, group, self.device, "a forward of DDP in md.Join").wait()
+        num, source = sum(map(bool, actions)), next(i for i, it in enumerate(actions) if it)
+        share = 1.0 if self._divides_by_all else group.size() / num
+        self.reducer.sending.at_work = AtWork(num, source, share, is_joining=True)
+        return max(actions)
 
     def join(
         self,
@@ -107,13 +95,14 @@ class JoinMethods(Joinable):
         enable: bool = True,
         throw_on_early_termination: bool = False,
     ) -> Join:
-        """Return the context ``Join([self])``, in which ranks may have unequally many steps.
+        """Return the context ``Join([self])``, in which ranks may run unequal numbers of steps.
 
-        After the last rank has joined, all have its parameters and buffers.
+        When all ranks have joined, every rank has the parameters and buffers of a rank that joined
+        last.
 
         Args:
             divide_by_initial_world_size: whether gradients are divided by the number of ranks;
-                False divides them by the number of those that still have data.
+                False divides them by the number of ranks that still have data.
             enable, throw_on_early_termination: as in ``Join``.
 
         Raises:
@@ -134,17 +123,17 @@ class JoinMethods(Joinable):
         divide = divide_by_initial_world_size
         return Join([self], enable, throw_on_early_termination, divide_by_initial_world_size=divide)
 
-    def join_hook(self, **kwargs: Any) -> JoinedReplica:
-        """Return this model's part in a join context on ranks that have no data left.
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """Return the hook of this model for a join context.
 
         Args:
             kwargs: ``divide_by_initial_world_size``, as in ``join``.
         """
-        divides_by_all = kwargs.get("divide_by_initial_world_size", True)
         terms = self.reducer.layout.terms
         if terms.wider.groups:
             raise terms.reports.joined_beside_wider()
-        return JoinedReplica(self, divides_by_all=divides_by_all)
+        self._divides_by_all = kwargs.get("divide_by_initial_world_size", True)
+        return ReplicaHook(self)
 
     @property
     def join_device(self) -> torch.device:

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 
 import torch
 from torch import nn
@@ -141,8 +140,8 @@ class Parting:
         if every > 0 and (number in _FIRST or number % every == 0):
             sending, group = backward.sending, backward.layout.terms.group
             averages = sending.hook is None or sending.hook.name not in _LOCAL_HOOKS
-            # In a join context ranks without data are behind.
-            is_meant = averages and sending.calls_inside is nullcontext
+            # In a join context the weights of ranks that joined are behind.
+            is_meant = averages and not sending.at_work.is_joining
             if is_meant and group.size() > 1 and not is_capturing(self._device):
                 self._compare(group)
 

@@ -54,7 +54,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -62,7 +61,6 @@ from typing import Any
 import torch
 
 from ..collectives.verbs import broadcast
-from ..errors import GradientError
 from ..groups.process_group import ProcessGroup
 from ..runtime.untraced import untraced
 from .autograd_engines import NO_TASK, at_end_of_task, current_task, is_in_distributed_context
@@ -426,26 +424,17 @@ class Reducer:
             verdict = self._verdict.followed_by_none(Ending.INTERRUPTED, num)
         self._end(backward, verdict)
 
-    def work_among(self, have_data: Sequence[bool], *, divides_by_all: bool) -> None:
-        """Set the members that have data; averages divide by their number, or by all."""
-        num, source = sum(have_data), list(have_data).index(True)
-        self.sending.at_work = AtWork(num, source, 1.0 if divides_by_all else len(have_data) / num)
-
-    def take_part(self) -> None:
-        """Take part in other ranks' backward with zeros, on a rank without data; collective."""
-        if self.backward is not None and self.backward.rest():
-            self._refuse_broken()
-            with suppress(GradientError):  # its own raised midway: this rank has seen that
-                self.end_last()
-            return
+    @torch.no_grad()
+    def shadow(self) -> None:
+        """Contribute zeros to the others' backward, and take the averages; collective."""
         if not self.sending.history.is_learned:
             self.sending.history.note_absence(self.layout.terms.order)
-        self._become(Phase.ENDED)
-        self._stand_in(None)
+        zeros = Backward(self.layout, self.sending)
+        self._end(zeros, self._verdict.followed_by_none(None, self.sending.at_work.num))
 
     @torch.no_grad()
-    def _stand_in(self, ending: Ending | None) -> None:
-        """Send zeros for gradients, with ``ending`` or None without data; restore the buckets."""
+    def _stand_in(self, ending: Ending) -> None:
+        """Send zeros for gradients, with ``ending``; restore the buckets."""
         kept = [bucket.flat.clone() for bucket in self.buckets]
         zeros = Backward(self.layout, self.sending)
         self._reduce(zeros, self._verdict.followed_by_none(ending, self.sending.at_work.num))

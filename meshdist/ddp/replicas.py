@@ -90,32 +90,30 @@ def check_equal_lines(
     summary: str,
     fix: str,
     options: Mapping[str, object] | None = None,
-) -> int:
-    """Raise on all members if lines or options differ, else return how many take part; collective.
+) -> None:
+    """Raise on all members if lines or options differ; collective.
 
     Args:
         lines: texts that must be equal on all members, compared by their place in the list.
         options: values that must be equal, under names that are equal on all members.
     """
-    # Only digests travel where all agree. A digest of zeros is that of a member that has left the
-    # loop, for which others answer.
+    # Only digests travel if all are equal.
     named = {name: str(value) for name, value in (options or {}).items()}
     mine_all = json.dumps([list(lines), named]).encode()
     digest = list(hashlib.sha256(mine_all).digest())
     mine = torch.tensor(digest, dtype=torch.uint8, device=device)
     gathered = mine.new_empty((group.size(), len(digest)))
     all_gather_into_tensor(gathered, mine, group)
-    takes_part = (gathered != 0).any(dim=1)
-    if bool((gathered == mine)[takes_part].all()):
-        return int(takes_part.sum())
-    held: list[tuple[Sequence[str], dict[str, str]] | None] = [None] * group.size()
+    if bool((gathered == mine).all()):
+        return
+    held: list[Any] = [None] * group.size()
     with torch.cuda.device_of(mine):
         all_gather_object(held, (lines, named), group)
     raise AgreementError(
         summary,
         where=f"group of {ranks_text(group.ranks)}",
         expected="equal lines, in the same order, on every rank",
-        found=_differences([entry or ((), named) for entry in held], group),
+        found=_differences(held, group),
         fix=fix,
     )
 

@@ -170,7 +170,7 @@ class Reports:
             where=self._where,
             expected="a model whose gradients are averaged over one group, in which ranks without "
             "data stand in for themselves alone",
-            fix="give all ranks equally many steps, with samples of weight 0 where data has ended",
+            fix="loop over md.uneven(loader, mesh), which gives all ranks equally many steps",
         )
 
     def running(self) -> GradientError:

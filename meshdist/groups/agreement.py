@@ -40,12 +40,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 from ..bootstrap.bounded_store import await_key, find_value, parse_value, within
 from ..bootstrap.head_counts import HeadCount, digest_of, digest_of_ranks, head_count_of
@@ -55,7 +55,6 @@ from ..errors import (
     AgreementError,
     BackendError,
     CollectiveTimeoutError,
-    JoinError,
     MeshdistError,
     StoreError,
 )
@@ -98,31 +97,16 @@ class Agreement:
         return self.shared.get(slot) or f"group/{digest_of_ranks(ranks)}/{slot}/{self.name}"
 
 
-class JoinContext(Protocol):
-    """The methods of this rank's join context that are called where groups are opened."""
-
-    def find_joined(self, ranks: Collection[int]) -> list[int]:
-        """Return those of ``ranks`` without data left, which make no agreement meanwhile."""
-
-    def cover(self, group: Any) -> None:
-        """Let this context see all later calls on the channels that ``group`` has open."""
-
-    def announce_call(self, group: Any, verb: str) -> list[int]:
-        """Tell the members of a call that no channel carries; return the ranks that have data."""
-
-
 @dataclass(frozen=True)
 class Agreements:
     """Maker of agreements between this rank and other ranks of ``world``.
 
     Args:
         endings: knows which ranks have ended.
-        find_guard: returns the join context that this rank is in, or None.
     """
 
     world: World
     endings: Endings
-    find_guard: Callable[[], JoinContext | None] = lambda: None
 
     def agree(
         self,
@@ -148,7 +132,6 @@ class Agreements:
             AgreementError: the definitions differ.
             BackendError: a member that did not come has ended, or a member has a lack.
             CollectiveTimeoutError: a member did not come; the text names it.
-            JoinError: a member has no data left in a join context; nothing is left of the call.
         """
         world, members = self.world, tuple(sorted(ranks))
         name = f"agree/{kind}/{digest_of_ranks(members)}/{world.next_number((kind, members))}"
@@ -164,15 +147,11 @@ class Agreements:
             if len(offers[slot][1]) > 1
         }
         about = name, kind, definition, members, timeout
-        meeting = _PendingAgreement(world, self.endings, self.find_guard(), *about)
+        meeting = _PendingAgreement(world, self.endings, *about)
         with within(meeting.deadline):
             try:
                 meeting.come(keys.values(), lack)
                 meeting.await_outcome()
-            except JoinError:  # on all members that come, so that they count alike
-                world.take_back_number((kind, members))
-                meeting.take_back()
-                raise
             except BaseException as error:
                 meeting.leave(error)
                 raise
@@ -193,7 +172,6 @@ class _PendingAgreement:
 
     world: World
     endings: Endings
-    guard: JoinContext | None
     name: str
     kind: str
     definition: Mapping[str, Any]
@@ -209,7 +187,6 @@ class _PendingAgreement:
         self._digest = digest_of(self._about)
         self._all = head_count_of(self.members, self.world.hosts)
         self._block = self._all.block_of(self._rank)
-        self._counted: list[tuple[str, int]] = []
         self._is_last = False
         self._looks: dict[HeadCount, Looks] = {}
 
@@ -220,30 +197,17 @@ class _PendingAgreement:
             store.set(f"{name}/lack/{self._rank}", lack)
             store.set(f"{name}/lack", "")
         for key in offer_keys:
-            self._count(key, 1)
-        # What is taken back would leave a wrong bit in the number of another that has come.
-        counted = self._all if self.guard is None else self._block
-        place, _ = counted.count(self._count, below, self._rank)
+            store.add(key, 1)
+        place, _ = self._all.count(store.add, below, self._rank)
         if place == 1 and store.add(below, 1) == 1:  # no member had this definition before
             store.set(f"{below}/about", self._about)
             store.set(f"{name}/digest/{store.add(f'{name}/digests', 1)}", self._digest)
-        size, number = len(self.members), self._count(f"{name}/came", 1)
+        size, number = len(self.members), store.add(f"{name}/came", 1)
         self._is_last = number == size and self._is_first_to("conclude")
         if self._is_last:
             self._conclude()
         # The first member of a block looks for those of its block, the first of all for all.
         self._looks = {self._block: Looks(size, place), self._all: Looks(size, number)}
-
-    def take_back(self) -> None:
-        """Undo ``come``: subtract each amount that this rank has added in the store."""
-        while self._counted:
-            key, amount = self._counted.pop()
-            self._store.add(key, -amount)
-
-    def _count(self, key: str, amount: int) -> int:
-        number = int(self._store.add(key, amount))
-        self._counted.append((key, amount))
-        return number
 
     def _is_first_to(self, end: str) -> bool:
         """Store ``end`` as claim to the outcome if none is; return whether ``end`` is stored."""
@@ -271,17 +235,12 @@ class _PendingAgreement:
         self._store.compare_set(f"{self.name}/outcome", "", text)
 
     def await_outcome(self) -> None:
-        """Wait until an outcome is written; write it if members are missing at the deadline.
-
-        Raises:
-            JoinError: a missing member has no data left.
-        """
+        """Wait until an outcome is written; write it if members are missing at the deadline."""
         store, key = self._store, f"{self.name}/outcome"
         if self._is_last:
             return
         if isinstance(store, SimulatedStore):
-            store.wait_unless([key], lambda: bool(self._find_joined_before()))
-            self._refuse_joined()
+            store.wait([key])
             return
         if await_key(store, key, self.deadline, self._look):
             return
@@ -309,8 +268,7 @@ class _PendingAgreement:
             self._decide("left", missing=[self._rank], found=why)
 
     def _look(self) -> None:
-        """Raise if a missing member has no data left; seek missing members when it is time."""
-        self._refuse_joined()
+        """Seek missing members when it is time."""
         for counted, looks in self._looks.items():
             looks.take(partial(self._look_at, counted))
 
@@ -334,23 +292,6 @@ class _PendingAgreement:
         keys = [f"{self.name}/{digest}" for digest in self._digests()]
         return counted.find_absent(self._read, keys, among, most)
 
-    def _find_joined_before(self) -> list[int]:
-        """Return the members that ran out of data before they came to this agreement."""
-        # These first: one may come and then join meanwhile.
-        joined = self.guard.find_joined(self.members) if self.guard else ()
-        return self._find_missing(self._all, joined) if joined else []
-
-    def _refuse_joined(self) -> None:
-        """Raise JoinError if members that have not come have no data left in a join context."""
-        if not (joined := self._find_joined_before()):
-            return
-        raise JoinError(
-            f"a {self.kind} cannot be made with {ranks_text(joined)}, which "
-            f"{'has' if len(joined) == 1 else 'have'} no data left",
-            where=f"rank {self._rank}, {self._whom}",
-            expected=f"the same call on {ranks_text(self.members)}",
-            fix="make meshes and groups, and use each once, before the loop",
-        )
 
     def raise_unless_agreed(self) -> None:
         """Read the outcome from the store, and raise its error unless it is "agreed"."""

@@ -8,7 +8,7 @@ from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -47,19 +47,6 @@ _DEVICE_TYPES = {"cpu": 1, "cuda": 2}
 """The devices on which calls take the fast path, as DLPack numbers them."""
 
 
-class CallGuard(Protocol):
-    """A join context, which tells ranks without data of each call on the channels it guards."""
-
-    def enter(self, channel: Channel, prepared: PreparedCall) -> None:
-        """Announce ``prepared`` to the members, then enter it by ``channel.enter`` unguarded."""
-
-    def check_message(self, channel: Channel, verb: str, tensor: Any, peer: int | None) -> None:
-        """Raise JoinError, before data is sent, if ``peer`` has no data left and cannot answer."""
-
-    def cause_of(self, channel: Channel, error: MeshdistError) -> MeshdistError:
-        """Return the error of the member whose leaving failed ``channel``'s call, or ``error``."""
-
-
 class Channel:
     """Runner of a group's calls on one device type, which notes, compares and starts each call.
 
@@ -90,13 +77,11 @@ class Channel:
         self.header_table = opened.header_table
         self.recorder = opened.recorder
         self.spans_hosts = opened.spans_hosts
-        self.guard: CallGuard | None = None
-        """The join context that announces its calls; its group takes none by the fast path then."""
         self._others = others
-        self._explain = Explainer(group, self.recorder, others).explain
-        self.communicator.watch(self._explain)
+        self.explain = Explainer(group, self.recorder, others).explain
+        self.communicator.watch(self.explain)
         # Without the channel, which keeps the native core's part that is given this.
-        self.disagree = partial(_disagreement, self._explain)
+        self.disagree = partial(_disagreement, self.explain)
         self._warn_dropped: Callable[[int], None] | None = partial(
             _warn_dropped, self.recorder, self.aborts, opened.label
         )
@@ -109,24 +94,18 @@ class Channel:
                 WatchedWork,
                 StartedWork,
                 self.timeout,
-                self._explain,
+                self.explain,
                 group.name,
                 self._warn_dropped,
                 user,
                 self._uses_streams,
             )
-            self.fast_path = self.communicator.fast_path(entry, self._explain, self.timeout, works)
-
-    def explain(self, failure: WireFailure, note: int | None = None) -> MeshdistError:
-        """Return the error for ``failure`` of the call noted as ``note``; None: the last call."""
-        error = self._explain(failure, note)
-        return error if self.guard is None else self.guard.cause_of(self, error)
+            self.fast_path = self.communicator.fast_path(entry, self.explain, self.timeout, works)
 
     @property
     def demands_layouts(self) -> bool:
         """Return whether members' tensors must have equal memory layouts, which are compared."""
-        # In a join context are members that know only how much is sent.
-        return self.opened.sees_all_calls and self.guard is None
+        return self.opened.sees_all_calls
 
     def explained(self, error: BaseException) -> BaseException:
         """Return ``error``, or its explanation if a wire or a signal's handler raised ``error``."""
@@ -134,26 +113,7 @@ class Channel:
             return self.explain(error)
         return self.explain(Interrupted(error)) if is_of_handler(error) else error
 
-    @property
-    def shows_calls(self) -> bool:
-        """Return whether ``is_awaited`` can see the calls of every member, on each host."""
-        table = self.header_table
-        return self.communicator.shows_calls if table is None else table.reaches_all_words
-
-    def is_awaited(self, verb: str | None = None, header: int | None = None) -> bool:
-        """Return whether a member is in the next call: in a ``verb`` or ``header`` where told."""
-        table = self.header_table
-        if table is None:
-            return self.communicator.is_awaited(verb)
-        return table.is_awaited(self.recorder.sequence + 1, header)
-
-    def enter(
-        self,
-        prepared: PreparedCall,
-        layouts: Sequence[Layout] = (),
-        *,
-        is_guarded: bool = True,
-    ) -> None:
+    def enter(self, prepared: PreparedCall, layouts: Sequence[Layout] = ()) -> None:
         """Note the collective ``prepared``, and compare it with the calls of the others.
 
         Args:
@@ -161,16 +121,12 @@ class Channel:
                 dtype and number of elements of ``noted``; only the dtype where there are ``sizes``.
             layouts: of the tensors, where they must be equal on all members
                 (``demands_layouts``).
-            is_guarded: whether the channel's guard, if any, enters it.
 
         Raises:
             AgreementError: another member has started another call in its place; every member
                 that waits raises it.
             CollectiveTimeoutError: a member is more than a thousand calls behind for too long.
         """
-        if is_guarded and self.guard is not None:
-            self.guard.enter(self, prepared)
-            return
         verb, tensor, sizes = prepared.verb, prepared.noted, prepared.sizes
         op, root, title = prepared.noted_op, prepared.root, prepared.title
         call = get_call(verb, tensor, op, root, title, sizes is not None, tuple(layouts))
@@ -298,8 +254,6 @@ class Channel:
         communicator, recorder, table = self.communicator, self.recorder, self.header_table
         peer, tag, is_send = prepared.root, prepared.tag, not prepared.outputs
         call = get_message(prepared.verb, prepared.noted, peer, tag)
-        if self.guard is not None:
-            self.guard.check_message(self, prepared.verb, prepared.noted, peer)
         prepared.recorder = recorder
         # The sooner a receive is posted the less its sender waits; its call is noted while the
         # message is on its way.
@@ -380,7 +334,7 @@ class Channel:
             disagree=self.disagree,
             fingerprints=None if comparison is None else core.Words(comparison.fingerprints),
             check_every=0 if comparison is None else CHECK_EVERY,
-            get_level=torch.distributed.get_debug_level if self.spans_hosts or on_stream else None,
+            get_level=partial(_level, self.opened) if self.spans_hosts or on_stream else None,
             most_level=self._most_level.value,
             device_type=_DEVICE_TYPES.get(device_type, 0),
         )
@@ -403,7 +357,7 @@ class Channel:
             sent, taken: how many elements go to, and come from, each member; () if equally many.
         """
         # On a wire whose verbs are enqueued the others wait no more as a late member differs.
-        compares_first = get_debug_level().value > self._most_level.value
+        compares_first = _level(self.opened).value > self._most_level.value
         try:
             if self.opened.sees_all_calls:
                 if compares_first:
@@ -499,6 +453,11 @@ class Channel:
         fits = all(sends[i][j] == takes[j][i] for i in range(size) for j in range(size))
         if len(commons) > 1 or not fits:
             raise self.disagree(self.recorder.sequence)
+
+
+def _level(opened: OpenCommunicator) -> DebugLevel:
+    """Return the debug level at which the next call on a communicator is compared."""
+    return DebugLevel.DETAIL if opened.compares_first else get_debug_level()
 
 
 def _disagreement(

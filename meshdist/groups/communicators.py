@@ -6,7 +6,7 @@ any of them may have closed it, or seen it fail, before the others: each offers 
 they agree on what they make, and the agreement gives the communicator its label.
 
 Groups that the program drops are collected at any time, on other ranks later or never. So what
-they have open stays, and is answered in join contexts, until all of its members close it at once:
+they have open stays until all of its members close it at once:
 when they agree on something else, and all of them offer its end.
 """
 
@@ -16,7 +16,6 @@ import json
 import logging
 import os
 import threading
-import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -45,7 +44,7 @@ from ..runtime.hosts import (
 from ..runtime.module_locks import ModuleLock
 from ..wires.communicator import Communicator
 from ..wires.registry import Opening, Wire
-from .agreement import NO_OFFERS, Agreement, Agreements, JoinContext, Offers
+from .agreement import NO_OFFERS, Agreement, Agreements, Offers
 from .host_comparison import (
     DISAGREEMENT,
     HeaderTables,
@@ -62,7 +61,6 @@ _making = ModuleLock()
 _PATIENCE = timedelta(seconds=5)
 _RECEIPTS_S = 1.0
 _NOTING_S = 0.01
-_COLLECTED_S = 1.0
 _LAST_S = 2.0
 
 
@@ -85,20 +83,12 @@ class OpenCommunicator:
     is_closed: bool = False
     comparison: HostComparison | None = None  # if members are on several hosts
     is_leaving: bool = False  # whether this member has offered to close it
+    compares_first: bool = False  # whether calls are compared before data moves, as at DETAIL
 
     @property
     def is_in_use(self) -> bool:
         """Return whether the program still holds a group that uses this communicator."""
         return any(isinstance(refer, ref) for refer in list(self.users.values()))
-
-    def groups(self) -> list[Any]:
-        """Return the groups that use this communicator, also those that the program has dropped."""
-        grace = Deadline(_COLLECTED_S)
-        while None in (found := [refer() for refer in list(self.users.values())]):
-            time.sleep(0)  # another thread collects it, and calls `drop` next
-            if grace.is_over:  # that was interrupted
-                break
-        return list(filter(None, found))
 
     def leave(self) -> None:
         """Announce to the other members that this process exits normally."""
@@ -126,13 +116,11 @@ class Registry:
         self.header_tables = HeaderTables(world)
         self.endings = Endings(world)
         self.presence = Presence(world, self.endings)
-        self.guard: JoinContext | None = None
-        """The join context by which ranks without data answer calls, while this rank may join."""
         self.look: Callable[[], None] | None = None
         """The function that the signal thread calls every now and then."""
         self.wait_notice_s: float | None = None
         """After how long a wait is told of, in the context that says so; 0 for never."""
-        self._agreements = Agreements(world, self.endings, lambda: self.guard)
+        self._agreements = Agreements(world, self.endings)
         self._by_label: dict[str, OpenCommunicator] = {}
         self._lock = threading.RLock()
         self._num_openings = 0
@@ -190,7 +178,7 @@ class Registry:
             self._close([opened for opened in leaving if opened.is_leaving])
 
     def _find_dropped(self, here: Collection[int], offers: Offers) -> list[OpenCommunicator]:
-        """Mark as leaving, and return, unused communicators; none during other openings or joins.
+        """Mark as leaving, and return, unused communicators; none during other openings.
 
         Args:
             here: the members of the agreement to be made; only communicators within these leave.
@@ -198,7 +186,7 @@ class Registry:
         """
         found, kept = [], {label for label, _ in offers.values()}
         with self._lock:
-            if self._num_openings > 1 or self.guard is not None:  # they may be in use there
+            if self._num_openings > 1:  # they may be in use there
                 return []
             for label, opened in sorted(self._by_label.items()):
                 is_kept = label in kept or opened.is_leaving or opened.is_in_use
@@ -368,7 +356,7 @@ class Registry:
     def compare_last(self, channels: Iterable[Any]) -> MeshdistError | None:
         """Compare with other hosts the last calls on ``channels``, which close; return an error."""
         # It waits two seconds at most for the other members. Without them nothing is compared.
-        world, error, limit = self.world, None, Grace(_LAST_S)
+        world, error, limit = self.world, None, Deadline(_LAST_S)
         if find_failure(world.handled_before) is not None or world.process_id != os.getpid():
             return None
 

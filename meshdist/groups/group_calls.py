@@ -85,7 +85,6 @@ def new_group(
         ArgumentError: no ranks, a rank twice, or outside the world.
         AgreementError: members called with different arguments.
         CollectiveTimeoutError: a member did not come; the text names it.
-        JoinError: a member has no data left, in a join context.
     """
     world = get_usable_world()
     members = _checked_ranks(world, ranks, sort_ranks=sort_ranks)

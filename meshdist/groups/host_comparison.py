@@ -175,8 +175,9 @@ class HostComparison:
             calls, operation, all_of_them = self._rounds.pop(0)
             operation.finish(timeout)
             rows = all_of_them.view(self.communicator.size, -1)
-            if differing := (rows != rows[0]).any(0).nonzero().tolist():
-                return calls[differing[0][0]]
+            if differing := (rows != rows[0]).any(0).nonzero().flatten().tolist():
+                first: int = calls[differing[0]]
+                return first
         return None
 
 

@@ -266,22 +266,6 @@ class ProcessGroup(VerbMethods):
         """Its open channels."""
         return list(dict.fromkeys(c for c in self._channels.values() if not c.opened.is_closed))
 
-    def release(self) -> None:
-        """Let plain calls go by the fast path again, and no channel have a guard."""
-        for device_type, channel in self._channels.items():
-            channel.guard = None
-            self._take_fast_path(device_type, channel)
-
-    def leave_fast_paths(self) -> None:
-        """Let Python do all calls from now on."""
-        self.fast_path = self.fast_path_on_device = None
-
-    def _take_fast_path(self, device_type: str, channel: Channel) -> None:
-        if device_type == "cpu":
-            self.fast_path = channel.fast_path
-        elif channel.communicator.on_stream:
-            self.fast_path_on_device = channel.fast_path
-
     def check_open(self) -> None:
         """Raise where the group, or its world, was closed."""
         if self.is_closed:
@@ -317,7 +301,7 @@ class ProcessGroup(VerbMethods):
     def forget_channels(self) -> None:
         """Drop the references to all communicators; called when the world closes."""
         self._channels = {}
-        self.leave_fast_paths()
+        self.fast_path = self.fast_path_on_device = None
 
     def abort(self, reason: str = "abort() was called") -> None:
         """Free every rank that waits in this group, here and elsewhere; the group is unusable."""
@@ -392,10 +376,10 @@ class ProcessGroup(VerbMethods):
             raise
         self.is_on_stream |= channel.communicator.on_stream
         self._connect(channel, device_type)
-        if registry.guard is not None:
-            registry.guard.cover(self)
-        else:
-            self._take_fast_path(device_type, channel)
+        if device_type == "cpu":
+            self.fast_path = channel.fast_path
+        elif channel.communicator.on_stream:
+            self.fast_path_on_device = channel.fast_path
         where = f"rank {rank} opened {self.name}, {ranks_text(self.ranks)}"
         _log.debug("%s, on wire %s for %s tensors", where, wire.name, device_type)
         return channel

@@ -1,1 +1,1 @@
-"""Ranks without data."""
+"""Train on inputs of unequal length: join contexts and uneven loops."""

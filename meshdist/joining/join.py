@@ -1,336 +1,101 @@
-"""Loops whose ranks have unequally many steps: ``Join`` around models, ``uneven`` without a model.
+"""Join contexts as torch has them: ranks that run out of data shadow the collectives of the others.
 
-The interface is torch's (``torch.distributed.algorithms.join``). In place of hooks that repeat each
-joinable's calls by hand, a rank without data answers every collective of the others by itself
-(``joining/shadow``); hooks that do repeat them run as in torch.
+Each step begins with an exchange of flags on the group of the joinables: a rank with data sends 1
+from ``notify_join_context``, a rank that joined sends 0. Then the hooks of the joined rank make the
+calls that the joinables make on the other ranks. Two ranks, of which rank 0 joins first:
 
-torch's sharded optimizer has on each rank the state of a share of the parameters, and steps it;
-then all ranks give each other their shares by torch's own group, whose calls no context sees. So a
-notice goes before each step, and joined ranks take the step, too. Its gradients and numbers come
-from a rank with data, as they are behind the backward: averaged, unscaled, clipped. Two ranks, of
-which rank 1 has joined:
+    rank 0:  flag 1 | forward, buckets | flag 0 | main_hook: buckets of zeros | flag 0 | post_hook
+    rank 1:  flag 1 | forward, buckets | flag 1 | forward, buckets            | flag 0 | post_hook
 
-    rank 0: backward(), clip; step(): notice        | sends grad, lr | steps share 0 | gives it
-    rank 1: answers the backward ... gets notice    | takes grad, lr | steps share 1 | gives it
+If a rank makes a call that no hook makes, the calls of the group differ. The group compares them as
+always, and between hosts before data moves. A call on another group has no counterpart at all: a
+thread of the joined rank finds it and aborts both groups.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
+import threading
+from collections.abc import Iterable
+from contextlib import suppress
 from types import TracebackType
-from typing import Any, Generic, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed import get_process_group_ranks
-from torch.distributed.algorithms.join import Joinable as TorchJoinable
+from torch.distributed.algorithms.join import Joinable, JoinHook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ..checking.calls import Call
-from ..collectives.flat_sums import broadcast_from
-from ..collectives.objects import broadcast_object_list
-from ..errors import ArgumentError, JoinError, KindError, LengthError
-from ..groups.process_group import GroupLike, ProcessGroup, resolve_group, world_group
-from ..runtime.untraced import untraced
-from ..wires.operations import DONE
-from ..wires.prepared import PreparedCall
+from ..error_text import ranks_text
+from ..errors import (
+    AbortedError,
+    AgreementError,
+    ArgumentError,
+    BackendError,
+    DeadlockError,
+    JoinError,
+    KindError,
+    LengthError,
+    StoreError,
+)
+from ..groups.communicators import get_registry
+from ..groups.process_group import ProcessGroup, resolve_group
+from ..groups.signals import ask
 from ..wires.work import Work
-from .shadow import Joinables, Shadow, find_shadow
-from .statements import NOTICE
+from .step_flags import Flags
 
-__all__ = ["Join", "JoinHook", "Joinable", "uneven"]
+__all__ = ["Join", "JoinHook", "Joinable"]
 
-
-class JoinHook:
-    """A joinable's part on a rank that has no data left. Both methods do nothing here."""
-
-    def main_hook(self) -> None:
-        """Call what the joinable calls in one step on ranks with data; once for each of theirs.
-
-        Calls that it leaves out are answered without it.
-        """
-
-    def post_hook(self, is_last_joiner: bool) -> None:
-        """Bring all ranks to one state, after the last has joined; runs on all of them.
-
-        Args:
-            is_last_joiner: whether this rank was among the last to join.
-        """
+FLAGS = "md.Join (which ranks have data)"
+"""The title of the exchange of flags, by which errors of other calls show it."""
+_UNSERVED = "a rank that joined does not make this call"
+_LOOK_S = 2.0
 
 
-class ReplicaHook(JoinHook, ABC):
-    """A hook that follows, on a rank without data, its joinable's steps on other ranks."""
+class JoinConfig(NamedTuple):
+    """The state of a joinable; the first three fields are torch's, which its joinables read."""
 
-    @abstractmethod
-    def begin(self, context: Any, joinable: Any) -> None:
-        """Prepare this rank's joinable for a join context that begins, until ``end``.
-
-        Args:
-            context: the ``Join`` that begins.
-            joinable: the object that made this hook.
-        """
-
-    @abstractmethod
-    def end(self) -> None:
-        """Undo ``begin`` as the context ends; post-hooks follow."""
-
-    def take_part(self, action: str, have_data: Sequence[bool]) -> None:
-        """Take part, on a rank without data, in the joinable's ``action``.
-
-        Args:
-            have_data: which ranks of the context have data.
-        """
-
-
-def is_sharded_optimizer(joinable: object) -> bool:
-    """Return whether ``joinable`` is an optimizer that is a joinable of torch's."""
-    return isinstance(joinable, TorchJoinable) and isinstance(joinable, torch.optim.Optimizer)
-
-
-class JoinedOptimizer(ReplicaHook):
-    """The hook of torch's ``ZeroRedundancyOptimizer`` that steps on joined ranks, too."""
-
-    def __init__(self, optimizer: Any) -> None:
-        self._optimizer = optimizer
-        self._has_joined = False
-        self.ranks = get_process_group_ranks(optimizer.join_process_group)
-
-    def begin(self, context: Any, joinable: Any) -> None:
-        """Announce each of the optimizer's steps from now on to joined ranks."""
-        self._context = context
-        self._handle = joinable.register_step_pre_hook(self._begin_step)
-
-    def end(self) -> None:
-        """Remove the hook that announces the optimizer's steps to joined ranks."""
-        self._handle.remove()
-
-    def take_part(self, action: str, have_data: Sequence[bool]) -> None:
-        """Send gradients to ranks without data, then step the optimizer here; collective."""
-        self._share(have_data)
-        self._has_joined = True
-        self._optimizer.step()
-
-    def _begin_step(self, optimizer: Any, args: Sequence[Any], given: dict[str, Any]) -> None:
-        if self._has_joined:
-            return
-        if any(value is not None for value in [*args[1:], *given.values()]):
-            raise JoinError(
-                f"{type(optimizer).__name__}.step() was given arguments in a join context",
-                where=f"rank {self._context.group.world.rank}",
-                expected="a step that ranks without data can take, too",
-                fix="run forward and backward before it, and call step() without a closure",
-            )
-        self._share(self._context.announce(optimizer, "step"))
-
-    def _share(self, have_data: Sequence[bool]) -> None:
-        """Broadcast gradients and parameter groups' options to ranks without data, if any."""
-        if all(have_data):
-            return
-        group, source = self._context.group, have_data.index(True)
-        groups = self._optimizer.param_groups
-        parameters = [parameter for each in groups for parameter in each["params"]]
-        said: list[Any] = [
-            [parameter.grad is not None for parameter in parameters],
-            [{name: of for name, of in each.items() if name != "params"} for each in groups],
-        ]
-        broadcast_object_list(said, group=group, group_src=source)
-        if not have_data[group.rank()]:
-            for each, numbers in zip(groups, said[1], strict=True):
-                each.update(numbers)
-            for parameter, has_gradient in zip(parameters, said[0], strict=True):
-                if not has_gradient:
-                    parameter.grad = None
-                elif parameter.grad is None:
-                    parameter.grad = torch.empty_like(parameter)
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        broadcast_from(source, gradients, group)
-
-
-T = TypeVar("T")
-
-
-class Uneven(Generic[T]):
-    """A context for a loop in which ranks may have unequally many steps."""
-
-    def __init__(self, data: Iterable[T], group: GroupLike = None) -> None:
-        if not (hasattr(data, "__iter__") or hasattr(data, "__getitem__")):
-            raise KindError(
-                f"uneven() was given an object of type {type(data).__name__}",
-                expected="an iterable, for example a loader",
-                fix="a rank that has no data passes an empty list: uneven([])",
-            )
-        self._data = data
-        target = resolve_group(group)
-        self._new_shadow = partial(Shadow, target, target.first_device_type())
-        self._group = target
-        self._is_entered = False
-
-    def __iter__(self) -> Iterator[T]:
-        if self._is_entered:
-            yield from self._data
-            return
-        self._begin()
-        try:
-            yield from self._data
-        except BaseException as error:
-            self._shadow.end(_broken_off() if isinstance(error, GeneratorExit) else error)
-            raise
-        self._shadow.leave()
-
-    def __enter__(self) -> Uneven[T]:
-        self._begin()
-        self._is_entered = True
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._is_entered = False
-        self._shadow.leave(error)
-
-    @untraced
-    def _begin(self) -> None:
-        world = self._group.world
-        if find_shadow(world) is not None:
-            raise ArgumentError(
-                "uneven() was called inside a join context",
-                where=f"rank {world.rank}, {self._group.name}",
-                expected="one join context at a time",
-                fix="loop over the data themselves: the context around it answers the collectives",
-            )
-        self._shadow = self._new_shadow()
-        self._shadow.begin()
-
-
-def _broken_off() -> JoinError:
-    return JoinError(
-        "the loop over uneven(...) was left before its data had ended, by a break, a return or an "
-        "exception",
-        fix="where a loop may break off write: with uneven(...) as batches: for batch in "
-        "batches: ...",
-    )
-
-
-def uneven(data: Iterable[T], group: GroupLike = None) -> Uneven[T]:
-    """Loop over data of which ranks may have unequally many; all leave the loop together.
-
-    A rank whose data have ended answers the collectives of the others, as in ``Join``, until none
-    has data. A loop that may break off is written with a context, where a break ends this rank's
-    data alone: ``with md.uneven(batches, group) as mine: for batch in mine: ...``.
-
-    Args:
-        data: this rank's, for example a loader.
-        group: whose members leave together: a ProcessGroup, a mesh, or None for the world.
-
-    Returns:
-        An iterable of ``data``, and a context.
-
-    Cost: as that of ``Join``.
-
-    Raises:
-        KindError: the data cannot be looped over. ArgumentError: inside a join context.
-        JoinError: as ``Join``.
-
-    Example:
-        >>> import meshdist as md, torch
-        >>> def program():
-        ...     sums = []
-        ...     for x in md.uneven(range(1 + md.get_rank())):
-        ...         total = torch.tensor([x + 1])
-        ...         md.all_reduce(total)
-        ...         sums.append(total.item())
-        ...     return sums
-        >>> md.simulate(program, 2)
-        [[2], [2, 2]]
-    """
-    return Uneven(data, group)
-
-
-_ITERATION = "iteration"
-
-
-@dataclass(frozen=True)
-class _JoinConfig:
-    """A joinable's context (None outside), its place among the joinables, and its hook."""
-
+    enable: bool = False
+    throw_on_early_termination: bool = False
+    is_first_joinable: bool = False
     context: Join | None = None
-    index: int = 0
-    hook: JoinHook | None = None
-
-    @property
-    def enable(self) -> bool:
-        """Return whether the joinable is in a context."""
-        return self.context is not None
-
-    @property
-    def throw_on_early_termination(self) -> bool:
-        """Return whether all ranks raise as soon as any rank has no data left."""
-        return self.context is not None and self.context.is_strict
-
-    @property
-    def is_first_joinable(self) -> bool:
-        """Return whether this is the context's first joinable, and its hook no ``ReplicaHook``."""
-        is_first = self.context is not None and self.index == 0
-        return is_first and not isinstance(self.hook, ReplicaHook)
 
 
-_OUTSIDE = _JoinConfig()
+OUTSIDE = JoinConfig()
 
 
-class Joinable(ABC):
-    """The base class of objects that can be given to ``Join``."""
+def config_of(joinable: object) -> Any:
+    """Return the JoinConfig of ``joinable``; outside of a context it may be torch's own."""
+    return getattr(joinable, "_join_config", OUTSIDE)
 
-    _join_config = _OUTSIDE
 
-    @abstractmethod
-    def __init__(self) -> None:
-        super().__init__()
-
-    @abstractmethod
-    def join_hook(self, **kwargs: Any) -> JoinHook:
-        """Return the hook for a context; ``kwargs`` are those given to ``Join``."""
-
-    @property
-    @abstractmethod
-    def join_device(self) -> torch.device:
-        """Return the device of tensors that the context itself sends."""
-
-    @property
-    @abstractmethod
-    def join_process_group(self) -> Any:
-        """Return the group whose members leave the context together."""
+def _is_of_torch(joinable: object) -> bool:
+    """Return whether ``joinable`` is torch's sharded optimizer, which uses a group of torch."""
+    return isinstance(joinable, Joinable) and isinstance(joinable, torch.optim.Optimizer)
 
 
 class Join:
-    """A context in which ranks may have unequally many steps; all of them leave it together.
+    """Let ranks run unequal numbers of steps; all ranks leave the context together.
 
-    A rank that reaches the end of the context has *joined*. From then on it answers each collective
-    of the others, on any group that it is in, with what changes nothing: the neutral element of a
-    reduction (0, 1, the extremes, all bits), zeros where tensors are gathered or exchanged, None
-    where objects are. After the last rank has joined each joinable's ``post_hook`` runs. All
-    members of the groups that are used inside must be in a context, and the groups open before it.
+    A rank that leaves the loop *joins*: until every rank has joined, it runs the ``main_hook`` of
+    each joinable once for every step of the other ranks, and shadows their collectives. Then all
+    ranks run each ``post_hook``. Collectives that no hook makes raise ``JoinError`` once a rank has
+    joined: use ``md.uneven`` for loops with collectives of your own.
 
     Args:
-        joinables: of one group and device, for example models wrapped in ``DDP``, and torch's
-            ``ZeroRedundancyOptimizer`` of their parameters. On ranks that have joined their hooks
-            run in this order.
-        enable: False makes the context do nothing.
-        throw_on_early_termination: let all ranks raise as soon as any rank has no data left.
-        kwargs: given to each joinable's ``join_hook``.
+        joinables: objects that share one group and device, for example models wrapped in ``DDP``.
+            Hooks run in this order, those of torch's ``ZeroRedundancyOptimizer`` last.
+        enable: False turns the context off.
+        throw_on_early_termination: raise on all ranks as soon as any rank runs out of data.
+        kwargs: passed to the ``join_hook`` of each joinable.
 
-    Cost: in the context each collective is announced, in shared memory on one host, else by a small
-        all-gather before it; the fast path is off. Nothing outside.
+    Cost: one all-reduce of 4 bytes per rank before each step. If the group spans hosts, one small
+        all-gather before each collective of the group.
 
     Raises:
-        KindError: what was given is no list of joinables.
-        ArgumentError: no joinable, or several groups or devices; a context inside another.
-        JoinError: a rank has no data left, and ``throw_on_early_termination``; a broadcast or
-            scatter from such a rank, a message to or from it, or a group or mesh made with it; a
-            member has left by an exception.
+        KindError: ``joinables`` is not a list of joinables.
+        ArgumentError: no joinable, different groups or devices, or a joinable that is in a context.
+        JoinError: a rank called a collective that no hook of the joined ranks makes; or a rank ran
+            out of data, with ``throw_on_early_termination``.
 
     Example:
         >>> import meshdist as md, torch
@@ -344,61 +109,58 @@ class Join:
         ...             model(torch.ones(1, 1)).sum().backward()
         ...     return model.module.weight.grad.item()
         >>> md.simulate(program, 2)
-        [1.0, 0.5]
+        [0.5, 0.5]
     """
 
     def __init__(
         self,
-        joinables: list[Joinable],
+        joinables: list[Any],
         enable: bool = True,
         throw_on_early_termination: bool = False,
         **kwargs: Any,
     ) -> None:
         if not isinstance(joinables, Iterable):
             raise KindError(
-                f"Join was given an object of type {type(joinables).__name__}",
+                f"Join cannot use an object of type {type(joinables).__name__}",
                 expected="a list of joinables",
-                fix="pass a list: Join([model]); or write model.join()",
+                fix="pass a list: Join([model]), or write model.join()",
             )
-        self._joinables = list(joinables)
-        if not self._joinables:
-            raise LengthError(
-                "Join needs at least one joinable",
-                found="an empty list",
-                fix="pass the models: Join([model]); for a loop without one use uneven()",
-            )
+        self._joinables = sorted(joinables, key=_is_of_torch)
         strange = [x for x in self._joinables if not hasattr(x, "join_hook")]
         if strange:
             raise KindError(
-                f"Join was given an object of type {type(strange[0]).__name__}",
-                expected="joinables: models wrapped in DDP, or what derives from Joinable",
-                fix="wrap the model: Join([DDP(module)]); for a loop without one use uneven()",
+                f"Join cannot use an object of type {type(strange[0]).__name__}",
+                expected="joinables: models wrapped in DDP, or subclasses of Joinable",
+                fix="wrap the model: Join([DDP(module)]); for other loops use md.uneven",
+            )
+        if all(map(_is_of_torch, self._joinables)):
+            raise LengthError(
+                "Join needs at least one joinable that uses a group of meshdist",
+                found=", ".join(type(x).__name__ for x in self._joinables) or "an empty list",
+                fix="pass the model, too: Join([model, optimizer]); for other loops use md.uneven",
             )
         self._enable = enable
-        self.is_strict = throw_on_early_termination
-        self._hooks: list[JoinHook] = [
-            JoinedOptimizer(x) if is_sharded_optimizer(x) else x.join_hook(**kwargs)
-            for x in self._joinables
-        ]
-        self.group, device = self._find_group()
-        part = Joinables(
-            self.handle,
-            self.is_strict,
-            not all(isinstance(hook, ReplicaHook) for hook in self._hooks),
-            [x for x in self._joinables if is_sharded_optimizer(x)],
-        )
-        self._new_shadow = partial(Shadow, self.group, device.type, part)
+        self._is_strict = throw_on_early_termination
+        self._hooks = [x.join_hook(**kwargs) for x in self._joinables]
+        self._group, self._device = self._find_group()
+        self._active = [1] * self._group.size()  # the flags of the last exchange
 
     def __enter__(self) -> None:
         if not self._enable:
             return
-        shadow = self._new_shadow()
-        shadow.begin()
-        self._shadow = shadow
-        for index, (joinable, hook) in enumerate(zip(self._joinables, self._hooks, strict=True)):
-            joinable._join_config = _JoinConfig(self, index, hook)
-            if isinstance(hook, ReplicaHook):
-                hook.begin(self, joinable)
+        if any(config_of(x).enable for x in self._joinables):
+            raise ArgumentError(
+                "a joinable cannot be in two join contexts",
+                where=f"rank {self._group.world.rank}, {self._group.name}",
+                expected="one join context at a time",
+                fix="pass all joinables to one context: Join([first, second])",
+            )
+        for index, joinable in enumerate(self._joinables):
+            joinable._join_config = JoinConfig(True, self._is_strict, index == 0, self)
+        self._active = [1] * self._group.size()
+        self._opened = self._group.open_channel(self._device.type).opened
+        self._opened.compares_first = self._opened.spans_hosts
+        self._watched = register_optimizer_step_pre_hook(self._refuse_unknown_step)
 
     def __exit__(
         self,
@@ -408,88 +170,151 @@ class Join:
     ) -> None:
         if not self._enable:
             return
-        is_last = self._leave(error)
+        self._watched.remove()
+        for joinable in self._joinables:
+            joinable._join_config = OUTSIDE
+        failure = error
         if error is None:
-            for hook in self._hooks:
-                hook.post_hook(is_last)
-
-    def _leave(self, error: BaseException | None) -> bool:
-        """Join, unless there is an error; return whether this rank was among the last."""
-        try:
-            return self._shadow.leave(error)
-        finally:
-            for joinable, hook in zip(self._joinables, self._hooks, strict=True):
-                joinable._join_config = _OUTSIDE
-                if isinstance(hook, ReplicaHook):
-                    hook.end()
-
-    def handle(self, call: Call, have_data: Sequence[bool]) -> None:
-        """Take part in a notice of a joinable, or in a call that it owns, on a joined rank."""
-        index, action = call.owner.split(":", 1)
-        own = self._hooks[int(index)]
-        hooks = self._hooks
-        if isinstance(own, ReplicaHook) and action != _ITERATION:
-            own.take_part(action, have_data)
-            hooks = hooks[1:]
-        if call.verb == NOTICE and int(index) == 0:
-            for hook in hooks:
-                hook.main_hook()
-
-    def announce(self, joinable: Joinable, action: str) -> list[bool]:
-        """Give notice that ``joinable`` begins ``action``; return which members have data.
-
-        Its hook takes part on joined ranks.
-        """
-        return self._shadow.announce(f"{joinable._join_config.index}:{action}")
-
-    def owned_by(self, joinable: Joinable, action: str) -> Any:
-        """Return a context for calls of ``joinable``, in which its hook takes part elsewhere."""
-        return self._shadow.owned_by(f"{joinable._join_config.index}:{action}")
+            try:
+                self._join()
+                self._opened.compares_first = False
+            except BackendError as raised:
+                failure = raised
+        if self._is_unserved(failure):
+            raise JoinError(
+                f"{_UNSERVED}, because no joinable of the context has a hook for it",
+                where=f"rank {self._group.world.rank}, {self._group.name}",
+                expected="calls of the joinables only, while some ranks are out of data",
+                found=getattr(failure, "found", None),
+                fix="loop over md.uneven(loader, mesh) without Join; or make the call in main_hook",
+            ) from failure
+        if failure is not error and failure is not None:
+            raise failure
 
     @staticmethod
-    def notify_join_context(joinable: Joinable) -> Work | None:
-        """Say that this rank begins a step; a joinable calls it before its first collective.
+    def notify_join_context(joinable: Any) -> Work | None:
+        """Announce a step of this rank; a joinable calls it before its first collective of a step.
 
-        Only the first of the joinables says so. Elsewhere, and outside of a context, nothing is
-        done.
+        Only the first joinable of the context announces. For others, and outside of a context, this
+        does nothing.
 
         Returns:
-            A Work that is done, whose result is the number of ranks that have not joined; None
-            where nothing was done.
+            A finished Work, or None if nothing was done.
 
         Raises:
-            JoinError: a rank has joined, and ``throw_on_early_termination``.
+            JoinError: a rank ran out of data, with ``throw_on_early_termination``.
         """
-        config = joinable._join_config
-        context = config.context
+        config = config_of(joinable)
+        context: Join | None = getattr(config, "context", None)  # torch's own has none
         if context is None or not config.is_first_joinable:
             return None
-        have_data = context.announce(joinable, _ITERATION)
-        count = torch.tensor([float(sum(have_data))], device=joinable.join_device)
-        channel = context.group.open_channel(count.device.type)
-        done = PreparedCall("notify_join_context", "barrier", (), ())
-        done.operation, done.result = DONE, [count]
-        return channel.work(done)
+        return context._exchange(1).work
+
+    def _exchange(self, flag: int) -> Flags:
+        """Exchange flags with all ranks; raise if some joined and the context is strict."""
+        flags = Flags(flag, self._group, self._device, FLAGS)
+        self._active = flags.wait()
+        ranks = self._group.ranks
+        joined = [rank for rank, is_on in zip(ranks, self._active, strict=True) if not is_on]
+        if self._is_strict and 0 < len(joined) < len(ranks):
+            self._opened.compares_first = False
+            raise JoinError(
+                f"{ranks_text(joined)} ran out of data before the other ranks",
+                where=f"rank {self._group.world.rank}, {self._group.name}",
+                expected="the same number of steps on every rank, because "
+                "throw_on_early_termination=True",
+                fix="give every rank the same number of batches, or drop the argument",
+            )
+        return flags
+
+    def _join(self) -> None:
+        """Shadow the others until all ranks have joined, then run the post-hooks."""
+        is_over, is_last = threading.Event(), True
+        watch = threading.Thread(
+            target=self._watch, args=(is_over,), name="meshdist-join", daemon=True
+        )
+        if self._group.world.has_processes and self._group.size() > 1:
+            watch.start()
+        try:
+            while self._exchange(0) and any(self._active):
+                is_last = False
+                for hook in self._hooks:
+                    hook.main_hook()
+        finally:
+            is_over.set()
+        for hook in self._hooks:
+            hook.post_hook(is_last)
+
+    # -- calls that no hook makes -----------------------------------------------------------------
+
+    def _is_unserved(self, error: BaseException | None) -> bool:
+        """Return whether ``error`` is that of a call that joined ranks do not make."""
+        if isinstance(error, AbortedError):
+            return _UNSERVED in str(error)
+        if not isinstance(error, (AgreementError, DeadlockError)):
+            return False
+        has_left = ": returned" in str(error)  # a rank that waits in no call
+        return not has_left and (0 in self._active or FLAGS in str(error))
+
+    def _refuse_unknown_step(self, optimizer: Any, *_: object) -> None:
+        """Raise on all ranks if a sharded optimizer steps that this context does not know."""
+        # It sends over torch's group, on which no call is compared with those of this context.
+        if _is_of_torch(optimizer) and optimizer not in self._joinables:
+            self._abort(f"{type(optimizer).__name__}.step() on rank {self._group.world.rank}")
+            raise JoinError(
+                f"{type(optimizer).__name__} is not in the join context in which it steps",
+                where=f"rank {self._group.world.rank}, {self._group.name}",
+                expected="an optimizer that takes part in the context",
+                fix="pass the optimizer, too: Join([model, optimizer])",
+            )
+
+    def _abort(self, call: str, *labels: str) -> None:
+        """Abort the group of the context, and communicators ``labels``, because of ``call``."""
+        message = {"reason": f"{_UNSERVED}: {call}", "group": self._group.name}
+        get_registry(self._group.world).abort([self._opened.label, *labels], message)
+
+    def _watch(self, is_over: threading.Event) -> None:
+        """Look for stuck ranks until ``is_over``, less and less often during one call."""
+        registry, known, pause_s = get_registry(self._group.world), None, _LOOK_S
+        while not is_over.wait(pause_s):
+            calls = registry.answer({})["calls"][-1:]
+            if is_same := calls == known:
+                with suppress(StoreError):
+                    self._abort_if_stuck()
+            known, pause_s = calls, 2 * pause_s if is_same else _LOOK_S
+
+    def _abort_if_stuck(self) -> None:
+        """Abort the groups if a rank waits for this rank on another group than the context's."""
+        # Rank 0 waits in call 5 on 'tp', of which this rank has made 4. This rank waits on 'dp',
+        # the context's group, for rank 0.
+        registry, mine = get_registry(self._group.world), self._opened.label
+        here = {each.label: each.recorder.sequence for each in registry.all_opened()}
+        others = [rank for rank in self._group.ranks if rank != self._group.world.rank]
+        for rank, answer in ask(self._group.world, tuple(others)).items():
+            call = None if answer["now"] or not answer["calls"] else answer["calls"][-1]
+            if call is None or call["label"] not in here or call["label"] == mine:
+                continue
+            if call["sequence"] > here[call["label"]]:
+                self._abort(f"rank {rank} waits in {call['text']}", call["label"])
+                return
 
     def _find_group(self) -> tuple[ProcessGroup, torch.device]:
         """Return the group and device that all joinables share, or raise."""
-        groups: list[Any] = [
-            resolve_group(joinable.join_process_group)
-            for joinable in self._joinables
-            if not is_sharded_optimizer(joinable)
-        ] or [world_group()]
-        for hook in self._hooks:
-            if isinstance(hook, JoinedOptimizer) and hook.ranks != list(groups[0].ranks):
-                groups.append(f"torch's group of ranks {hook.ranks}")
-        devices = [torch.device(joinable.join_device) for joinable in self._joinables]
-        for what, found in (("groups", groups), ("devices", devices)):
-            different = [other for other in found if other != found[0]]
-            if different:
-                shown = [str(getattr(each, "name", each)) for each in (found[0], different[0])]
+        first = self._joinables[0]
+        group = resolve_group(first.join_process_group)
+        found: dict[str, list[Any]] = {"groups": [group.name], "devices": []}
+        for joinable in self._joinables:
+            found["devices"].append(torch.device(joinable.join_device))
+            if not _is_of_torch(joinable):
+                found["groups"].append(resolve_group(joinable.join_process_group).name)
+            elif (ranks := get_process_group_ranks(joinable.join_process_group)) != [*group.ranks]:
+                found["groups"].append(f"torch's group of ranks {ranks}")
+        for what, values in found.items():
+            if len(different := list(dict.fromkeys(map(str, values)))) > 1:
                 raise ArgumentError(
-                    f"Join was given joinables of different {what}",
+                    f"Join cannot use joinables of different {what}",
                     expected=f"one of the {what} for all joinables of a context",
-                    found=" and ".join(shown),
-                    fix="let each group's joinables have a loop of their own",
+                    found=" and ".join(different),
+                    fix="use one context for each group",
                 )
-        return groups[0], devices[0]
+        return group, found["devices"][0]

@@ -151,11 +151,9 @@ class _SharedChannel(Channel):
         with self._starting:
             return super().run(prepared, is_async=True)
 
-    def enter(
-        self, prepared: PreparedCall, layouts: Sequence[Layout] = (), *, is_guarded: bool = True
-    ) -> None:
+    def enter(self, prepared: PreparedCall, layouts: Sequence[Layout] = ()) -> None:
         with self._starting:
-            super().enter(prepared, layouts, is_guarded=is_guarded)
+            super().enter(prepared, layouts)
         if self.header_table is not None:
             try:
                 self._others.compare_again(is_thorough=False)

@@ -61,10 +61,9 @@ from ..functional.axis_types import kinds_in
 from ..functional.linear_function import keep_line, note_complete
 from ..functional.reducing import psum
 from ..groups.process_group import ProcessGroup, resolve_group
-from ..joining.shadow import find_shadow
 from ..mesh.device_mesh import DeviceMesh
 from .detail_checks import check_cast, is_checked
-from .refusals import type_of, uneven_leaf
+from .refusals import type_of
 
 BUCKET_BYTES = 25 << 20
 """The largest size of a bucket, as in DDP."""
@@ -261,19 +260,6 @@ class Casts:
                     if any(k == "V" and axis in axes for axis, k in kinds_in(missing).items()):
                         return leaf
         return None
-
-    def refuse_leaves_in_uneven_loop(self, verb: str) -> None:
-        """Raise JoinError if a leaf's gradient is summed over ranks that may run out of data."""
-        loop = find_shadow(self._mesh.world)
-        if loop is None:
-            return
-        for key, leaf in self._tensors.items():
-            if not isinstance(leaf, torch.Tensor):
-                continue
-            for missing in self._kept[key]:
-                together = {*self._groups[missing].ranks} & {*loop.group.ranks}
-                if len(together) > 1:
-                    raise uneven_leaf(leaf, missing, self._mesh, verb)
 
     def _keep(self, x: torch.Tensor, missing: str, alias: torch.Tensor) -> None:
         key = id(x)

@@ -96,7 +96,6 @@ def _checked_arguments(
 ) -> tuple[Any, Any]:
     """Return (args, kwargs), gradients at ``place`` (index, name) cast; raise for unfit losses."""
     gradients = _check_losses(mode, verb, losses, argument(place, args, kwargs))
-    mode.casts.refuse_leaves_in_uneven_loop(verb)
     position, name = place
     if position < len(args):
         return (*args[:position], gradients, *args[position + 1 :]), kwargs

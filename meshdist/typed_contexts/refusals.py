@@ -10,7 +10,7 @@ import torch
 
 from ..checking.program import call_site, program_frame, show_site
 from ..dtypes import dtype_name
-from ..errors import AxisTypeError, JoinError, KindError, MeshdistError
+from ..errors import AxisTypeError, KindError, MeshdistError
 from ..functional.axis_types import ATTRIBUTE, KINDS, axes_of_kind, kinds_in, shown
 from ..functional.value_checks import names_of
 from ..mesh.device_mesh import DeviceMesh
@@ -232,20 +232,6 @@ def foreign_leaf(
         found=f"leaf: {tensor_text(leaf)}, cast where it met varying values",
         fix=f"wrap all that is trained in one module; or take it without {owner}, with "
         f"lax.pmean(loss, {axes_argument(axes)}); or detach the leaf",
-    )
-
-
-def uneven_leaf(leaf: torch.Tensor, missing: str, mesh: DeviceMesh, verb: str) -> JoinError:
-    """Return the error of a leaf whose gradient is summed over ``missing`` in an uneven loop."""
-    axes = list(kinds_in(missing))
-    return JoinError(
-        f"{verb} in an uneven loop meets a leaf whose gradient is summed over {shown(axes)}",
-        where=where(mesh, axes),
-        expected="gradients that all ranks get: one without data would miss them",
-        found=f"leaf: {tensor_text(leaf)}",
-        fix="sum once behind the loop: put it inside `with md.accumulate_gradients(parameters, "
-        f"{axes_argument(axes)}):`; or train with DistributedDataParallel, in a loop inside "
-        "`with model.join():`",
     )
 
 

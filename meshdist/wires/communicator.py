@@ -68,9 +68,6 @@ class Communicator(ABC):
     posts_at_once = False
     """Whether starting a receive neither waits nor needs the terms' number."""
 
-    shows_calls: ClassVar[bool] = False
-    """Whether ``is_awaited`` can tell; else a header table does, where there is any."""
-
     averages_at_once: ClassVar[bool] = False
     """Whether an average costs no more than a sum; else a division over all of the result."""
 
@@ -144,10 +141,6 @@ class Communicator(ABC):
 
     def connect(self, device: torch.device) -> None:  # noqa: B027 (most connect as they open)
         """Connect now, not at the first verb; collective; raise WireFailure if it fails."""
-
-    def is_awaited(self, verb: str | None = None) -> bool:
-        """Return whether a member is in the next collective, a ``verb`` if the wire can tell."""
-        return False
 
     def take_error(self) -> MeshdistError | None:
         """Return, once, the error of a call that failed while nobody waited for it; or None."""

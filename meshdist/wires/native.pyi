@@ -529,9 +529,6 @@ class Communicator:
         collectives; verbs find out by themselves whose inputs lie there.
         """
 
-    def is_awaited(self) -> bool:
-        """Whether a member has come to the collective that follows this member's last one."""
-
     def abort(self) -> None:
         """Free every thread of every member that waits in this communicator."""
 

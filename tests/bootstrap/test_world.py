@@ -141,9 +141,6 @@ def test_calls_are_numbered_each_kind_from_one() -> None:
     calls = ["mesh", "group", "mesh", ("mesh", 1), "mesh"]
     assert [world.next_number(call) for call in calls] == [1, 1, 2, 1, 3]
     assert make().next_number("mesh") == 1
-    assert [world.last_number(call) for call in ("mesh", "group", "none yet")] == [3, 1, 0]
-    world.take_back_number("mesh")
-    assert world.last_number("mesh") == 2 and world.next_number("mesh") == 3
 
 
 def test_a_mesh_forgets_what_it_keeps_of_a_type_where_that_has_grown_large() -> None:

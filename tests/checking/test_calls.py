@@ -168,7 +168,6 @@ REDUCE = Call("reduce", X, ReduceOp.SUM.value, 0, "a plan")
         {"root": None},
         {"title": "another"},
         {"title": ""},
-        {"owner": "0:backward"},
         {"layouts": (((2,), (3,)),)},
     ],
     ids=str,

@@ -49,9 +49,9 @@ def test_two_sides_in_turn(tmp_path: Path) -> None:
 @pytest.mark.mpi
 def test_on_80_columns_names_are_whole_and_mpi_starts_as_any_user() -> None:
     words = ["--verbs", "all_gather_into_tensor", "--sizes", "8", "--rounds", "1"]
+    words += ["--sides", "meshdist/shm,mpi"]
     done = subprocess.run(
-        [sys.executable, "-m", "meshdist", "bench", "collectives", *words]
-        + ["--sides", "meshdist/shm,mpi"],
+        [sys.executable, "-m", "meshdist", "bench", "collectives", *words],
         env={**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "80"},
         capture_output=True,
         text=True,

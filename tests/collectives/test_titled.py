@@ -187,52 +187,6 @@ def test_the_report_of_a_call_that_is_late_names_the_title(backend: str, pool: P
     assert "was not finished within 0.5 s" in text
 
 
-@pytest.mark.parametrize("backend", ["shm", "gloo", None])
-def test_ranks_that_have_joined_answer_them(backend: str | None, pool: Pool) -> None:
-    def program() -> list[Any]:
-        rank, size, found = md.get_rank(), md.get_world_size(), []
-        group = md.group.WORLD
-        for _ in md.uneven(range(1 + (rank > 0))):
-            x = torch.full((size,), rank + 1.0)
-            run_titled("all_reduce", group, TITLE, x, SUM)
-            largest = torch.full((size,), rank + 1.0)
-            run_titled("all_reduce", group, TITLE, largest, md.ReduceOp.MAX)
-            run_titled("broadcast", group, TITLE, largest, 1)
-            mine, each = torch.ones(1) + rank, torch.ones(size) + rank
-            whole, block = torch.zeros(size), torch.zeros(1)
-            run_titled("all_gather_into_tensor", group, TITLE, whole, mine)
-            run_titled("reduce_scatter_tensor", group, TITLE, block, each, SUM)
-            parts, apart = torch.zeros(size), list(torch.zeros(size).split(1))
-            run_titled("all_to_all_single", group, TITLE, parts, each, None, None)
-            run_titled("all_to_all", group, TITLE, apart, list(each.split(1)))
-            found.append(
-                [one.tolist() for one in (x, largest, whole, block, parts, torch.cat(apart))]
-            )
-        return found
-
-    outcomes = pool.run(program, 3, backend=backend) if backend else md.simulate(program, 3)
-    first = [[6.0] * 3, [3.0] * 3, [1.0, 2.0, 3.0], [6.0], [1.0, 2.0, 3.0], [1.0, 2.0, 3.0]]
-    later = [[5.0] * 3, [3.0] * 3, [0.0, 2.0, 3.0], [5.0], [0.0, 2.0, 3.0], [0.0, 2.0, 3.0]]
-    assert outcomes == [[first], [first, later], [first, later]]
-
-
-def test_different_titles_of_ranks_that_go_on_raise_beside_one_that_has_joined(pool: Pool) -> None:
-    def program() -> str:
-        rank, texts = md.get_rank(), ""
-        try:
-            for step in md.uneven(range(1 + (rank > 0))):
-                title = TITLE if step == 0 or rank == 1 else OTHER
-                run_titled("all_reduce", md.group.WORLD, title, torch.ones(2), SUM)
-        except MeshdistError as error:
-            texts = f"{type(error).__name__} {error}"
-        return texts
-
-    for outcome in pool.run(program, 3, backend="shm"):
-        assert outcome.startswith("AgreementError")
-        assert TITLE in outcome
-        assert OTHER in outcome
-
-
 def test_a_profiler_shows_the_title() -> None:
     def program() -> list[str]:
         with torch.profiler.profile() as profile:

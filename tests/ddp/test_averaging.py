@@ -194,23 +194,6 @@ def test_gradients_on_some_ranks_alone_are_an_error_on_all() -> None:
     )
 
 
-def test_a_rank_that_has_left_the_loop_counts_for_nothing() -> None:
-    def program() -> float:
-        rank = md.get_rank()
-        if rank == 2:  # zeros in its place
-            md.all_gather_into_tensor(
-                torch.empty(3, 32, dtype=torch.uint8), torch.zeros(32, dtype=torch.uint8)
-            )
-            md.all_reduce(torch.zeros(2))
-            return 0.0
-        weight = nn.Parameter(torch.full((2,), 1.0 + rank))
-        weight.grad = torch.ones(2)
-        md.PeriodicModelAverager(2).average_parameters([weight])
-        return weight[0].item()
-
-    assert md.simulate(program, 3) == [1.5, 1.5, 0.0]
-
-
 def test_without_any_gradient_nothing_changes_and_it_warns() -> None:
     def program() -> float:
         weight = nn.Parameter(torch.full((1,), float(md.get_rank())))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -153,70 +154,6 @@ def test_a_compressing_hook_keeps_replicas_equal() -> None:
     assert first == second == third
 
 
-def test_collectives_inside_the_model_are_answered() -> None:
-    """As SyncBatchNorm has them, forward and backward, on the model's group and another."""
-
-    class Normed(nn.Module):
-        def __init__(self, mesh: md.DeviceMesh) -> None:
-            super().__init__()
-            self.layer = nn.Linear(2, 2)
-            self.mesh = mesh
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            total = md.lax.psum(self.layer(x).sum(0), "dp", mesh=self.mesh)
-            total = md.lax.pvary(total, "dp", mesh=self.mesh)
-            count = torch.tensor([float(len(x))])
-            md.all_reduce(count)
-            return total / count
-
-    def program() -> list[float]:
-        rank = md.get_rank()
-        torch.manual_seed(0)
-        mesh = md.init_device_mesh("cpu", (3,), mesh_dim_names=("dp",))
-        model = md.DDP(Normed(mesh))
-        found = []
-        with md.Join([model]):
-            for _ in range([2, 0, 3][rank]):
-                model.zero_grad()
-                model(torch.ones(4, 2)).sum().backward()
-                found.append(model.module.layer.bias.grad[0].item())
-        return found
-
-    first, second, third = md.simulate(program, 3)
-    assert second == []
-    assert first == third[:2]
-    assert len(third) == 3
-
-
-def normed(num_steps: list[int]) -> list[list[float]]:
-    """Train a model whose batch norm is over all ranks."""
-    rank = md.get_rank()
-    torch.manual_seed(0)
-    layers = nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)
-    net = nn.Sequential(*layers).double()
-    model = md.DDP(md.SyncBatchNorm.convert_sync_batchnorm(net))
-    with model.join(divide_by_initial_world_size=False):
-        for step in range(num_steps[rank]):
-            model.zero_grad()
-            model(batch(0, step, rank)).square().mean().backward()
-            descend(model)
-    return [one.flatten().tolist() for one in model.module.state_dict().values()]
-
-
-def test_batch_norm_is_over_the_ranks_that_have_data() -> None:
-    num_steps = [2, 0, 3]
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).double()
-    for step in range(3):
-        net.zero_grad()
-        whole = [batch(0, step, rank) for rank in range(3) if step < num_steps[rank]]
-        net(torch.cat(whole)).square().mean().backward()
-        descend(net)
-    for found in md.simulate(normed, 3, (num_steps,)):
-        for one, other in zip(found, net.state_dict().values(), strict=True):
-            assert one == pytest.approx(other.flatten().tolist(), rel=1e-6, abs=1e-9)
-
-
 def test_two_models_of_one_context() -> None:
     def program() -> list[float]:
         first, second = (md.DDP(nn.Linear(1, 1, bias=False)) for _ in range(2))
@@ -225,9 +162,9 @@ def test_two_models_of_one_context() -> None:
         found = []
         with md.Join([first, second]):
             for _ in range(1 + md.get_rank()):
-                for model in (first, second):
+                for model in (first, second):  # one after the other, as the hooks run
                     model.zero_grad()
-                second(first(torch.ones(1, 1))).sum().backward()
+                    model(torch.ones(1, 1)).sum().backward()
                 found += [model.module.weight.grad.item() for model in (first, second)]
         return found
 
@@ -249,7 +186,7 @@ def test_evaluation_inside_the_context() -> None:
     assert md.simulate(program, 3) == [[4.0]] * 3
 
 
-def test_a_joined_rank_keeps_its_gradients() -> None:
+def test_a_rank_that_joined_has_the_averages() -> None:
     def program() -> float:
         model = md.DDP(nn.Linear(1, 1, bias=False))
         with model.join():
@@ -258,7 +195,7 @@ def test_a_joined_rank_keeps_its_gradients() -> None:
                 model(torch.full((1, 1), 1.0 + turn)).sum().backward()
         return model.module.weight.grad.item()
 
-    assert md.simulate(program, 2) == [1.0, 1.0]
+    assert md.simulate(program, 2) == [1.0, 1.0]  # of the second step: (0 + 2) / 2
 
 
 def test_parameters_without_gradients_are_named_on_all_ranks() -> None:
@@ -290,7 +227,7 @@ def test_throwing_is_torchs() -> None:
         return "no error"
 
     first, second = md.simulate(program, 2)
-    assert "rank 0 has no data left" in first
+    assert "rank 0 ran out of data" in first
     assert "throw_on_early_termination" in second
 
 
@@ -433,53 +370,56 @@ def test_buckets_lie_as_gradients_come_on_a_rank_with_data() -> None:
     assert md.simulate(program, 2) == [[0, 1], [0, 1]]  # backwards, first comes last
 
 
-def test_a_call_on_another_group_between_two_buckets_is_answered() -> None:
-    """Rank 0 follows the backward; rank 2 needs it on a pair before it sends the next bucket."""
-
-    class Asking(nn.Module):
-        def __init__(self, pair: Any) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(nn.Linear(1, 1, bias=False) for _ in range(3))
-            self.pair = pair
-            self.sums: list[float] = []
-
-        def ask(self, _: torch.Tensor) -> None:
-            x = torch.ones(1)
-            md.all_reduce(x, group=self.pair)
-            self.sums.append(x.item())
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for layer in self.layers:
-                x = layer(x)
-                if md.get_rank() == 2:
-                    x.register_hook(self.ask)
-            return x
-
-    def program() -> list[float]:
-        pair = md.new_group([0, 2])
-        model = md.DDP(Asking(pair), bucket_cap_mb=0.000001)
-        with model.join():
-            for _ in range(3 if md.get_rank() else 0):
-                model(torch.ones(1, 1)).sum().backward()
-        return model.module.sums
-
-    assert md.simulate(program, 3) == [[], [], [1.0] * 9]
-
-
-def test_a_model_that_an_uneven_loop_does_not_know_is_refused() -> None:
+@pytest.mark.parametrize("kind", ["batch norm", "no backward", "two forwards"])
+def test_calls_that_the_hook_does_not_make_raise_on_all_ranks(run: Run, kind: str) -> None:
     def program() -> str:
-        model = md.DDP(torch.nn.Linear(1, 1))
-        for _ in md.uneven(range(2)):
-            with torch.no_grad():
-                model(torch.ones(1, 1))  # to look at it is allowed
+        layers = [nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)]
+        net = nn.Sequential(*layers if kind == "batch norm" else layers[::2])
+        if kind == "batch norm":
+            net = md.SyncBatchNorm.convert_sync_batchnorm(net)
+        model = md.DDP(net)
         try:
-            for _ in md.uneven(range(2)):
-                model(torch.ones(1, 1))
-        except md.errors.JoinError as error:
+            with model.join():
+                for _ in range(2 * md.get_rank()):
+                    loss = model(torch.ones(4, 3)).sum()
+                    if kind == "two forwards":
+                        loss = loss + model(torch.ones(4, 3)).sum()
+                    if kind != "no backward":
+                        loss.backward()
+        except md.JoinError as error:
             return str(error)
-        return "nothing was raised"
+        return "no error"
 
-    for rank, text in enumerate(md.simulate(program, 2)):
-        assert text.startswith("a model is trained in an uneven loop that does not know it\n")
-        assert f"where:    rank {rank}\n" in text
-        assert "fix:      write `with model.join():` around the loop" in text
+    for text in run(program, 2):
+        assert text.startswith("a rank that joined does not make this call"), text
+        assert "rank 0: " in text
+        assert "rank 1: " in text
+
+
+def test_a_model_that_a_context_does_not_know_raises_on_all_ranks(run: Run) -> None:
+    def program() -> str:
+        model, other = md.DDP(nn.Linear(1, 1)), md.DDP(nn.Linear(1, 1))
+        try:
+            with model.join():
+                for _ in range(2 * md.get_rank()):
+                    other(torch.ones(1, 1)).sum().backward()
+        except md.JoinError as error:
+            return str(error)
+        return "no error"
+
+    for text in run(program, 2):
+        assert "md.Join (which ranks have data)" in text
+        assert "float32" in text
+
+
+def test_training_goes_on_after_an_exception_in_a_context(run: Run) -> None:
+    def program() -> float:
+        model = md.DDP(nn.Linear(1, 1, bias=False))
+        with suppress(KeyError), model.join(divide_by_initial_world_size=False):
+            model(torch.ones(1, 1)).sum().backward()
+            raise KeyError
+        model.zero_grad()
+        model(torch.ones(1, 1)).sum().backward()
+        return model.module.weight.grad.item()
+
+    assert run(program, 2) == [1.0, 1.0]

@@ -560,7 +560,7 @@ def test_uneven_data_without_a_join_context_deadlock() -> None:
     assert error.value.fix.startswith(f"{JOIN}; else make every member call the same verbs")
 
 
-JOIN = "where ranks have unequally many batches, put the loop into `with ddp.join():`"
+JOIN = "if ranks have unequal numbers of batches, loop over md.uneven, or use `with ddp.join():`"
 
 
 def uneven(in_context: bool, then_calls: bool) -> str:

@@ -311,10 +311,11 @@ def num_turns(place: int) -> int:
 
 def uneven(call: Call) -> Outcome:
     found, wanted = [], []
-    turns = range(num_turns(call.place))
-    for turn in md.uneven(turns, call.group):
+    batches = md.uneven(range(num_turns(call.place)), call.group)
+    for turn, (_, weight) in enumerate(batches):
         going = [place for place in range(call.size) if num_turns(place) > turn]
-        x = torch.full((call.step.count,), call.place + 1.0)
+        assert batches.num_active == len(going)
+        x = torch.full((call.step.count,), weight * (call.place + 1.0))
         y = torch.full((turn,), 1.0)
         work = md.all_reduce(x, group=call.group, async_op=True)
         md.all_reduce(y, md.ReduceOp.MAX, call.group)

@@ -25,8 +25,8 @@ from tests.pool import Pool
 LONG = timedelta(seconds=30)
 
 
-def agreements(world: World, find_shadowing: Callable[[], Any] = lambda: None) -> Agreements:
-    return Agreements(world, Endings(world), find_shadowing)
+def agreements(world: World) -> Agreements:
+    return Agreements(world, Endings(world))
 
 
 def together(size: int, body: Callable[[World], Any]) -> list[Any]:
@@ -120,10 +120,10 @@ def test_whoever_comes_after_the_others_gave_up_is_told_at_once() -> None:
     assert "fix:      look at what kept rank 1, or raise the timeout" in str(late)
 
 
-class Interrupting:
-    """Stands for a handler of a signal, which raises while its rank waits for the others."""
+class Interrupting(Endings):
+    """Raises while its rank waits for the others, as the handler of a signal may."""
 
-    def find_joined(self, ranks: Any) -> None:
+    def find_all(self, *_: Any) -> Any:
         raise InterruptedError("stop")
 
 
@@ -134,10 +134,10 @@ def test_an_interrupted_rank_is_not_agreed_with() -> None:
     def body(world: World) -> list[Any]:
         if world.rank != 1:
             has_left.wait(30)
-        guard = Interrupting() if world.rank == 1 else None
+        endings = Interrupting(world) if world.rank == 1 else Endings(world)
         found: list[Any] = []
         try:
-            agreements(world, lambda: guard).agree((0, 1, 2), "mesh", {"text": "a mesh"}, LONG)
+            Agreements(world, endings).agree((0, 1, 2), "mesh", {"text": "a mesh"}, LONG)
         except (md.BackendError, InterruptedError) as error:
             found.append(error)
         has_left.set()

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import meshdist as md
-from tests.inner import TRACE, Deadline, wait_until
+from tests.inner import TRACE
 from tests.load import is_within
 from tests.pool import Failure, Pool
 
@@ -636,52 +636,3 @@ def test_every_call_is_logged_at_trace_level(caplog: pytest.LogCaptureFixture) -
     assert {(record.name, record.levelname) for record in caplog.records} == {
         ("meshdist.verbs", "TRACE")
     }
-
-
-@pytest.mark.parametrize(
-    ("backend", "hosts", "is_seen"),
-    [
-        ("simulated", "", True),
-        ("shm", "", True),
-        ("gloo", "", True),
-        ("gloo", "AAB", False),
-    ],
-)
-def test_a_channel_shows_whether_a_member_has_come_to_the_next_call(
-    backend: str, hosts: str, is_seen: bool, request: pytest.FixtureRequest
-) -> None:
-    """Where all members can be seen; those of other hosts cannot."""
-
-    def program() -> list[bool]:
-        channel = md.group.WORLD.open_channel("cpu")
-        found = [channel.shows_calls]
-        for _ in range(2):
-            md.barrier()
-            if md.get_rank() != 1:
-                work = md.all_reduce(torch.ones(1), async_op=True)
-                md.monitored_barrier()
-            else:
-                md.monitored_barrier()
-                limit = Deadline(5.0 if channel.shows_calls else 0.0)  # a thread has started it
-                found.append(bool(wait_until(channel.is_awaited, limit)))
-                work = md.all_reduce(torch.ones(1), async_op=True)
-            work.wait()
-        return found
-
-    if backend == "simulated":
-        found = md.simulate(program, 3)
-    else:
-        pool: Pool = request.getfixturevalue("pool")
-        found = pool.run(program, 3, backend=backend, hosts=hosts)
-    assert found[0] == [is_seen]
-    if is_seen:
-        assert found[1] == [True, True, True]
-
-
-def test_a_channel_whose_members_have_not_come_is_not_awaited() -> None:
-    def program() -> list[bool]:
-        channel = md.group.WORLD.open_channel("cpu")
-        md.barrier()
-        return [channel.is_awaited()]
-
-    assert md.simulate(program, 2) == [[False], [False]]

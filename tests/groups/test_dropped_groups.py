@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import meshdist as md
-from meshdist.groups import communicators, process_group
+from meshdist.groups import process_group
 from meshdist.groups.communicators import get_registry
 from tests.inner import SimulatedStore
 from tests.mpi_job import job_of
@@ -217,39 +217,6 @@ def test_what_one_rank_drops_stays_for_the_others(wire: str, pool: Pool) -> None
     assert second[1][0] == second[1][1] == third[1][0] == third[1][1]
 
 
-@pytest.mark.parametrize("wire", ["simulated", "shm", "gloo", "gloo across hosts"])
-def test_a_group_that_one_rank_has_dropped_is_answered_in_uneven_loops(
-    wire: str, pool: Pool
-) -> None:
-    """Rank 0 has no data and has dropped the group, before the loop or in it; others use it."""
-
-    def program() -> list[float]:
-        warnings.simplefilter("ignore")
-        rank, sums = md.get_rank(), []
-        for is_dropped_inside in (False, True):
-            group: Any = md.new_group()
-            if rank == 0 and not is_dropped_inside:
-                del group
-                gc.collect()
-            for step in md.uneven(range(1 if rank == 0 else 3)):
-                if rank == 0:
-                    group = None
-                    gc.collect()
-                elif step:
-                    x = torch.ones(1)
-                    md.all_reduce(x, group=group)
-                    sums.append(x.item())
-        del group
-        gc.collect()
-        md.new_group()
-        md.new_group()
-        return [*sums, num_open()]
-
-    found = WIRES[wire](pool, program, 3)
-    assert [one[:-1] for one in found] == [[], [2.0] * 4, [2.0] * 4]
-    assert len({one[-1] for one in found}) == 1
-
-
 def test_equal_groups_are_made_again_while_others_are_dropped(pool: Pool) -> None:
     """One rank keeps each second mesh: what is shared stays right, and all goes in the end."""
 
@@ -388,17 +355,3 @@ def test_an_interrupt_while_a_group_is_opened_leaves_nothing(
     assert md.simulate(program, 1) == [(0, 0)]
 
 
-def test_a_group_that_is_gone_for_good_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(communicators, "_COLLECTED_S", 0.01)
-
-    def program() -> list[Any]:
-        group = md.new_group()
-        (opened,) = get_registry(md.group.WORLD.world).all_opened()
-        opened.users[1] = ref(Interrupted())
-        return [one is group for one in opened.groups()]
-
-    assert md.simulate(program, 1) == [[True]]
-
-
-class Interrupted:
-    """Stands for a group of which the registry was not told that it is gone."""

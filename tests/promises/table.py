@@ -358,7 +358,7 @@ FAULTS = [
         "[A rank that dies](debugging.md#how-to-read-a-report) is noticed, and named, by those "
         "that wait",
         others={
-            "shm": "tests/joining/test_waits.py::test_an_idle_wait_sees_that_a_rank_has_ended",
+            "shm": "tests/joining/test_uneven_loops.py::test_a_killed_rank_frees_the_others",
             "gloo": "tests/groups/test_failures.py::test_a_killed_rank_frees_the_others",
             "gloo across hosts": f"{DEATHS}test_a_rank_that_dies_on_two_hosts",
             "namespaces": f"{DEATHS}test_a_rank_that_dies_on_two_hosts",

@@ -234,40 +234,14 @@ def test_optimizers_step_each_parameter_by_its_own_type(how: str) -> None:
     assert states == [["", "", ""], ["", "V:tp", "V:tp"]]
 
 
-@pytest.mark.parametrize("way", ["backward", "autograd.grad"])
-def test_leaves_are_not_trained_in_uneven_loops(way: str) -> None:
-    def program() -> str:
-        mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
-        weight = torch.ones(3, requires_grad=True)
-        try:
-            for x in md.uneven([torch.ones(3)] * (1 + md.get_rank()), mesh["dp"]):
-                with md.typed(mesh):
-                    loss = lax.pmean((weight * md.annotate(x, varying="dp")).sum(), "dp")
-                    if way == "backward":
-                        loss.backward()
-                    else:
-                        torch.autograd.grad(loss, weight)
-        except md.errors.JoinError as error:
-            return str(error)
-        return ""
-
-    for text in md.simulate(program, 2):
-        assert text.startswith(f"{way} in an uneven loop meets a leaf whose gradient is summed")
-        assert (
-            "fix:      sum once behind the loop: put it inside `with md.accumulate_gradients("
-            "parameters, 'dp'):`; or train with DistributedDataParallel, in a loop inside `with "
-            "model.join():`" in text
-        )
-
-
 def test_gradients_of_an_uneven_loop_are_summed_once_behind_it() -> None:
     def program() -> float:
         mesh = md.init_device_mesh("cpu", (3,), mesh_dim_names=("dp",))
         weight = torch.ones(1, requires_grad=True)
         batches = torch.arange(1.0, 5.0).split(1)[md.get_rank() :: 3]  # two, one and one
         with md.typed(mesh), md.accumulate_gradients([weight], "dp"):
-            for x in md.uneven(batches, mesh["dp"]):
-                lax.psum((weight * md.annotate(x.clone(), varying="dp")).sum(), "dp").backward()
+            for x, share in md.uneven(batches, mesh["dp"]):
+                lax.psum((weight * md.annotate(x * share, varying="dp")).sum(), "dp").backward()
         return weight.grad.item()
 
     assert md.simulate(program, 3) == [10.0] * 3

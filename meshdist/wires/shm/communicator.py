@@ -64,7 +64,6 @@ class ShmCommunicator(Communicator):
 
     ways: ClassVar[Mapping[str, str]] = dict.fromkeys(WIRE_VERBS, "start")
     averages_at_once = True
-    shows_calls = True
 
     def __init__(self, opening: Opening, core: Any) -> None:
         super().__init__("shm", opening.rank, len(opening.ranks))
@@ -190,9 +189,6 @@ class ShmCommunicator(Communicator):
 
     def close(self) -> None:
         self._core.close()
-
-    def is_awaited(self, verb: str | None = None) -> bool:
-        return bool(self._core.is_awaited())
 
 
 class ShmWire(Wire):

@@ -38,7 +38,6 @@ class SimulatedCommunicator(Communicator):
 
     ways = dict.fromkeys(WIRE_VERBS, "_collective") | {"send": "_send", "recv": "_recv"}
     averages_at_once = True
-    shows_calls = True
 
     def __init__(self, meeting: Meeting, opening: Opening, rank: Rank) -> None:
         super().__init__("simulated", opening.rank, len(opening.ranks))
@@ -104,10 +103,6 @@ class SimulatedCommunicator(Communicator):
         receive = PendingReceive(self._meeting, self.rank, self._rank, note, peer, tag, tensor)
         self._meeting.receive(receive)
         return receive
-
-    def is_awaited(self, verb: str | None = None) -> bool:
-        there = self._meeting.rounds.get(self._started + 1, {})
-        return any(verb in (None, started.note.call.verb) for started in there.values())
 
     def abort(self) -> None:
         self._meeting.abort()

@@ -77,10 +77,6 @@ class SimulatedStore(Store):
         """Wait until all ``keys`` are set; ``timeout`` never expires."""
         self._wait_for(keys, f"store.wait({list(keys)!r})")
 
-    def wait_unless(self, keys: Sequence[str], is_in_vain: Callable[[], bool]) -> None:
-        """Wait until all ``keys`` are set, or until ``is_in_vain()``."""
-        self._wait(lambda: self._has(keys) or is_in_vain(), f"store.wait({list(keys)!r})")
-
     def peek(self, key: str) -> bytes | None:
         """Return the value of ``key``, None where it is not set, while no other rank runs."""
         return self._values.get(key)
