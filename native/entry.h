@@ -44,16 +44,16 @@ struct Message {
 
 class Entry {
  public:
-  // Calls are noted as those of `group`. `headers` may be null: then none are compared. `receives` has those
-  // that wait for their sender. `calls` has the `Call` of each tuple of its fields, as Python makes it.
-  // `disagree(number, message)` makes the error of members whose calls differ.
+  // Calls are noted as those of `group`. `headers` may be null: then none are compared. `calls` has the
+  // `Call` of each tuple of its fields, as Python makes it. `disagree(number, message)` makes the error of
+  // members whose calls differ.
   // `compare(sequence, fingerprint)` compares with other hosts, where members are on several; else it
   // is None. Where `get_level`, which may be None, gives more than `most_level`, calls are compared
   // before data move, and left to Python. `device_type` is that of its tensors, as DLPack numbers them.
-  Entry(Notes& notes, nb::object group, const Headers* headers, nb::list receives, nb::dict aborts,
-        nb::object label, nb::object log, nb::object log_level, nb::tuple ranks, std::uint64_t member,
-        nb::object calls, nb::object disagree, nb::object compare, nb::object get_level,
-        std::uint64_t most_level, std::int32_t device_type);
+  Entry(Notes& notes, nb::object group, const Headers* headers, nb::dict aborts, nb::object label,
+        nb::object log, nb::object log_level, nb::tuple ranks, std::uint64_t member, nb::object calls,
+        nb::object disagree, nb::object compare, nb::object get_level, std::uint64_t most_level,
+        std::int32_t device_type);
 
   // What is called, besides the data: the number of an op, -1 for none, as of a root, and `title` null
   // where there is none.
@@ -162,7 +162,6 @@ class Entry {
   Notes& notes_;
   const nb::object group_;
   const std::optional<Headers> headers_;
-  const nb::list receives_;
   const nb::dict aborts_;
   const nb::object label_, is_logged_, log_level_, known_levels_, increment_version_;
   const nb::tuple ranks_;

@@ -328,10 +328,10 @@ class Channel:
         if isinstance(error, WireFailure):
             error.limit = prepared.timeout
             return self.explain(error, prepared.number)
-        # A message that a handler leaves may still come. A receive from any host would take another
-        # message then, so that it breaks the group.
-        stays = prepared.is_message and not (prepared.root is None and self.spans_hosts)
-        return error if stays else self.explained(error)
+        # A message that a handler leaves may still come. A receive from any member, which only a
+        # wire that compares calls takes back, would take another message then: it breaks the group.
+        stays = prepared.root is not None or self.wire.compares_calls
+        return error if prepared.is_message and stays else self.explained(error)
 
     def is_broken(self) -> bool:
         """Return whether the group failed or was aborted, so that every call on it is refused."""
@@ -365,7 +365,6 @@ class Channel:
             notes,
             self.group,
             headers=None if table is None else table.for_core(core.Words, core.Headers),
-            receives=[],
             aborts=self.aborts,
             label=self.opened.label,
             log=verbs_log,

@@ -6,7 +6,7 @@ reduce itself is done in another dtype (``datatypes``).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 
 from ...arrays import apart
 from ...bootstrap.mpi_library import find_mpi_problem, is_cuda_aware
+from ...dtypes import DTYPES
 from ...reduce_ops import ReduceKind, ReduceOp
 from ...verb_table import REDUCING_VERBS
 from ..built_verbs import reduce_scatter_by_exchange
@@ -37,6 +38,7 @@ from .opening import open_link
 
 _SUM = ReduceOp.SUM
 _MOST_NUMBERED_TAGS = 1 << 12
+_CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
 
 
 class MpiCommunicator(Communicator):
@@ -54,6 +56,8 @@ class MpiCommunicator(Communicator):
         self._mailbox = Mailbox(opening.rank)
         self._tag_numbers = TagNumbers(opening.store)
         self._largest_tag = int(link.comm.Get_attr(MPI.TAG_UB))
+        self._others = [member for member in range(self.size) if member != self.rank]
+        self._each = [[member] for member in self._others]
         self._in_place = MPI.IN_PLACE
         self._failing = MPI.Exception
         self._sum = MPI.SUM
@@ -245,15 +249,18 @@ class MpiCommunicator(Communicator):
         if peer == self.rank:
             return self._mailbox.send(tensor, tag)
         assert peer is not None  # a receiver is always named
-        return self._message(self._comm.Isend, tensor, peer, tag)
+        return self._message(self._comm.Isend, tensor, peer, tag, [peer])
 
     def _recv(self, prepared: PreparedCall) -> Operation:
         (tensor,), peer, tag = prepared.outputs, prepared.root, prepared.tag
         if peer == self.rank or (peer is None and (self.size == 1 or self._mailbox.has_sent(tag))):
             return self._mailbox.recv(tensor, tag)
-        source = self._MPI.ANY_SOURCE if peer is None else peer
         taken = (self._MPI.Status(), tensor.numel() * tensor.itemsize)
-        return self._message(self._comm.Irecv, tensor, source, tag, *taken)
+        if peer is None:
+            peer, senders = self._MPI.ANY_SOURCE, self._others
+        else:
+            senders = [peer]
+        return self._message(self._comm.Irecv, tensor, peer, tag, senders, *taken)
 
     # -- waiting and the end ------------------------------------------------------------------
 
@@ -312,45 +319,54 @@ class MpiCommunicator(Communicator):
             request = getattr(self._comm, "I" + name.lower())(*buffers)
         except self._failing as error:
             raise link.failure(error) from None
-        started = link.start(MpiOperation(link, request, kept, then))
+        started = link.start(MpiOperation(link, request, kept, self._each, then))
         if prepared.waits:
             link.finish_at_once(started, prepared.timeout)
             return DONE
         return started
 
     def _message(
-        self, call: Callable[..., Any], tensor: torch.Tensor, peer: int, tag: int, *taken: Any
+        self,
+        call: Callable[..., Any],
+        tensor: torch.Tensor,
+        peer: int,
+        tag: int,
+        others: Sequence[int],
+        *taken: Any,
     ) -> Operation:
         """Start a message by ``call``, mpi4py's Isend or Irecv, and return its operation.
 
         Args:
+            others: the members that may be its other side.
             taken: of a receive, MPI's status and the number of bytes.
         """
         link = self._link
         if self._is_cuda and not self._is_staged:
             _synchronize(tensor)
-        number = self._tag(tag)
+        number = self._tag(tag, tensor.dtype)
         if link.is_aborted:
             raise WireAborted("the communicator was aborted")
         try:
             request = call(self._buffers.moved(tensor), peer, number)
         except self._failing as error:
             raise link.failure(error) from None
-        return link.start(MpiOperation(link, request, tensor, None, *taken))
+        return link.start(MpiOperation(link, request, tensor, [others], None, *taken))
 
-    def _tag(self, tag: int) -> int:
-        """Return MPI's tag for a program's: the same, or a small number for a tag too large."""
-        largest = self._largest_tag
-        if tag <= largest - _MOST_NUMBERED_TAGS:
-            return tag
-        link = self._link
-        try:
-            number = self._tag_numbers.number_of(tag, lambda: link.is_aborted)
-        except RuntimeError as error:
-            raise WireFailure(f"the store is lost, and tag {tag} has no number: {error}") from None
-        if number >= _MOST_NUMBERED_TAGS:
-            raise WireFailure(f"more than {_MOST_NUMBERED_TAGS} different tags above {largest}")
-        return largest - number
+    def _tag(self, tag: int, dtype: torch.dtype) -> int:
+        """Return MPI's tag for a program's, or for its number if it is too large, and ``dtype``."""
+        # MPI moves bytes: without the dtype in its tag, a receive from any member would take them
+        # for numbers of another dtype.
+        num_tags, link = (self._largest_tag + 1) // len(_CODES), self._link
+        if tag >= (num_direct := max(0, num_tags - _MOST_NUMBERED_TAGS)):
+            try:
+                number = self._tag_numbers.number_of(tag, lambda: link.is_aborted)
+            except RuntimeError as error:
+                lack = f"the store is lost, and tag {tag} has no number: {error}"
+                raise WireFailure(lack) from None
+            if (tag := num_direct + number) >= num_tags:
+                most = f"more than {_MOST_NUMBERED_TAGS} different tags from {num_direct} on"
+                raise WireFailure(most)
+        return tag * len(_CODES) + _CODES[dtype]
 
     def _most_for_one(self, x: torch.Tensor) -> int:
         """Return the most elements that a member may send to another in an all-to-all."""
