@@ -176,7 +176,8 @@ class Channel:
         recorder = self.recorder
         if sizes is None and not layouts and self._enter(call, call.fingerprint):
             prepared.sequence, _, prepared.number = recorder.counts
-            self._await_rooted(prepared)
+            if prepared.root is not None:
+                self._await_rooted(prepared)
             return
         sent, taken = sizes or _EVEN
         self._note(call, sizes or ())
@@ -191,13 +192,13 @@ class Channel:
             self._compare_before_data_move(call, tensor, sent, taken)
         if self._is_followed:
             self._follow(sequence, call.fingerprint)
-        self._await_rooted(prepared)
+        if prepared.root is not None:
+            self._await_rooted(prepared)
 
     def _await_rooted(self, prepared: PreparedCall) -> None:
         """Wait for all members of a rooted call that a member may leave before others come."""
         table, leaves_early = self.header_table, self.communicator.leaves_early
-        is_rooted = prepared.waits and prepared.root is not None
-        if leaves_early and is_rooted and table is not None and table.sees_all():
+        if leaves_early and prepared.waits and table is not None and table.sees_all():
             self._wait_for_all()
 
     def run(self, prepared: PreparedCall, *, is_async: bool = False) -> Work | None:

@@ -63,25 +63,12 @@ class MpiCommunicator(Communicator):
         self._sum = MPI.SUM
         self._kinds = plain_sums(MPI)
         self._is_cuda = opening.device_type == "cuda"
-        self._is_staged = self._is_cuda and not is_cuda_aware(MPI)
 
     @classmethod
     def support(cls, verb: str, device_type: str, dtype: torch.dtype, op: ReduceKind) -> str:
         if verb in REDUCING_VERBS and not find_plan("mpi", op, dtype).is_plain:
             return "built"
         return super().support(verb, device_type, dtype, op)
-
-    def start(self, prepared: PreparedCall) -> Operation:
-        """Start ``prepared``; by copies on the host where MPI knows no CUDA memory."""
-        if not self._is_staged:
-            return super().start(prepared)
-        copies = {id(x): x.cpu() for x in (*prepared.inputs, *prepared.outputs)}
-        given, taken = (
-            [copies[id(x)] for x in some] for some in (prepared.inputs, prepared.outputs)
-        )
-        of_call = prepared.op, prepared.root, prepared.sizes, prepared.tag
-        host = prepared.by(prepared.way, given, taken, *of_call)
-        return followed(super().start(host), partial(write_all, prepared.outputs, taken))
 
     # -- verbs that reduce --------------------------------------------------------------------
 
@@ -91,7 +78,7 @@ class MpiCommunicator(Communicator):
         kind = self._kinds.get(tensor.dtype) if op is _SUM else None
         if kind is not None and tensor.numel() <= self._buffers.most:  # the common case
             buffers = self._in_place, self._buffers.numbers(tensor, kind), self._sum
-            return self._collective("Allreduce", prepared, tensor, None, *buffers)
+            return self._collective("Iallreduce", prepared, tensor, None, *buffers)
         plan = find_plan("mpi", op, tensor.dtype)
         data = tensor if plan.is_plain else plan.encode(tensor, self.scratch)
         if data.numel() > self._buffers.most:
@@ -102,7 +89,7 @@ class MpiCommunicator(Communicator):
             return Chain(started, self._copy_back(plan, data, tensor))
         then = None if plan.is_plain else self._copy_back(plan, data, tensor)
         buffers = self._in_place, self._numbers(data), self._op(plan)
-        return self._collective("Allreduce", prepared, (tensor, data), then, *buffers)
+        return self._collective("Iallreduce", prepared, (tensor, data), then, *buffers)
 
     def _reduce(self, prepared: PreparedCall) -> Operation:
         (tensor,), op, root = prepared.outputs, prepared.op, prepared.root
@@ -114,10 +101,10 @@ class MpiCommunicator(Communicator):
         kept, op_and_root = (tensor, data), (self._op(plan), root)
         numbers = self._numbers(data)
         if self.rank != root:
-            return self._collective("Reduce", prepared, kept, None, numbers, None, *op_and_root)
+            return self._collective("Ireduce", prepared, kept, None, numbers, None, *op_and_root)
         then = None if plan.is_plain else self._copy_back(plan, data, tensor)
         buffers = self._in_place, numbers
-        return self._collective("Reduce", prepared, kept, then, *buffers, *op_and_root)
+        return self._collective("Ireduce", prepared, kept, then, *buffers, *op_and_root)
 
     def _reduce_scatter(self, prepared: PreparedCall) -> Operation:
         return self._reduce_blocks(prepared, prepared.inputs[0], None)
@@ -147,23 +134,23 @@ class MpiCommunicator(Communicator):
         result, op = self._numbers(mine), self._op(plan)
         if sizes is None:
             buffers = self._numbers(data, self.size), result
-            return self._collective("Reduce_scatter_block", prepared, kept, then, *buffers, op)
+            return self._collective("Ireduce_scatter_block", prepared, kept, then, *buffers, op)
         buffers = self._numbers(data), result
-        return self._collective("Reduce_scatter", prepared, kept, then, *buffers, sizes, op)
+        return self._collective("Ireduce_scatter", prepared, kept, then, *buffers, sizes, op)
 
     # -- verbs that move ----------------------------------------------------------------------
 
     def _broadcast(self, prepared: PreparedCall) -> Operation:
         (tensor,) = prepared.outputs
         buffers = self._buffers.moved(tensor), prepared.root
-        return self._collective("Bcast", prepared, tensor, None, *buffers)
+        return self._collective("Ibcast", prepared, tensor, None, *buffers)
 
     def _all_gather(self, prepared: PreparedCall) -> Operation:
         (output,), (tensor,) = prepared.outputs, prepared.inputs
         tensor = apart(tensor, output)
         moved = self._buffers.moved
         buffers = moved(tensor), moved(output, self.size)
-        return self._collective("Allgather", prepared, (output, tensor), None, *buffers)
+        return self._collective("Iallgather", prepared, (output, tensor), None, *buffers)
 
     def _all_gather_list(self, prepared: PreparedCall) -> Operation:
         outputs, (tensor,) = prepared.outputs, prepared.inputs
@@ -173,27 +160,27 @@ class MpiCommunicator(Communicator):
         whole, unpack = view_or_unpack(outputs, self.scratch)
         tensor = apart(tensor, whole)
         buffers = self._buffers.moved(tensor), self._buffers.cut(whole, sizes)
-        return self._collective("Allgatherv", prepared, (whole, tensor), unpack, *buffers)
+        return self._collective("Iallgatherv", prepared, (whole, tensor), unpack, *buffers)
 
     def _gather(self, prepared: PreparedCall) -> Operation:
         (tensor,), root = prepared.inputs, prepared.root
         mine = self._buffers.moved
         if self.rank != root:
-            return self._collective("Gather", prepared, tensor, None, mine(tensor), None, root)
+            return self._collective("Igather", prepared, tensor, None, mine(tensor), None, root)
         whole, unpack = view_or_unpack(prepared.outputs, self.scratch)
         tensor = apart(tensor, whole)
         buffers = mine(tensor), mine(whole, self.size)
-        return self._collective("Gather", prepared, (whole, tensor), unpack, *buffers, root)
+        return self._collective("Igather", prepared, (whole, tensor), unpack, *buffers, root)
 
     def _scatter(self, prepared: PreparedCall) -> Operation:
         (tensor,), root = prepared.outputs, prepared.root
         mine = self._buffers.moved
         if self.rank != root:
-            return self._collective("Scatter", prepared, tensor, None, None, mine(tensor), root)
+            return self._collective("Iscatter", prepared, tensor, None, None, mine(tensor), root)
         whole, give_back = view_or_pack(prepared.inputs, self.scratch)
         whole = apart(whole, tensor)
         buffers = mine(whole, self.size), mine(tensor)
-        return self._collective("Scatter", prepared, (whole, tensor), give_back, *buffers, root)
+        return self._collective("Iscatter", prepared, (whole, tensor), give_back, *buffers, root)
 
     def _all_to_all(self, prepared: PreparedCall) -> Operation:
         # A member may have much for one and little for another, which sees that little alone. So
@@ -237,10 +224,10 @@ class MpiCommunicator(Communicator):
     ) -> Operation:
         cut = self._buffers.cut
         kept, buffers = (output, tensor), (cut(tensor, gives), cut(output, takes))
-        return self._collective("Alltoallv", prepared, kept, None, *buffers)
+        return self._collective("Ialltoallv", prepared, kept, None, *buffers)
 
     def _barrier(self, prepared: PreparedCall) -> Operation:
-        return self._collective("Barrier", prepared, None, None)
+        return self._collective("Ibarrier", prepared, None, None)
 
     # -- messages -----------------------------------------------------------------------------
 
@@ -304,19 +291,19 @@ class MpiCommunicator(Communicator):
         then: Callable[[], None] | None,
         *buffers: Any,
     ) -> Operation:
-        """Start mpi4py's collective ``name``, and finish it if the caller waits.
+        """Start a collective by mpi4py's method ``name``, and finish it if the caller waits.
 
         Args:
             kept: the tensors that it uses, kept while it runs.
             then: copies the result back.
         """
-        if self._is_cuda and not self._is_staged and kept is not None:
+        if self._is_cuda and kept is not None:
             _synchronize(kept if isinstance(kept, torch.Tensor) else kept[0])
         link = self._link
         if link.is_aborted:
             raise WireAborted("the communicator was aborted")
         try:
-            request = getattr(self._comm, "I" + name.lower())(*buffers)
+            request = getattr(self._comm, name)(*buffers)
         except self._failing as error:
             raise link.failure(error) from None
         started = link.start(MpiOperation(link, request, kept, self._each, then))
@@ -341,7 +328,7 @@ class MpiCommunicator(Communicator):
             taken: of a receive, MPI's status and the number of bytes.
         """
         link = self._link
-        if self._is_cuda and not self._is_staged:
+        if self._is_cuda:
             _synchronize(tensor)
         number = self._tag(tag, tensor.dtype)
         if link.is_aborted:
@@ -373,6 +360,21 @@ class MpiCommunicator(Communicator):
         return self._buffers.most // (self.size * x.itemsize)
 
 
+class StagedMpiCommunicator(MpiCommunicator):
+    """Part of one member in a group of CUDA tensors, over an MPI that knows no CUDA memory."""
+
+    def start(self, prepared: PreparedCall) -> Operation:
+        """Start ``prepared`` on copies in host memory, where built collectives go on."""
+        inputs, outputs = prepared.inputs, prepared.outputs
+        if not any(x.is_cuda for x in (*inputs, *outputs)):
+            return super().start(prepared)
+        copies = {id(x): x.cpu() for x in (*inputs, *outputs)}
+        given, taken = ([copies[id(x)] for x in some] for some in (inputs, outputs))
+        of_call = prepared.op, prepared.root, prepared.sizes, prepared.tag
+        host = prepared.by(prepared.way, given, taken, *of_call)
+        return followed(super().start(host), partial(write_all, outputs, taken))
+
+
 class MpiWire(Wire):
     """MPI, by mpi4py: CPU tensors, and CUDA tensors directly or by way of host memory."""
 
@@ -399,11 +401,15 @@ class MpiWire(Wire):
 
     def open(self, opening: Opening) -> Communicator:
         """Open the group among its members alone; the first group of a process starts MPI."""
-        return MpiCommunicator(opening, open_link(opening))
+        link = open_link(opening)
+        is_staged = opening.device_type == "cuda" and not is_cuda_aware(link.MPI)
+        return (StagedMpiCommunicator if is_staged else MpiCommunicator)(opening, link)
 
 
 def _synchronize(tensor: torch.Tensor) -> None:
-    """Wait for the current stream of the tensor's device, of which MPI knows nothing."""
+    """Wait for the current stream of a CUDA tensor's device, of which MPI knows nothing."""
+    if not tensor.is_cuda:  # a copy in host memory
+        return
     torch.cuda.current_stream(tensor.device).synchronize()
 
 

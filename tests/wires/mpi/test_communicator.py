@@ -28,7 +28,7 @@ from tests.mpi_job import job_of
 from tests.pool import Pool
 from tests.wires.direct import Direct
 from tests.wires.samples import DTYPES
-from tests.wires.verb_table import WAITING, check_every_verb, waiting_times
+from tests.wires.verb_table import WAITING, OnDevice, check_every_verb, waiting_times
 
 pytestmark = pytest.mark.mpi
 ROOT = Path(__file__).resolve().parents[3]
@@ -56,6 +56,18 @@ def test_every_verb_on_every_dtype_matches_numpy(
 ) -> None:
     digests = job_of(pool, size).run_in_world(of_the_wire, dtypes)
     assert len({digest for of_rank in digests for digest in of_rank}) == 1  # the same bits
+
+
+def of_cuda_tensors(dtypes: tuple[torch.dtype, ...]) -> list[str]:
+    wire = md.group.WORLD.open_channel("cuda").communicator
+    both = (check_every_verb(OnDevice(wire, "cuda"), dtypes, waits=w) for w in (False, True))
+    return list(both)
+
+
+@pytest.mark.gpu
+def test_every_verb_on_cuda_tensors(pool: Pool) -> None:
+    digests = job_of(pool, 2).run_in_world(of_cuda_tensors, SOME)
+    assert len({digest for of_rank in digests for digest in of_rank}) == 1
 
 
 def some_wait_and_some_do_not() -> list[float]:
