@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import meshdist as md
-from meshdist.runtime.deadlines import Grace, wait_until
+from tests.inner import deadlines
 from tests.load import is_within
 from tests.pool import Pool
 from tests.verbs.cases import WIRES
@@ -60,7 +60,7 @@ def one_is_killed(how: str, folder: str) -> tuple[str, float]:
         time.sleep(0.3)
         os.kill(os.getpid(), signal.SIGKILL)
     if rank > 1:
-        wait_until(over.exists, Grace(LIMIT.total_seconds()))
+        deadlines.wait_until(over.exists, deadlines.Grace(LIMIT.total_seconds()))
         return "", 0.0
     begin = time.monotonic()
     error = error_of(lambda: RECEIVES[how](x, group))
