@@ -7,29 +7,29 @@
 
 namespace meshdist {
 
-// The dtypes: name in Python, bytes, and what puts their loops, and those of their recoding, into the
+// The dtypes: name in Python, bytes, and what puts their loops, and those of their order, into the
 // tables of kernels (see kernels_level.h).
-#define MESHDIST_DTYPES(X)                                           \
-  X(float64, 8, put_float<double>, put_recoding<double>)             \
-  X(float32, 4, put_float<float>, put_recoding<float>)               \
-  X(float16, 2, put_float<Float16>, put_recoding<Float16, float>)    \
-  X(bfloat16, 2, put_float<BFloat16>, put_recoding<BFloat16, float>) \
-  X(int8, 1, put_whole<int8_t>, put_recoding<int8_t, int32_t>)       \
-  X(int16, 2, put_whole<int16_t>, put_recoding<int16_t, int32_t>)    \
-  X(int32, 4, put_whole<int32_t>, put_recoding<int32_t>)             \
-  X(int64, 8, put_whole<int64_t>, put_recoding<int64_t>)             \
-  X(uint8, 1, put_whole<uint8_t>, put_recoding<uint8_t, int32_t>)    \
-  X(uint16, 2, put_whole<uint16_t>, put_recoding<uint16_t, int32_t>) \
-  X(uint32, 4, put_whole<uint32_t>, put_recoding<uint32_t>)          \
-  X(uint64, 8, put_whole<uint64_t>, put_recoding<uint64_t>)          \
-  X(bool, 1, put_bool, put_nothing)                                  \
-  X(complex64, 8, put_complex<float>, put_nothing)                   \
-  X(complex128, 16, put_complex<double>, put_nothing)                \
-  X(complex32, 4, put_nothing, put_nothing)                          \
-  X(float8_e4m3fn, 1, put_nothing, put_nothing)                      \
-  X(float8_e4m3fnuz, 1, put_nothing, put_nothing)                    \
-  X(float8_e5m2, 1, put_nothing, put_nothing)                        \
-  X(float8_e5m2fnuz, 1, put_nothing, put_nothing)                    \
+#define MESHDIST_DTYPES(X)                                        \
+  X(float64, 8, put_float<double>, put_order<double>)             \
+  X(float32, 4, put_float<float>, put_order<float>)               \
+  X(float16, 2, put_float<Float16>, put_order<Float16, float>)    \
+  X(bfloat16, 2, put_float<BFloat16>, put_order<BFloat16, float>) \
+  X(int8, 1, put_whole<int8_t>, put_nothing)                      \
+  X(int16, 2, put_whole<int16_t>, put_nothing)                    \
+  X(int32, 4, put_whole<int32_t>, put_nothing)                    \
+  X(int64, 8, put_whole<int64_t>, put_nothing)                    \
+  X(uint8, 1, put_whole<uint8_t>, put_nothing)                    \
+  X(uint16, 2, put_whole<uint16_t>, put_nothing)                  \
+  X(uint32, 4, put_whole<uint32_t>, put_nothing)                  \
+  X(uint64, 8, put_whole<uint64_t>, put_nothing)                  \
+  X(bool, 1, put_bool, put_nothing)                               \
+  X(complex64, 8, put_complex<float>, put_nothing)                \
+  X(complex128, 16, put_complex<double>, put_nothing)             \
+  X(complex32, 4, put_nothing, put_nothing)                       \
+  X(float8_e4m3fn, 1, put_nothing, put_nothing)                   \
+  X(float8_e4m3fnuz, 1, put_nothing, put_nothing)                 \
+  X(float8_e5m2, 1, put_nothing, put_nothing)                     \
+  X(float8_e5m2fnuz, 1, put_nothing, put_nothing)                 \
   X(float8_e8m0fnu, 1, put_nothing, put_nothing)
 
 // The core's verbs: name, its method of `Collectives`, whether it reduces, and how many parts its

@@ -18,14 +18,13 @@ nb::object number_or_none(std::int64_t value) { return value < 0 ? nb::none() : 
 
 }  // namespace
 
-Entry::Entry(Notes& notes, nb::object group, const Headers* headers, nb::list receives, nb::dict aborts,
-             nb::object label, nb::object log, nb::object log_level, nb::tuple ranks, std::uint64_t member,
-             nb::object calls, nb::object disagree, const Words* fingerprints, std::uint64_t check_every,
-             nb::object get_level, std::uint64_t most_level, std::int32_t device_type)
+Entry::Entry(Notes& notes, nb::object group, const Headers* headers, nb::dict aborts, nb::object label,
+             nb::object log, nb::object log_level, nb::tuple ranks, std::uint64_t member, nb::object calls,
+             nb::object disagree, const Words* fingerprints, std::uint64_t check_every, nb::object get_level,
+             std::uint64_t most_level, std::int32_t device_type)
     : num_forks_(num_forks()), reader_(device_type), notes_(notes), group_(std::move(group)),
       headers_(headers == nullptr ? std::nullopt : std::optional<Headers>(*headers)),
-      receives_(std::move(receives)), aborts_(std::move(aborts)), label_(std::move(label)),
-      is_logged_(log.attr("isEnabledFor")), log_level_(std::move(log_level)),
+      aborts_(std::move(aborts)), label_(std::move(label)), is_logged_(log.attr("isEnabledFor")), log_level_(std::move(log_level)),
       // What the logger has answered before; Python empties it whenever the level of any changes. It
       // is no documented part of a logger.
       known_levels_(nb::getattr(log, "_cache", nb::dict())),
@@ -89,7 +88,6 @@ bool Entry::read(nb::handle x, Message& message) {
   if (overflow != 0 || message.number < 0) return false;
   if (!message.peer.is_none()) message.member = nb::cast<int>(message.peer);
   if (message.member == static_cast<int>(member_)) return false;
-  if (!message.is_send && PyList_Size(receives_.ptr()) != 0) return false;
   if (headers_) {
     PyObject* const log = find_in(headers_->logs, message.peer);
     if (log == nullptr) return false;

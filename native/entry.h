@@ -44,17 +44,17 @@ struct Message {
 
 class Entry {
  public:
-  // Calls are noted as those of `group`. `headers` may be null: then none are compared. `receives` has those
-  // that wait for their sender. `calls` has the `Call` of each tuple of its fields, as Python makes it.
-  // `disagree(number, message)` makes the error of members whose calls differ.
+  // Calls are noted as those of `group`. `headers` may be null: then none are compared. `calls` has the
+  // `Call` of each tuple of its fields, as Python makes it. `disagree(number, message)` makes the error of
+  // members whose calls differ.
   // If members are on several hosts, `fingerprints` gets those of the last `check_every` calls, and the
   // calls at which Python compares them are left to Python; else `check_every` is 0. If `get_level`, which
   // may be None, returns more than `most_level`, all calls are left to Python, which compares them before
   // data move. `device_type` is that of its tensors, as DLPack numbers them.
-  Entry(Notes& notes, nb::object group, const Headers* headers, nb::list receives, nb::dict aborts,
-        nb::object label, nb::object log, nb::object log_level, nb::tuple ranks, std::uint64_t member,
-        nb::object calls, nb::object disagree, const Words* fingerprints, std::uint64_t check_every,
-        nb::object get_level, std::uint64_t most_level, std::int32_t device_type);
+  Entry(Notes& notes, nb::object group, const Headers* headers, nb::dict aborts, nb::object label,
+        nb::object log, nb::object log_level, nb::tuple ranks, std::uint64_t member, nb::object calls,
+        nb::object disagree, const Words* fingerprints, std::uint64_t check_every, nb::object get_level,
+        std::uint64_t most_level, std::int32_t device_type);
 
   // What is called, besides the data: the number of an op, -1 for none, as of a root, and `title` null
   // where there is none.
@@ -163,7 +163,6 @@ class Entry {
   Notes& notes_;
   const nb::object group_;
   const std::optional<Headers> headers_;
-  const nb::list receives_;
   const nb::dict aborts_;
   const nb::object label_, is_logged_, log_level_, known_levels_, increment_version_;
   const nb::tuple ranks_;

@@ -37,8 +37,7 @@ const Name started{"_started"}, result{"_result"}, user{"_user"}, starting{"star
 class FastPath {
  public:
   // `reductions` has tuples: a ReduceOp, its number, and for each dtype that it takes the wire's
-  // names for both, and how it recodes the numbers, if it does. `works`, of a path whose calls are
-  // started, has the fields of `WorkTerms`.
+  // names for both. `works`, of a path whose calls are started, has the fields of `WorkTerms`.
   FastPath(Entry& entry, Runner& runner, const nb::list& reductions, const nb::object& works)
       : entry_(entry), runner_(runner), starts_(!works.is_none()) {
     if (starts_) {
@@ -52,7 +51,6 @@ class FastPath {
         unsigned code = 0;
         if (!entry_.find_code(dtype, code)) continue;
         made.ways[code] = {number(way[0]), number(way[1]), true};
-        if (nb::len(way) > 2) made.ways[code].recoding = nb::cast<Recoding>(way[2]);
       }
       reductions_.push_back(std::move(made));
     }

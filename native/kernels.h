@@ -8,7 +8,6 @@
 #include <cstddef>
 
 #include "codes.h"
-#include "recoding.h"
 
 namespace meshdist {
 
@@ -16,18 +15,18 @@ namespace meshdist {
 using ReduceLoop = void (*)(void* target, const void* const* sources, std::size_t num_sources,
                             std::size_t count);
 
-// Write numbers as MPI is to reduce them; and a result of `size` members as the tensor has it, where
-// `from` is overwritten, and may be `to` if it is in place.
-using EncodeLoop = void (*)(Recoding how, void* to, const void* from, std::size_t count);
-using DecodeLoop = void (*)(Recoding how, void* to, void* from, std::size_t count, std::size_t size);
+// Write floats as whole numbers in the same order, 16-bit floats in 32 bits; and back, where `bits` are
+// overwritten.
+using ToOrderLoop = void (*)(void* bits, const void* floats, std::size_t count, bool nan_is_greatest);
+using FromOrderLoop = void (*)(void* floats, void* bits, std::size_t count);
 
 // Copy with stores that go past the cache; ends with the fence that orders them before a flag.
 using StreamLoop = void (*)(void* target, const void* source, std::size_t num_bytes);
 
 struct Kernels {
   ReduceLoop reduce[kNumDtypes][kNumOps];  // null where the operation cannot reduce the dtype
-  EncodeLoop encode[kNumDtypes];           // null of those that are not recoded
-  DecodeLoop decode[kNumDtypes];
+  ToOrderLoop to_order[kNumDtypes];        // null of all but the floats that `reduce` has
+  FromOrderLoop from_order[kNumDtypes];
   StreamLoop stream;
 };
 

@@ -481,17 +481,7 @@ void put_bool(Row& row) {
 void put_nothing(Row&) {}
 void put_nothing(Kernels&, Dtype) {}
 
-// ---- recoding
-
-template <class T>
-void widen(int32_t* __restrict to, const T* __restrict from, size_t n) {
-  for (size_t i = 0; i < n; ++i) to[i] = from[i];
-}
-
-template <class T>
-void narrow(T* __restrict to, const int32_t* __restrict from, size_t n) {
-  for (size_t i = 0; i < n; ++i) to[i] = static_cast<T>(from[i]);
-}
+// ---- order
 
 // Between floats and their places in the order: bits of floats count up behind the sign, those of
 // whole numbers below zero down.
@@ -510,49 +500,39 @@ void flip(T* x, size_t n, bool nan_is_greatest) {
 }
 
 template <class T, class Wide>
-void encode(Recoding how, void* to, const void* from, size_t count) {
+void to_order(void* bits, const void* floats, size_t count, bool nan_is_greatest) {
   for (size_t start = 0; start < count; start += kBlock) {
     const size_t n = count - start < kBlock ? count - start : kBlock;
-    Wide* const x = static_cast<Wide*>(to) + start;
-    const T* const y = static_cast<const T*>(from) + start;
+    Wide* const x = static_cast<Wide*>(bits) + start;
+    const T* const y = static_cast<const T*>(floats) + start;
     if constexpr (std::is_same_v<T, Wide>) {
       memcpy(x, y, n * sizeof(T));
     } else {
       widen(x, y, n);
     }
-    if constexpr (std::is_floating_point_v<Wide>) {
-      if (how.orders) flip<Wide, true>(x, n, how.nan_is_greatest);
-    }
+    flip<Wide, true>(x, n, nan_is_greatest);
   }
 }
 
 template <class T, class Wide>
-void decode(Recoding how, void* to, void* from, size_t count, size_t size) {
+void from_order(void* floats, void* bits, size_t count) {
   for (size_t start = 0; start < count; start += kBlock) {
     const size_t n = count - start < kBlock ? count - start : kBlock;
-    T* const x = static_cast<T*>(to) + start;
-    Wide* const y = static_cast<Wide*>(from) + start;
-    if constexpr (std::is_floating_point_v<Wide>) {
-      const auto divisor = static_cast<Wide>(size);
-      if (how.orders) flip<Wide, false>(y, n, false);
-      for (size_t i = 0; how.divides && i < n; ++i) y[i] /= divisor;
-    }
-    if constexpr (!std::is_same_v<T, Wide>) {
-      narrow(x, y, n);
-    } else if (x != y) {
+    T* const x = static_cast<T*>(floats) + start;
+    Wide* const y = static_cast<Wide*>(bits) + start;
+    flip<Wide, false>(y, n, false);
+    if constexpr (std::is_same_v<T, Wide>) {
       memcpy(x, y, n * sizeof(T));
-    }
-    if constexpr (std::is_integral_v<T>) {  // where the sum has wrapped
-      const auto divisor = static_cast<Divisor<T>>(size);
-      for (size_t i = 0; how.divides && i < n; ++i) x[i] = static_cast<T>(x[i] / divisor);
+    } else {
+      narrow(x, y, n);
     }
   }
 }
 
 template <class T, class Wide = T>
-void put_recoding(Kernels& k, Dtype dtype) {
-  k.encode[static_cast<size_t>(dtype)] = encode<T, Wide>;
-  k.decode[static_cast<size_t>(dtype)] = decode<T, Wide>;
+void put_order(Kernels& k, Dtype dtype) {
+  k.to_order[static_cast<size_t>(dtype)] = to_order<T, Wide>;
+  k.from_order[static_cast<size_t>(dtype)] = from_order<T, Wide>;
 }
 
 }  // namespace

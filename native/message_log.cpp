@@ -35,18 +35,6 @@ bool MessageLog::is_plain(std::uint64_t tag) {
   return theirs_.are_known() && backlog_.empty() && has_room() && !has_gaps_ && loose_.count(tag) == 0;
 }
 
-bool MessageLog::has_sent(std::uint64_t tag) {
-  find_theirs();
-  read();
-  return lanes_[tag << 1].latest > lanes_[tag << 1 | 1].count;
-}
-
-bool MessageLog::sees_sends(std::uint64_t tag) {
-  find_theirs();
-  read();
-  return !has_gaps_ && loose_.count(tag) == 0;
-}
-
 void MessageLog::note_any(std::uint64_t tag) {
   find_theirs();
   if (!loose_.insert(tag).second) return;
@@ -123,9 +111,7 @@ void MessageLog::take(std::uint64_t kind, std::uint64_t number, std::uint64_t he
     loose_.insert(kind >> 1);
     return;
   }
-  Lane& lane = lanes_[kind];
-  if ((kind & 1) == 0) lane.latest = number;  // which implies all before it under its tag
-  if (number > lanes_[kind ^ 1].count) lane.ahead.push_back({number, header});
+  if (number > lanes_[kind ^ 1].count) lanes_[kind].ahead.push_back({number, header});
 }
 
 void MessageLog::wake_publisher() const {

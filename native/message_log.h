@@ -35,8 +35,6 @@ class MessageLog {
   // Whether `note` calls no Python for this tag.
   bool is_plain(std::uint64_t tag);
 
-  bool has_sent(std::uint64_t tag);
-  bool sees_sends(std::uint64_t tag);
   void note_any(std::uint64_t tag);
   bool publish();
   std::size_t num_waiting() const { return backlog_.size(); }
@@ -49,9 +47,8 @@ class MessageLog {
     std::uint64_t number, header;
   };
   struct Lane {
-    std::uint64_t count = 0;   // of this member's
-    std::uint64_t latest = 0;  // of the other's
-    std::deque<Ahead> ahead;   // of the other's, those that have no counterpart yet
+    std::uint64_t count = 0;  // of this member's
+    std::deque<Ahead> ahead;  // of the other's, those that have no counterpart yet
   };
 
   void find_theirs();

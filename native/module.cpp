@@ -157,8 +157,6 @@ NB_MODULE(native, m) {
       .def(nb::init<nb::object, nb::object, nb::object, nb::object, nb::object, std::uint64_t>())
       .def_prop_ro("num_waiting", &MessageLog::num_waiting)
       .def("note", &MessageLog::note)
-      .def("has_sent", &MessageLog::has_sent)
-      .def("sees_sends", &MessageLog::sees_sends)
       .def("note_any", &MessageLog::note_any)
       .def("publish", &MessageLog::publish);
   nb::class_<Words>(m, "Words").def(nb::init<nb::object>(), "memory"_a);
@@ -173,32 +171,28 @@ NB_MODULE(native, m) {
            "table"_a, "words"_a, "missing"_a, "views"_a, "logs"_a, "window"_a, "check_every"_a,
            "uneven_window"_a);
   nb::class_<Entry>(m, "Entry")
-      .def(nb::init<Notes&, nb::object, const Headers*, nb::list, nb::dict, nb::object, nb::object,
-                    nb::object, nb::tuple, std::uint64_t, nb::object, nb::object, const Words*,
-                    std::uint64_t, nb::object, std::uint64_t, std::int32_t>(),
-           nb::keep_alive<1, 2>(), "notes"_a, "group"_a, "headers"_a.none(), "receives"_a, "aborts"_a,
-           "label"_a, "log"_a, "log_level"_a, "ranks"_a, "member"_a, "calls"_a, "disagree"_a,
-           "fingerprints"_a.none(), "check_every"_a, "get_level"_a.none(), "most_level"_a, "device_type"_a)
+      .def(nb::init<Notes&, nb::object, const Headers*, nb::dict, nb::object, nb::object, nb::object,
+                    nb::tuple, std::uint64_t, nb::object, nb::object, const Words*, std::uint64_t, nb::object,
+                    std::uint64_t, std::int32_t>(),
+           nb::keep_alive<1, 2>(), "notes"_a, "group"_a, "headers"_a.none(), "aborts"_a, "label"_a, "log"_a,
+           "log_level"_a, "ranks"_a, "member"_a, "calls"_a, "disagree"_a, "fingerprints"_a.none(),
+           "check_every"_a, "get_level"_a.none(), "most_level"_a, "device_type"_a)
       .def("enter", &Entry::enter_even);
   m.def("note_verbs_in", &MainThread::note_in, "under_way"_a, "number"_a);
   nb::class_<Runner>(m, "Runner");
   nb::class_<ShmRunner, Runner>(m, "ShmRunner")
       .def(nb::init<PyCommunicator&, nb::object, nb::object, std::int64_t, double>(), nb::keep_alive<1, 2>(),
            "communicator"_a, "fail"_a, "give_up"_a, "largest_tag"_a, "timeout"_a);
-  nb::class_<Recoding>(m, "Recoding")
-      .def("__init__", filled_in<Recoding, bool, bool, bool, bool>(), "widens"_a, "orders"_a,
-           "nan_is_greatest"_a, "divides"_a)
-      .def("encode",
-           [](Recoding self, unsigned dtype, nb::handle to, nb::handle from) {
-             const EncodeLoop encode = kernels().encode[dtype % kNumDtypes];
-             if (encode == nullptr) throw std::invalid_argument("no such recoding");
-             encode(self, memory_of(to), memory_of(from), number(from.attr("numel")()));
-           })
-      .def("decode", [](Recoding self, unsigned dtype, nb::handle to, nb::handle from) {
-        const DecodeLoop decode = kernels().decode[dtype % kNumDtypes];
-        if (decode == nullptr) throw std::invalid_argument("no such recoding");
-        decode(self, memory_of(to), memory_of(from), number(to.attr("numel")()), 1);
-      });
+  m.def("to_order", [](unsigned dtype, nb::handle bits, nb::handle floats, bool nan_is_greatest) {
+    const ToOrderLoop write = kernels().to_order[dtype % kNumDtypes];
+    if (write == nullptr) throw std::invalid_argument("no such order");
+    write(memory_of(bits), memory_of(floats), number(floats.attr("numel")()), nan_is_greatest);
+  });
+  m.def("from_order", [](unsigned dtype, nb::handle floats, nb::handle bits) {
+    const FromOrderLoop write = kernels().from_order[dtype % kNumDtypes];
+    if (write == nullptr) throw std::invalid_argument("no such order");
+    write(memory_of(floats), memory_of(bits), number(floats.attr("numel")()));
+  });
   bind_torch_runner(m);
   bind_fast_path(m);
   bind_verb_calls(m);

@@ -3,15 +3,13 @@
 
 #include "codes.h"
 #include "entry.h"
-#include "recoding.h"
 
 namespace meshdist {
 
-// How a wire names a dtype and a reduction: by the core's codes, or by MPI's handles.
+// How a wire names a dtype and a reduction.
 struct Way {
   std::uint64_t type = 0, op = 0;
   bool is_known = false;
-  Recoding recoding{};  // over MPI
 };
 
 // A collective on plain tensors. Buffers are those of its verb: `in` and `out`, or one per member in

@@ -64,7 +64,6 @@ HELD_BY: dict[str, str] = {
         for test in (
             "c10d/test_shortcuts.py::test_reductions_give_the_same_bits",
             "c10d/test_shortcuts.py::test_moves_give_the_same_bits",
-            "mpi/test_native_reductions.py::test_both_ways_give_the_same_bits",
         )
         for num_ranks in (2, 5)
     },

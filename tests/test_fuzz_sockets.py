@@ -279,8 +279,6 @@ def use(table: HeaderTable, call: int, kind: str, number: int, place: int) -> No
     """Look at the other member's words in one of the ways that calls do."""
     if kind == "messages":
         table.note(1, number & 0xFF, place, is_send=bool(place % 2))
-        table.can_find_sender(number & 0xFF)
-        table.find_sender(number & 0xFF)
         if place % 8 == 0:
             table.recv_any(number & 0xFF)
     elif kind == "uneven":
@@ -289,7 +287,6 @@ def use(table: HeaderTable, call: int, kind: str, number: int, place: int) -> No
         table.enter(call, 1)
     table.look_again(call)
     table.find_behind(call + 2000, place % 2 == 0)
-    table.find_lost()
 
 
 READERS: Readers = {

@@ -187,10 +187,9 @@ def _initialize(MPI: Any) -> None:
     """Start MPI without the GIL, which mpi4py would hold while MPI waits for other ranks."""
     import mpi4py
 
-    found = find_functions(MPI, "MPI_Init_thread")
-    if found:
-        kind = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 2, ctypes.c_int, ctypes.c_void_p)
-        kind(found[0])(None, None, MPI.THREAD_MULTIPLE, ctypes.byref(ctypes.c_int()))
+    with suppress(OSError, AttributeError):
+        start = ctypes.CDLL(MPI.__file__).MPI_Init_thread
+        start(None, None, MPI.THREAD_MULTIPLE, ctypes.byref(ctypes.c_int()))
     if not MPI.Is_initialized():  # then mpi4py says why
         with warnings.catch_warnings():
             # It warns of another MPI's mpiexec; what follows in start_mpi is an error then.
@@ -229,16 +228,6 @@ def is_cuda_aware(MPI: Any) -> bool:
         # Without such a file: by this process's own names.
         return bool(ctypes.CDLL(next(paths, None)).MPIX_Query_cuda_support())
     return False
-
-
-def find_functions(MPI: Any, *names: str) -> list[int]:
-    """Return the addresses of MPI's C functions of these names; [] if any name is unknown."""
-    with suppress(OSError, AttributeError):
-        library = ctypes.CDLL(MPI.__file__)
-        found = [ctypes.cast(getattr(library, name), ctypes.c_void_p).value for name in names]
-        if all(found):
-            return [address or 0 for address in found]
-    return []
 
 
 def _size_by_mpiexec(environment: Mapping[str, str]) -> tuple[str, int]:

@@ -115,7 +115,7 @@ class HeaderTable:
                 )
         self._publisher: threading.Thread | None = None
         self._finding = threading.Lock()  # several threads may call verbs at the same time
-        self._messages_lock = threading.Lock()  # another thread may look for a sender
+        self._messages_lock = threading.Lock()  # the publisher's thread uses them, too
 
     @classmethod
     def reserve(

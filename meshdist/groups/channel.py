@@ -134,7 +134,8 @@ class Channel:
         recorder = self.recorder
         if sizes is None and not layouts and self._enter(call, call.fingerprint):
             prepared.sequence, _, prepared.number = recorder.counts
-            self._await_rooted(prepared)
+            if prepared.root is not None:
+                self._await_rooted(prepared)
             return
         sent, taken = sizes or _EVEN
         self._note(call, sizes or ())
@@ -151,13 +152,13 @@ class Channel:
             self._comparison.fingerprints[sequence % CHECK_EVERY] = call.fingerprint
             if is_due(sequence):
                 self._compare_with_hosts(prepared, tensor)
-        self._await_rooted(prepared)
+        if prepared.root is not None:
+            self._await_rooted(prepared)
 
     def _await_rooted(self, prepared: PreparedCall) -> None:
-        """Wait for all members of a rooted call, if a member may return before others come."""
+        """Wait for all members of a rooted call that a member may leave before others come."""
         table, leaves_early = self.header_table, self.communicator.leaves_early
-        is_rooted = prepared.waits and prepared.root is not None
-        if leaves_early and is_rooted and table is not None and table.sees_all():
+        if leaves_early and prepared.waits and table is not None and table.sees_all():
             self._wait_for_all()
 
     def run(self, prepared: PreparedCall, *, is_async: bool = False) -> Work | None:
@@ -286,10 +287,10 @@ class Channel:
         if isinstance(error, WireFailure):
             error.limit = prepared.timeout
             return self.explain(error, prepared.number)
-        # A message that a handler leaves may still come. A receive from any host would take another
-        # message then, so that it breaks the group.
-        stays = prepared.is_message and not (prepared.root is None and self.spans_hosts)
-        return error if stays else self.explained(error)
+        # A message that a handler leaves may still come. A receive from any member, which only a
+        # wire that compares calls takes back, would take another message then: it breaks the group.
+        stays = prepared.root is not None or self.wire.compares_calls
+        return error if prepared.is_message and stays else self.explained(error)
 
     def is_broken(self) -> bool:
         """Return whether the group failed or was aborted, so that every call on it is refused."""
@@ -323,7 +324,6 @@ class Channel:
             notes,
             self.group,
             headers=None if table is None else table.for_core(core.Words, core.Headers),
-            receives=[],
             aborts=self.aborts,
             label=self.opened.label,
             log=verbs_log,

@@ -353,7 +353,11 @@ class ProcessGroup(VerbMethods):
                 return self._open_channel(device_type, agreed, slot)
         label = agreement.label_for(self.ranks, f"{slot}{connection}")
         find_lost = registry.presence.make_search(agreement, self.ranks)
-        opening = replace(self._opening(label, device_type, timeout), find_lost=find_lost)
+        opening = replace(
+            self._opening(label, device_type, timeout),
+            find_lost=find_lost,
+            has_died=registry.endings.has_died,
+        )
         with self._explained_opening(wire):
             try:
                 opened = registry.acquire(wire, opening, agreement, label, self)

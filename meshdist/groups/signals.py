@@ -321,6 +321,17 @@ class Endings:
                 found[rank] = how
         return found
 
+    def has_died(self, rank: int) -> bool:
+        """Return whether ``rank``, to which a connection is lost, has failed or was killed."""
+        try:
+            if how := self.find(rank):
+                return not how.startswith(IN_GOOD_ORDER)
+            # A rank that was killed on another host stores nothing. One that answers has only left
+            # the group.
+            return rank not in ask(self._world, (rank,))
+        except StoreError:  # the process that serves the store has ended, too
+            return True
+
     def is_stopped(self, rank: int) -> bool:
         """Return whether a process of this host is stopped, as by SIGSTOP; else False."""
         card = self._find_card(rank) if self._world.has_processes else None

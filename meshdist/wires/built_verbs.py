@@ -269,9 +269,8 @@ def in_order(
         bits = to_order(tensor.to(held, copy=not tensor.is_cuda).view(-1), op)
         return ([bits],), lambda: write(tensor, flip(bits).view(held))
     bits, code = torch.empty(tensor.numel(), dtype=IN_ORDER[held]), DTYPE_CODES[tensor.dtype]
-    recoding = core.Recoding(held is not tensor.dtype, True, op == ReduceOp.MAX, False)
-    recoding.encode(code, bits, tensor)
-    return ([bits],), partial(recoding.decode, code, tensor, bits)
+    core.to_order(code, bits, tensor, op == ReduceOp.MAX)
+    return ([bits],), partial(core.from_order, code, tensor, bits)
 
 
 def reduce_scatter_by_exchange(

@@ -51,7 +51,7 @@ class Mailbox:
         self.rank = rank
         self._waiting: dict[tuple[bool, int], deque[SelfTransfer]] = {}  # sends and receives by tag
         self._is_aborted = False
-        self._lock = threading.Lock()  # a receive from any member may start on another thread
+        self._lock = threading.Lock()  # several threads may send and receive
 
     def send(self, tensor: torch.Tensor, tag: int) -> SelfTransfer:
         """Start a send of ``tensor`` to this rank under ``tag``; return the transfer."""

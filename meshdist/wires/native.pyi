@@ -92,12 +92,6 @@ class MessageLog:
         ``kind`` is its tag, times two, and one more for a receive; ``header`` its fingerprint.
         """
 
-    def has_sent(self, tag: int, /) -> bool:
-        """Whether the other has noted more sends under ``tag`` than this member has receives."""
-
-    def sees_sends(self, tag: int, /) -> bool:
-        """Whether all that the other has sent under ``tag`` is known here."""
-
     def note_any(self, tag: int, /) -> None:
         """Note a receive whose sender is never known."""
 
@@ -107,13 +101,13 @@ class MessageLog:
 class Entry:
     """The entry of a plain call of ``group``: its tensors are checked, it is noted and compared.
 
-    ``device_type`` is that of the tensors, as DLPack numbers them. ``receives`` has the receives
-    that wait for their sender; ``aborts`` the labels of groups that are broken, and ``label`` is
-    this group's; calls are left to Python where ``log`` logs ``log_level``. ``calls`` has each
-    ``Call`` by its fields; ``disagree(number, message)`` makes the error where calls differ.
-    ``fingerprints`` gets the fingerprints of the last ``check_every`` calls, which Python compares
-    between hosts; without other hosts it is None, and ``check_every`` 0. If ``get_level`` returns a
-    level above ``most_level``, calls are left to Python.
+    ``device_type`` is that of the tensors, as DLPack numbers them. ``aborts`` has the labels of
+    groups that are broken, and ``label`` is this group's; calls are left to Python if ``log`` logs
+    ``log_level``. ``calls`` has each ``Call`` by its fields; ``disagree(number, message)`` makes
+    the error of calls that differ. ``fingerprints`` gets the fingerprints of the last
+    ``check_every`` calls, which Python compares between hosts; without other hosts it is None, and
+    ``check_every`` 0. If ``get_level`` returns a level above ``most_level``, calls are left to
+    Python.
     """
 
     def __init__(
@@ -121,7 +115,6 @@ class Entry:
         notes: Notes,
         group: object,
         headers: Headers | None,
-        receives: list[Any],
         aborts: dict[str, Any],
         label: str,
         log: Logger,
@@ -157,18 +150,6 @@ class ShmRunner(Runner):
         largest_tag: int,
         timeout: float,
     ) -> None: ...
-
-class Recoding:
-    """How the numbers of a reduction travel over MPI, as ``MpiReduction`` has it, or over Gloo."""
-
-    def __init__(
-        self, widens: bool, orders: bool, nan_is_greatest: bool, divides: bool
-    ) -> None: ...
-    def encode(self, dtype: int, to: object, tensor: object, /) -> None:
-        """Write what travels in place of a plain tensor of ``dtype``, in memory of its own."""
-
-    def decode(self, dtype: int, tensor: object, found: object, /) -> None:
-        """Write into the tensor what it stands for; ``found`` is overwritten."""
 
 class TorchRunner(Runner):
     """Over a class of torch's, which ``communicator`` has as ``_group``.
@@ -206,6 +187,12 @@ class Surroundings:
 
 def note_verbs_in(under_way: list[str | None], number: int | None) -> None:
     """Note in this list which verb the main thread, of this number, is in, or None."""
+
+def to_order(dtype: int, bits: object, floats: object, nan_is_greatest: bool, /) -> None:
+    """Write plain ``floats`` of ``dtype`` as whole numbers in the same order."""
+
+def from_order(dtype: int, floats: object, bits: object, /) -> None:
+    """Write the floats for whole numbers that ``to_order`` wrote; ``bits`` is overwritten."""
 
 def knows_torch() -> bool:
     """Whether the core reads what torch knows of a tensor where it lies; else it asks Python."""

@@ -11,7 +11,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from queue import SimpleQueue
 from typing import Protocol
@@ -284,34 +284,32 @@ _GRACE_S = 1.0
 
 @dataclass(eq=False, slots=True)
 class QueuedOperation(Operation):
-    """An operation that ``run`` does, on a thread that sets ``_is_over``; if None, at its start."""
+    """An operation that ``run`` does, on another thread than the caller's."""
 
     _act: Callable[[], None] | None
-    _failed: Callable[[BaseException], BaseException] | None = None  # gives the error to raise
-    _is_over: threading.Event | None = None
+    _is_over: threading.Event = field(default_factory=threading.Event)
     _failure: BaseException | None = None
 
     def finish(self, timeout: timedelta) -> None:
-        if self._is_over is not None and not self._is_over.wait(timeout.total_seconds()):
+        if not self._is_over.wait(timeout.total_seconds()):
             raise WireTimeout.after(timeout)
         if self._failure is not None:
             raise self._failure
 
     def poll(self) -> bool:
-        return self._is_over is None or self._is_over.is_set()
+        return self._is_over.is_set()
 
     def run(self) -> None:
         """Do the operation and keep its failure for ``finish``; called once."""
-        act, failed, self._act, self._failed = self._act, self._failed, None, None
+        act, self._act = self._act, None
         assert act is not None
         try:
             act()
         except BaseException as error:  # raised in the thread that waits for it
-            self._failure = error if failed is None else failed(error)
+            self._failure = error
         finally:
-            del act, failed  # and the tensors that they keep
-            if self._is_over is not None:
-                self._is_over.set()
+            del act  # and the tensors that it keeps
+            self._is_over.set()
 
 
 class WorkerQueue:
@@ -321,28 +319,18 @@ class WorkerQueue:
         self._release = release
         self._queue: SimpleQueue[QueuedOperation | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._last: QueuedOperation | None = None
         self._at_exit = _end_at_exit(WeakMethod(self.end))
         finalize(self, self._queue.put, None).atexit = False  # nothing can be started any more
 
-    @property
-    def is_idle(self) -> bool:
-        """Return whether no operation is under way; only the thread that starts them may ask."""
-        return self._last is None or self._last.poll()
-
-    def start(
-        self,
-        act: Callable[[], None],
-        failed: Callable[[BaseException], BaseException] | None = None,
-    ) -> QueuedOperation:
-        """Queue ``act``; return its operation, which raises ``failed(error)`` if ``act`` raises."""
+    def start(self, act: Callable[[], None]) -> QueuedOperation:
+        """Queue ``act``; return its operation, which raises what ``act`` raises."""
         if self._thread is None:
             self._thread = threading.Thread(
                 target=_work, args=(self._queue,), name="meshdist-collectives", daemon=True
             )
             self._thread.start()
             atexit.register(self._at_exit)
-        self._last = job = QueuedOperation(act, failed, threading.Event())
+        job = QueuedOperation(act)
         self._queue.put(job)
         return job
 

@@ -45,6 +45,8 @@ class Opening:
         hosts: the number of each member's host; () where that is not known.
         find_lost: called now and then while members connect; says which of them have ended before
             that, "" for none.
+        has_died: returns whether the member of a global rank, to which the connection is lost, has
+            failed or was killed; False if it left the group in good order.
         look: called now and then, by a wire that does not compare calls, while a caller waits;
             raises WireFailure to end the wait. None where calls are not compared for it.
     """
@@ -61,6 +63,7 @@ class Opening:
     num_local: int = 1
     hosts: tuple[int, ...] = ()
     find_lost: Callable[[], str] = str
+    has_died: Callable[[int], bool] = lambda _: False
     look: Callable[[], None] | None = None
 
     def check_present(self) -> None:

@@ -95,8 +95,10 @@ def test_signals_of_before_are_acted_on() -> None:
 
 @pytest.mark.parametrize(
     "junk",
-    [b"\xff", b"{}", b"[]", b"7", b'{"kind": "abort"}', b'{"kind": "ask"}', b"{" * 9999]
-    + [b'{"kind": "ask", "about": {}, "ranks": 7}'],
+    [
+        *(b"\xff", b"{}", b"[]", b"7", b'{"kind": "abort"}', b'{"kind": "ask"}', b"{" * 9999),
+        b'{"kind": "ask", "about": {}, "ranks": 7}',
+    ],
 )
 def test_a_signal_that_no_rank_has_posted_is_told_and_passed_over(
     junk: bytes, caplog: pytest.LogCaptureFixture

@@ -177,7 +177,6 @@ NUMBERS = [
         "[Sums](verbs.md#reducing) are the same bits in each call on the same numbers, waited for "
         "or not",
         program=programs.sums_are_the_same_bits_in_each_call,
-        differs={"mpi": "MPI [adds in another order](mpi.md#verbs) where not all ranks wait"},
     ),
     everywhere(
         "[MIN and MAX](verbs.md#reducing) that are given up leave floats that are numbers of the "
@@ -321,7 +320,8 @@ FAULTS = [
         nccl=f"{NCCL}test_members_that_disagree",
     ),
     everywhere(
-        "[A message that does not fit](verbs.md#point-to-point) raises where it arrives",
+        "[A message that does not fit](verbs.md#point-to-point) a receive that names its sender "
+        "raises where it arrives",
         "tests/verbs/test_checks.py::test_a_receiver_notices_a_message_of_another_size",
         differs={
             "gloo across hosts": "[left where it is](verbs.md#when-ranks-disagree) until the "

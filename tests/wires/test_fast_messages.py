@@ -1,4 +1,4 @@
-"""Blocking messages of plain tensors: the fast path of all wires that have one, beside the slow.
+"""Blocking messages of plain tensors: the fast path of shared memory, beside the slow.
 
 A program puts a ``Spy`` in the place of its group's fast path, or None to take the slow one.
 """
@@ -9,10 +9,8 @@ import itertools
 import logging
 import os
 import random
-import signal
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -26,11 +24,10 @@ from meshdist.wires.prepared import LARGEST_TAG
 from tests.load import is_within
 from tests.pool import Failure, Pool
 from tests.verbs.cases import WIRES
-from tests.wires.direct import Direct
 from tests.wires.fast_paths import Spy, opened, seconds_until_interrupted
 
 pytestmark = pytest.mark.skipif(core is None, reason="no native core here")
-ON = [pytest.param("shm"), pytest.param("mpi", marks=pytest.mark.mpi)]
+ON = ["shm"]
 MIB = 1 << 20
 
 
@@ -213,33 +210,6 @@ def test_a_message_that_does_not_fit_is_told_on_both_sides(
         assert "send((3,) float32, to rank 1, tag 3) at " in text
         assert "recv((4,) int32, from rank 0, tag 3) at " in text
         assert "in exchange" in text
-
-
-def of_another_size(count: int) -> str:
-    """A message that nobody has noted comes from the wire itself."""
-    group, _ = opened()
-    if group.rank() == 0:
-        wire = group.open_channel("cpu").communicator
-        x = torch.ones(count)
-        Direct(wire, timedelta(seconds=20)).send(x, 1, 5).finish(timedelta(seconds=20))
-        return ""
-    with pytest.raises(md.MeshdistError) as caught:
-        md.recv(torch.ones(3), 0, tag=5)
-    return str(caught.value)
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize(
-    ("count", "told"),
-    [
-        (1, "a message of 4 bytes came where 12 were to be received"),
-        (5, "a longer message came where 12 bytes were to be received"),
-    ],
-)
-def test_a_message_of_another_size_that_nobody_noted(count: int, told: str, pool: Pool) -> None:
-    text = WIRES["mpi"](pool, of_another_size, 2, count)[1]
-    assert "recv on the world failed on wire 'mpi'" in text
-    assert told in text
 
 
 def in_any_mix(seed: int) -> int:
@@ -449,8 +419,6 @@ FAILURES = {
         ("shm", "is late"),
         ("shm", "aborts"),
         ("shm", "dies"),
-        pytest.param("mpi", "is late", marks=[pytest.mark.mpi, pytest.mark.soak]),
-        pytest.param("mpi", "aborts", marks=pytest.mark.mpi),
     ],
 )
 def test_failures_are_told_as_ever(wire: str, verb: str, how: str, pool: Pool) -> None:
@@ -494,48 +462,6 @@ def interrupted(verb: str) -> float:
 @pytest.mark.parametrize("wire", ON)
 def test_ctrl_c_ends_it(wire: str, verb: str, pool: Pool) -> None:
     assert WIRES[wire](pool, interrupted, 2, verb)[0] < 10.0
-
-
-def freed_in_flight() -> int:
-    """How many tensors are gone whose receive was interrupted, while MPI may still fill them."""
-
-    class Enough(Exception):
-        pass
-
-    def interrupt(number: int, frame: Any) -> None:
-        if frame.f_code is not freed_in_flight.__code__:
-            raise Enough
-        signal.setitimer(signal.ITIMER_REAL, 0.002)  # a busy machine has not come to the call yet
-
-    me = opened()[0].rank()
-    (md.recv if me == 0 else md.send)(torch.ones(1), 1 - me, tag=99)  # imports what it needs
-    before = signal.signal(signal.SIGALRM, interrupt)
-    places = []
-    for i in range(20):
-        md.barrier()
-        if me == 0:
-            y = torch.full((10,), -1.0)
-            try:  # a context manager's own lines could take the exception
-                signal.setitimer(signal.ITIMER_REAL, 0.002 + i * 1e-5)  # inside the native call
-                md.recv(y, 1, tag=i)
-                interrupted = False
-            except Enough:
-                interrupted = True
-            assert interrupted
-            places.append(weakref.ref(y))
-            del y
-        md.barrier()
-        if me == 1:  # so little goes without a receiver
-            md.send(torch.full((10,), 5.0), 0, tag=i)
-    md.barrier()
-    signal.signal(signal.SIGALRM, before)
-    return sum(place() is None for place in places)
-
-
-@pytest.mark.mpi
-def test_what_mpi_may_still_fill_is_kept(pool: Pool) -> None:
-    # On a busy machine some signals come before the receive is under way: those may go.
-    assert WIRES["mpi"](pool, freed_in_flight, 2)[0] < 10
 
 
 def destroyed_meanwhile() -> str:

@@ -40,6 +40,7 @@ from ..built_verbs import all_reduce_by_gathering, reduce_scatter_by_exchange
 from ..messages import TagNumbers
 from ..operations import (
     DONE,
+    MemberLost,
     Operation,
     WireAborted,
     WireFailure,
@@ -57,6 +58,7 @@ from .substitutes import GLOO, Substitute
 _SLICE = timedelta(milliseconds=500)
 _SPIN_S = 0.0005
 _ABORT_LOOK_S = 0.1
+_LOST_LOOK_S = 1.0
 _LAST_S = 5.0  # for threads that wait for Gloo, as the program ends
 _LONGEST_PAUSE_S = 0.001
 _AT_ONCE = timedelta(milliseconds=10)
@@ -148,10 +150,13 @@ class GlooCommunicator(C10dCommunicator):
         store: Store,
         *,
         spins: bool = False,
+        has_died: Callable[[int], bool] = lambda _: False,
     ) -> None:
         super().__init__(wire, rank, size, process_group)
         self._tag_numbers = TagNumbers(store)
         self._spins = spins and hasattr(os, "sched_yield")
+        self._has_died = has_died
+        self._left: set[int] = set()  # members that have left in good order
         self._process_id = os.getpid()
         self.completing = threading.Lock()
         self._main_thread = threading.main_thread().ident
@@ -261,6 +266,20 @@ class GlooCommunicator(C10dCommunicator):
 
     def __del__(self) -> None:
         self.close()
+
+    def find_lost(self) -> MemberLost | None:
+        """Return the failure of a receive from any member; None as long as a member may send."""
+        group, peers = self._group, self._peers()
+        if group is CLOSED or self._is_lazy:  # to look would connect
+            return None
+        for peer in peers:
+            if peer not in self._left and start_expiring(group, peer) is None:
+                if self._has_died(peer):
+                    return MemberLost("has ended", peer)
+                self._left.add(peer)
+        if len(self._left) < len(peers):
+            return None
+        return MemberLost("has left this group, as all others have", peers[0])
 
     def _peers(self) -> list[int]:
         return [(self.rank + step) % self.size for step in range(1, self.size)]
@@ -378,7 +397,9 @@ class GlooTransfer(C10dTransfer):
     _waited: threading.Event | None = None
     _error: RuntimeError | None = None
     _is_late: bool = False
+    _lost: MemberLost | None = None
     _deadline: Deadline = field(init=False)
+    _next_look: Deadline = field(init=False)
 
     def finish(self, timeout: timedelta) -> None:
         if self.communicator.is_closed:
@@ -424,28 +445,38 @@ class GlooTransfer(C10dTransfer):
             if self.communicator.is_aborted:
                 raise WireAborted("aborted while waiting for a message")
             is_over = self._join(_ABORT_LOOK_S)
+        if self._lost is not None:
+            raise self._lost
         if self._is_late:
             raise WireTimeout.after(timeout)
         if self._error is not None:
             raise self.communicator.failure(self._error) from None
 
     def _join(self, seconds: float) -> bool:
-        """Start a thread that waits for the work; return whether the work has ended or is late.
+        """Start a thread that waits for the work; return whether it has ended, is late or lost.
 
         Args:
             seconds: how long to wait for the thread.
         """
-        # When it is late all connections are closed, and this is true, too.
+        # When it is late all connections are closed, and this is true, too. No connection's end
+        # ends a receive from any member, so that those which may send are looked after.
         if self._waited is None:
-            self._deadline = Deadline(self.timeout)
+            self._deadline, self._next_look = Deadline(self.timeout), Deadline(_LOST_LOOK_S)
             self._waited = threading.Event()
             begin_elsewhere(partial(self._wait, self._waited))
         if self._waited.wait(seconds):
             return True
+        if self.peer is None and self._next_look.is_over:
+            self._next_look = Deadline(_LOST_LOOK_S)
+            lost = self.communicator.find_lost()
+            if lost is not None and not self._waited.wait(
+                _LOST_LOOK_S
+            ):  # its last may be under way
+                self._lost = lost
         if not self._is_late and self._deadline.is_over:
             self._is_late = True
             self.communicator.disconnect()
-        return self._is_late
+        return self._is_late or self._lost is not None
 
     def _wait(self, waited: threading.Event) -> None:
         self._is_waited_for = True

@@ -123,6 +123,7 @@ class GlooWire(Wire):
             group,
             opening.store,
             spins=opening.num_local <= num_cores(),
+            has_died=lambda member: opening.has_died(opening.ranks[member]),
         )
 
 

@@ -14,6 +14,7 @@ import torch
 
 from ...arrays import apart
 from ...bootstrap.mpi_library import find_mpi_problem, is_cuda_aware
+from ...dtypes import DTYPES
 from ...reduce_ops import ReduceKind, ReduceOp
 from ...verb_table import REDUCING_VERBS
 from ..built_verbs import reduce_scatter_by_exchange
@@ -37,6 +38,7 @@ from .opening import open_link
 
 _SUM = ReduceOp.SUM
 _MOST_NUMBERED_TAGS = 1 << 12
+_CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
 
 
 class MpiCommunicator(Communicator):
@@ -54,30 +56,19 @@ class MpiCommunicator(Communicator):
         self._mailbox = Mailbox(opening.rank)
         self._tag_numbers = TagNumbers(opening.store)
         self._largest_tag = int(link.comm.Get_attr(MPI.TAG_UB))
+        self._others = [member for member in range(self.size) if member != self.rank]
+        self._each = [[member] for member in self._others]
         self._in_place = MPI.IN_PLACE
         self._failing = MPI.Exception
         self._sum = MPI.SUM
         self._kinds = plain_sums(MPI)
         self._is_cuda = opening.device_type == "cuda"
-        self._is_staged = self._is_cuda and not is_cuda_aware(MPI)
 
     @classmethod
     def support(cls, verb: str, device_type: str, dtype: torch.dtype, op: ReduceKind) -> str:
         if verb in REDUCING_VERBS and not find_plan("mpi", op, dtype).is_plain:
             return "built"
         return super().support(verb, device_type, dtype, op)
-
-    def start(self, prepared: PreparedCall) -> Operation:
-        """Start ``prepared``; by copies on the host where MPI knows no CUDA memory."""
-        if not self._is_staged:
-            return super().start(prepared)
-        copies = {id(x): x.cpu() for x in (*prepared.inputs, *prepared.outputs)}
-        given, taken = (
-            [copies[id(x)] for x in some] for some in (prepared.inputs, prepared.outputs)
-        )
-        of_call = prepared.op, prepared.root, prepared.sizes, prepared.tag
-        host = prepared.by(prepared.way, given, taken, *of_call)
-        return followed(super().start(host), partial(write_all, prepared.outputs, taken))
 
     # -- verbs that reduce --------------------------------------------------------------------
 
@@ -87,7 +78,7 @@ class MpiCommunicator(Communicator):
         kind = self._kinds.get(tensor.dtype) if op is _SUM else None
         if kind is not None and tensor.numel() <= self._buffers.most:  # the common case
             buffers = self._in_place, self._buffers.numbers(tensor, kind), self._sum
-            return self._collective("Allreduce", prepared, tensor, None, *buffers)
+            return self._collective("Iallreduce", prepared, tensor, None, *buffers)
         plan = find_plan("mpi", op, tensor.dtype)
         data = tensor if plan.is_plain else plan.encode(tensor, self.scratch)
         if data.numel() > self._buffers.most:
@@ -98,7 +89,7 @@ class MpiCommunicator(Communicator):
             return Chain(started, self._copy_back(plan, data, tensor))
         then = None if plan.is_plain else self._copy_back(plan, data, tensor)
         buffers = self._in_place, self._numbers(data), self._op(plan)
-        return self._collective("Allreduce", prepared, (tensor, data), then, *buffers)
+        return self._collective("Iallreduce", prepared, (tensor, data), then, *buffers)
 
     def _reduce(self, prepared: PreparedCall) -> Operation:
         (tensor,), op, root = prepared.outputs, prepared.op, prepared.root
@@ -110,10 +101,10 @@ class MpiCommunicator(Communicator):
         kept, op_and_root = (tensor, data), (self._op(plan), root)
         numbers = self._numbers(data)
         if self.rank != root:
-            return self._collective("Reduce", prepared, kept, None, numbers, None, *op_and_root)
+            return self._collective("Ireduce", prepared, kept, None, numbers, None, *op_and_root)
         then = None if plan.is_plain else self._copy_back(plan, data, tensor)
         buffers = self._in_place, numbers
-        return self._collective("Reduce", prepared, kept, then, *buffers, *op_and_root)
+        return self._collective("Ireduce", prepared, kept, then, *buffers, *op_and_root)
 
     def _reduce_scatter(self, prepared: PreparedCall) -> Operation:
         return self._reduce_blocks(prepared, prepared.inputs[0], None)
@@ -143,23 +134,23 @@ class MpiCommunicator(Communicator):
         result, op = self._numbers(mine), self._op(plan)
         if sizes is None:
             buffers = self._numbers(data, self.size), result
-            return self._collective("Reduce_scatter_block", prepared, kept, then, *buffers, op)
+            return self._collective("Ireduce_scatter_block", prepared, kept, then, *buffers, op)
         buffers = self._numbers(data), result
-        return self._collective("Reduce_scatter", prepared, kept, then, *buffers, sizes, op)
+        return self._collective("Ireduce_scatter", prepared, kept, then, *buffers, sizes, op)
 
     # -- verbs that move ----------------------------------------------------------------------
 
     def _broadcast(self, prepared: PreparedCall) -> Operation:
         (tensor,) = prepared.outputs
         buffers = self._buffers.moved(tensor), prepared.root
-        return self._collective("Bcast", prepared, tensor, None, *buffers)
+        return self._collective("Ibcast", prepared, tensor, None, *buffers)
 
     def _all_gather(self, prepared: PreparedCall) -> Operation:
         (output,), (tensor,) = prepared.outputs, prepared.inputs
         tensor = apart(tensor, output)
         moved = self._buffers.moved
         buffers = moved(tensor), moved(output, self.size)
-        return self._collective("Allgather", prepared, (output, tensor), None, *buffers)
+        return self._collective("Iallgather", prepared, (output, tensor), None, *buffers)
 
     def _all_gather_list(self, prepared: PreparedCall) -> Operation:
         outputs, (tensor,) = prepared.outputs, prepared.inputs
@@ -169,27 +160,27 @@ class MpiCommunicator(Communicator):
         whole, unpack = view_or_unpack(outputs, self.scratch)
         tensor = apart(tensor, whole)
         buffers = self._buffers.moved(tensor), self._buffers.cut(whole, sizes)
-        return self._collective("Allgatherv", prepared, (whole, tensor), unpack, *buffers)
+        return self._collective("Iallgatherv", prepared, (whole, tensor), unpack, *buffers)
 
     def _gather(self, prepared: PreparedCall) -> Operation:
         (tensor,), root = prepared.inputs, prepared.root
         mine = self._buffers.moved
         if self.rank != root:
-            return self._collective("Gather", prepared, tensor, None, mine(tensor), None, root)
+            return self._collective("Igather", prepared, tensor, None, mine(tensor), None, root)
         whole, unpack = view_or_unpack(prepared.outputs, self.scratch)
         tensor = apart(tensor, whole)
         buffers = mine(tensor), mine(whole, self.size)
-        return self._collective("Gather", prepared, (whole, tensor), unpack, *buffers, root)
+        return self._collective("Igather", prepared, (whole, tensor), unpack, *buffers, root)
 
     def _scatter(self, prepared: PreparedCall) -> Operation:
         (tensor,), root = prepared.outputs, prepared.root
         mine = self._buffers.moved
         if self.rank != root:
-            return self._collective("Scatter", prepared, tensor, None, None, mine(tensor), root)
+            return self._collective("Iscatter", prepared, tensor, None, None, mine(tensor), root)
         whole, give_back = view_or_pack(prepared.inputs, self.scratch)
         whole = apart(whole, tensor)
         buffers = mine(whole, self.size), mine(tensor)
-        return self._collective("Scatter", prepared, (whole, tensor), give_back, *buffers, root)
+        return self._collective("Iscatter", prepared, (whole, tensor), give_back, *buffers, root)
 
     def _all_to_all(self, prepared: PreparedCall) -> Operation:
         # A member may have much for one and little for another, which sees that little alone. So
@@ -233,10 +224,10 @@ class MpiCommunicator(Communicator):
     ) -> Operation:
         cut = self._buffers.cut
         kept, buffers = (output, tensor), (cut(tensor, gives), cut(output, takes))
-        return self._collective("Alltoallv", prepared, kept, None, *buffers)
+        return self._collective("Ialltoallv", prepared, kept, None, *buffers)
 
     def _barrier(self, prepared: PreparedCall) -> Operation:
-        return self._collective("Barrier", prepared, None, None)
+        return self._collective("Ibarrier", prepared, None, None)
 
     # -- messages -----------------------------------------------------------------------------
 
@@ -245,15 +236,18 @@ class MpiCommunicator(Communicator):
         if peer == self.rank:
             return self._mailbox.send(tensor, tag)
         assert peer is not None  # a receiver is always named
-        return self._message(self._comm.Isend, tensor, peer, tag)
+        return self._message(self._comm.Isend, tensor, peer, tag, [peer])
 
     def _recv(self, prepared: PreparedCall) -> Operation:
         (tensor,), peer, tag = prepared.outputs, prepared.root, prepared.tag
         if peer == self.rank or (peer is None and (self.size == 1 or self._mailbox.has_sent(tag))):
             return self._mailbox.recv(tensor, tag)
-        source = self._MPI.ANY_SOURCE if peer is None else peer
         taken = (self._MPI.Status(), tensor.numel() * tensor.itemsize)
-        return self._message(self._comm.Irecv, tensor, source, tag, *taken)
+        if peer is None:
+            peer, senders = self._MPI.ANY_SOURCE, self._others
+        else:
+            senders = [peer]
+        return self._message(self._comm.Irecv, tensor, peer, tag, senders, *taken)
 
     # -- waiting and the end ------------------------------------------------------------------
 
@@ -297,64 +291,88 @@ class MpiCommunicator(Communicator):
         then: Callable[[], None] | None,
         *buffers: Any,
     ) -> Operation:
-        """Start mpi4py's collective ``name``, and finish it if the caller waits.
+        """Start a collective by mpi4py's method ``name``, and finish it if the caller waits.
 
         Args:
             kept: the tensors that it uses, kept while it runs.
             then: copies the result back.
         """
-        if self._is_cuda and not self._is_staged and kept is not None:
+        if self._is_cuda and kept is not None:
             _synchronize(kept if isinstance(kept, torch.Tensor) else kept[0])
         link = self._link
         if link.is_aborted:
             raise WireAborted("the communicator was aborted")
         try:
-            request = getattr(self._comm, "I" + name.lower())(*buffers)
+            request = getattr(self._comm, name)(*buffers)
         except self._failing as error:
             raise link.failure(error) from None
-        started = link.start(MpiOperation(link, request, kept, then))
+        started = link.start(MpiOperation(link, request, kept, self._each, then))
         if prepared.waits:
             link.finish_at_once(started, prepared.timeout)
             return DONE
         return started
 
     def _message(
-        self, call: Callable[..., Any], tensor: torch.Tensor, peer: int, tag: int, *taken: Any
+        self,
+        call: Callable[..., Any],
+        tensor: torch.Tensor,
+        peer: int,
+        tag: int,
+        others: list[int],
+        *taken: Any,
     ) -> Operation:
         """Start a message by ``call``, mpi4py's Isend or Irecv, and return its operation.
 
         Args:
+            others: the members that may be its other side.
             taken: of a receive, MPI's status and the number of bytes.
         """
         link = self._link
-        if self._is_cuda and not self._is_staged:
+        if self._is_cuda:
             _synchronize(tensor)
-        number = self._tag(tag)
+        number = self._tag(tag, tensor.dtype)
         if link.is_aborted:
             raise WireAborted("the communicator was aborted")
         try:
             request = call(self._buffers.moved(tensor), peer, number)
         except self._failing as error:
             raise link.failure(error) from None
-        return link.start(MpiOperation(link, request, tensor, None, *taken))
+        return link.start(MpiOperation(link, request, tensor, [others], None, *taken))
 
-    def _tag(self, tag: int) -> int:
-        """Return MPI's tag for a program's: the same, or a small number for a tag too large."""
-        largest = self._largest_tag
-        if tag <= largest - _MOST_NUMBERED_TAGS:
-            return tag
-        link = self._link
-        try:
-            number = self._tag_numbers.number_of(tag, lambda: link.is_aborted)
-        except RuntimeError as error:
-            raise WireFailure(f"the store is lost, and tag {tag} has no number: {error}") from None
-        if number >= _MOST_NUMBERED_TAGS:
-            raise WireFailure(f"more than {_MOST_NUMBERED_TAGS} different tags above {largest}")
-        return largest - number
+    def _tag(self, tag: int, dtype: torch.dtype) -> int:
+        """Return MPI's tag for a program's, or for its number if it is too large, and ``dtype``."""
+        # MPI moves bytes: without the dtype in its tag, a receive from any member would take them
+        # for numbers of another dtype.
+        num_tags, link = (self._largest_tag + 1) // len(_CODES), self._link
+        if tag >= (num_direct := max(0, num_tags - _MOST_NUMBERED_TAGS)):
+            try:
+                number = self._tag_numbers.number_of(tag, lambda: link.is_aborted)
+            except RuntimeError as error:
+                lack = f"the store is lost, and tag {tag} has no number: {error}"
+                raise WireFailure(lack) from None
+            if (tag := num_direct + number) >= num_tags:
+                most = f"more than {_MOST_NUMBERED_TAGS} different tags from {num_direct} on"
+                raise WireFailure(most)
+        return tag * len(_CODES) + _CODES[dtype]
 
     def _most_for_one(self, x: torch.Tensor) -> int:
         """Return the most elements that a member may send to another in an all-to-all."""
         return self._buffers.most // (self.size * x.itemsize)
+
+
+class StagedMpiCommunicator(MpiCommunicator):
+    """Part of one member in a group of CUDA tensors, over an MPI that knows no CUDA memory."""
+
+    def start(self, prepared: PreparedCall) -> Operation:
+        """Start ``prepared`` on copies in host memory, where built collectives go on."""
+        inputs, outputs = prepared.inputs, prepared.outputs
+        if not any(x.is_cuda for x in (*inputs, *outputs)):
+            return super().start(prepared)
+        copies = {id(x): x.cpu() for x in (*inputs, *outputs)}
+        given, taken = ([copies[id(x)] for x in some] for some in (inputs, outputs))
+        of_call = prepared.op, prepared.root, prepared.sizes, prepared.tag
+        host = prepared.by(prepared.way, given, taken, *of_call)
+        return followed(super().start(host), partial(write_all, outputs, taken))
 
 
 class MpiWire(Wire):
@@ -383,11 +401,15 @@ class MpiWire(Wire):
 
     def open(self, opening: Opening) -> Communicator:
         """Open the group among its members alone; the first group of a process starts MPI."""
-        return MpiCommunicator(opening, open_link(opening))
+        link = open_link(opening)
+        is_staged = opening.device_type == "cuda" and not is_cuda_aware(link.MPI)
+        return (StagedMpiCommunicator if is_staged else MpiCommunicator)(opening, link)
 
 
 def _synchronize(tensor: torch.Tensor) -> None:
-    """Wait for the current stream of the tensor's device, of which MPI knows nothing."""
+    """Wait for the current stream of a CUDA tensor's device, of which MPI knows nothing."""
+    if not tensor.is_cuda:  # a copy in host memory
+        return
     torch.cuda.current_stream(tensor.device).synchronize()
 
 

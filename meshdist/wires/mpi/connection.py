@@ -53,6 +53,8 @@ class MpiOperation(Operation):
     link: MpiConnection
     request: Any
     kept: Any
+    awaited: Sequence[list[int]]
+    """Members of which one set's leaving, of all in it, ends the wait."""
     then: Callable[[], None] | None = None
     status: Any = None
     num_bytes: int = 0
@@ -62,7 +64,7 @@ class MpiOperation(Operation):
     def finish(self, timeout: timedelta) -> None:
         link, is_receive = self.link, self.status is not None
         try:
-            link.wait(self.test, timeout)
+            link.wait(self, timeout)
         except link.MPI.Exception as error:
             link.forget(self)
             raise link.failure(error, self.num_bytes if is_receive else None) from None
@@ -164,13 +166,13 @@ class MpiConnection:
                 operation.test_quietly()
                 return
 
-    def wait(self, is_done: Callable[[], bool], timeout: timedelta) -> None:
-        """Call ``is_done`` until it is true, spinning, then sleeping; raise WireFailure.
+    def wait(self, operation: MpiOperation, timeout: timedelta) -> None:
+        """Test ``operation`` until it is done, spinning, then sleeping.
 
         Raises:
-            WireFailure: it is late, aborted or closed, or a member has ended.
+            WireFailure: it is late, aborted or closed, or a member that it awaits has ended.
         """
-        begin = time.perf_counter()
+        begin, is_done = time.perf_counter(), operation.test
         while not is_done():
             if time.perf_counter() - begin >= self.spin_s:
                 break
@@ -182,7 +184,7 @@ class MpiConnection:
             if is_over():
                 return
             os.sched_yield()
-        look, early = self._looks(is_done), Deadline(min(_LATE_S, deadline.left_s))
+        look, early = self._looks(operation), Deadline(min(_LATE_S, deadline.left_s))
         if not wait_until(is_over, early, look, longest_pause_s=_LONGEST_PAUSE_S) and not (
             wait_until(is_over, deadline, look, longest_pause_s=_LATE_PAUSE_S)
         ):
@@ -237,7 +239,7 @@ class MpiConnection:
             raise WireAborted("aborted while waiting")
         return False
 
-    def _looks(self, is_done: Callable[[], bool]) -> Callable[[], None]:
+    def _looks(self, operation: MpiOperation) -> Callable[[], None]:
         """Return a function to call often, which checks now and then whether a member is lost."""
         next_look, num_looks = time.perf_counter() + _LOOK_S, 0
 
@@ -245,24 +247,26 @@ class MpiConnection:
             nonlocal next_look, num_looks
             if time.perf_counter() > next_look:
                 next_look, num_looks = time.perf_counter() + _LOOK_S, num_looks + 1
-                self._look_for_lost(is_done, queries=num_looks % _LOOKS_PER_QUERY == 0)
+                self._look_for_lost(operation, queries=num_looks % _LOOKS_PER_QUERY == 0)
 
         return look
 
-    def _look_for_lost(self, is_done: Callable[[], bool], *, queries: bool) -> None:
+    def _look_for_lost(self, operation: MpiOperation, *, queries: bool) -> None:
         if self.opening.look is not None:
             self.opening.look()
         lost, text = self.find_dead(), "has ended"
         if not lost and queries:
-            lost, text = self._find_left(), "has closed this group, or ends"
+            lost, text = self._find_left(operation.awaited), "has closed this group, or ends"
         # What it sent before may be on its way still.
-        if lost and not wait_until(is_done, Deadline(_LOOK_S), longest_pause_s=_LATE_PAUSE_S):
+        limit = Deadline(_LOOK_S)
+        if lost and not wait_until(operation.test, limit, longest_pause_s=_LATE_PAUSE_S):
             raise MemberLost(text, lost[0])
 
-    def _find_left(self) -> list[int]:
+    def _find_left(self, awaited: Sequence[list[int]]) -> list[int]:
+        """Return the first of the sets of members of which all have left, [] if there is none."""
         with suppress(RuntimeError):  # the store is lost
-            others = (k for k in range(len(self.cards)) if k != self.opening.rank)
-            return [k for k in others if self.opening.store.check([left_key(k)])]
+            check = self.opening.store.check
+            return next((some for some in awaited if check([left_key(k) for k in some])), [])
         return []
 
 

@@ -6,9 +6,8 @@ cut reductions into several calls.
 
 MPI reduces whole numbers, float32, float64 and complex numbers of those. The rest is done in one of
 these. Narrower floats are widened, and rounded once at the end; so are whole numbers of 8 and 16
-bits to be added up, where Open MPI 5 stops at the largest instead of wrapping. The 16-bit floats of
-two members are added as they are, by a reduction of ours: their one sum is rounded once as well,
-and takes a third of the time. Of a bool's byte the bits are joined. The smallest and largest of
+bits to be added up, where Open MPI 5 stops at the largest instead of wrapping. Of a bool's byte the
+bits are joined. The smallest and largest of
 floats are found among whole numbers in the same order: whether NaN is larger than 1, and 0 than -0,
 is else for each step of an algorithm to say, and members end up with different results (seen with
 Open MPI 5 and MPICH 5).

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...bootstrap.bounded_store import read_json, read_jsons
 from ...bootstrap.mpi_library import load_mpi, start_mpi
@@ -20,9 +20,6 @@ from ...runtime.hosts import ProcessCard, is_stopped, my_card
 from ..operations import WireFailure, WireTimeout
 from ..registry import Opening
 from .connection import MpiConnection, report_dead_ranks_at_the_end
-
-if TYPE_CHECKING:
-    pass
 
 FindCards = Callable[[], Sequence[ProcessCard | None]]
 
