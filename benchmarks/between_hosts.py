@@ -74,7 +74,7 @@ def measure(rank: int, folder: str, wire: str, options: argparse.Namespace) -> N
             side: partial(md.all_reduce, x, group=group) for side, group in groups.items()
         }
         if wire == "gloo":
-            bare, terms = channels["compared"].communicator._group, AllreduceOptions()
+            bare, terms = channels["compared"].communicator.torch_group, AllreduceOptions()
             sides["c10d"] = lambda bare=bare, x=x, terms=terms: bare.allreduce([x], terms).wait()
         samples = interleaved(
             {side: partial(ms_per_step, call, num_calls) for side, call in sides.items()},

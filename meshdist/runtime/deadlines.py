@@ -193,7 +193,7 @@ def wait_until(
 
 _log = logging.getLogger("meshdist.timers")
 _PERIOD_S = 0.05
-_LINGER_S = 1.0
+LINGER_S = 1.0
 
 
 def _do_nothing() -> None:
@@ -258,12 +258,12 @@ class _TimerThread(threading.Thread):
 
     def _fire_while_used(self) -> None:
         """Make the calls of timers that are over, until no timer was set for a second."""
-        linger = Grace(_LINGER_S)
+        linger = Grace(LINGER_S)
         while not linger.is_over:
             time.sleep(_PERIOD_S)
             timers = self._timers.copy()
             if timers:
-                linger = Grace(_LINGER_S)
+                linger = Grace(LINGER_S)
             for timer in timers:
                 if timer.deadline.is_over:
                     self._fire(timer)

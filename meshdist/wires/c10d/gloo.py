@@ -219,11 +219,11 @@ class GlooCommunicator(C10dCommunicator):
     @property
     def is_closed(self) -> bool:
         """Return whether the communicator has been closed."""
-        return self._group is CLOSED
+        return self.torch_group is CLOSED
 
     def disconnect(self) -> None:
         """Close all connections, so that the operations in flight fail."""
-        group = self._group
+        group = self.torch_group
         if group is not CLOSED:
             expire(start_expiring(group, peer) for peer in self._peers())
 
@@ -236,7 +236,7 @@ class GlooCommunicator(C10dCommunicator):
     def close(self) -> None:
         if self._process_id == os.getpid():
             self._queue.end()
-        group, self._group = self._group, CLOSED
+        group, self.torch_group = self.torch_group, CLOSED
         if group is CLOSED:
             return
         if self._process_id != os.getpid():  # a forked child
