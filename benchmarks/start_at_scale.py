@@ -240,7 +240,7 @@ def run(
         handle = StandInStore(stores[rank], LONG, is_served_here=True)  # asks without a thread
         attempt = Attempt(handle, rank, size, LONG, "stand-ins", ("stand-in",), rank % PER_HOST)
         host = f"host {rank // PER_HOST}"
-        attempt._card = dataclasses.replace(attempt._card, host=host, hostname=host)
+        attempt.card = dataclasses.replace(attempt.card, host=host, hostname=host)
         stores[rank].set("warm", "")
         handle.wait(["warm"])  # its connection is there
         meeting.wait()

@@ -121,7 +121,7 @@ def waiting_elsewhere(junk: bytes) -> None:
     name, store = f"agree/mesh/{digest_of_ranks((0, 1))}/1", Memory()
     store.values["agree/waiting/1"] = junk
     store.values["other/digest/about"] = b'[{"text": "another mesh"}, [[0, 1, 2]]]'
-    with patch.object(deadlines, "_LOOK_S", 0.0), patch.object(agreement, "ask", lambda *_: {}):
+    with patch.object(deadlines, "LOOK_S", 0.0), patch.object(agreement, "ask", lambda *_: {}):
         world = found_by(store)
         Agreements(world, Endings(world)).agree((0, 1), "mesh", {"text": "a mesh"}, SHORT)
     assert f"{name}/outcome" in store.values

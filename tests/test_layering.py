@@ -680,6 +680,7 @@ def test_an_import_of_another_room_is_found() -> None:
 
 MIRRORED = (
     DistributedDataParallel,
+    dist.ProcessGroupGloo._Options,
     DeviceMesh,
     dist.ProcessGroup,
     dist.Work,

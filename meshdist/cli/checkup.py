@@ -102,7 +102,7 @@ _VARIABLES = re.compile(
 _PACKAGES = ("meshdist", "torch", "numpy", "cupy", "mpi4py", "einops", "optree")
 _HUGE_PAGES = "/sys/kernel/mm/transparent_hugepage/enabled"
 _MPI_S = 20.0
-_NEWEST_TORCH = (2, 15)
+NEWEST_TORCH = (2, 15)
 T = TypeVar("T")
 _ASK_MPI = """
 import json
@@ -136,9 +136,9 @@ def find_versions() -> dict[str, str | None]:
 def find_untested_torch(version: str | None) -> str | None:
     """Return the notice for a torch newer than every tested version; None for all others."""
     found = re.match(r"(\d+)\.(\d+)", version or "")
-    if found is None or (int(found[1]), int(found[2])) <= _NEWEST_TORCH:
+    if found is None or (int(found[1]), int(found[2])) <= NEWEST_TORCH:
         return None
-    newest = ".".join(map(str, _NEWEST_TORCH))
+    newest = ".".join(map(str, NEWEST_TORCH))
     return f"torch {version} is newer than {newest}, the newest that meshdist was tested with"
 
 

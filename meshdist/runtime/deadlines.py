@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 _SHORTEST_PAUSE_S = 0.00005
 _LONGEST_PAUSE_S = 0.02
-_LOOK_S = 1.0
+LOOK_S = 1.0
 _LOOK_S_PER_MEMBER = 0.002  # many start more slowly, and must not ask the more for that
 _MOST_FOLDS = 10
 _REST_PER_LOOK = 20.0  # times what the look took
@@ -137,7 +137,7 @@ class Grace(Deadline):
 
 def first_look_s(num_members: int) -> float:
     """Return after how many seconds the first of ``num_members`` looks for missing members."""
-    return max(_LOOK_S, _LOOK_S_PER_MEMBER * num_members)
+    return max(LOOK_S, _LOOK_S_PER_MEMBER * num_members)
 
 
 class Looks:

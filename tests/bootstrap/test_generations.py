@@ -312,7 +312,7 @@ def layout_of(hosts: Sequence[str], told: Sequence[int | None]) -> list[Rendezvo
             attempt = Attempt(
                 BoundedStore(store, LONG), rank, len(hosts), LONG, "a test", (), local
             )
-            attempt._card = dataclasses.replace(my_card(), host=host, hostname=host)
+            attempt.card = dataclasses.replace(my_card(), host=host, hostname=host)
             joined = attempt.try_generation(0)
             assert joined is not None
             return joined

@@ -110,7 +110,7 @@ def test_a_member_that_was_cut_off_as_it_came_elsewhere_makes_no_junk(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Another waits there, though the first has not written what for: the server was stopped."""
-    monkeypatch.setattr(deadlines, "_LOOK_S", 0.0)
+    monkeypatch.setattr(deadlines, "LOOK_S", 0.0)
     monkeypatch.setattr(agreement, "ask", lambda *_: {})
 
     def body(world: World) -> None:
