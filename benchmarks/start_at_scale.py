@@ -286,7 +286,7 @@ def run(
 
     patches = (
         # One process wakes for all of them: a thousand times a second at most.
-        mock.patch.object(bounded_store, "_POLL_S", max(1.0, size / 1000)),
+        mock.patch.object(bounded_store, "POLL_S", max(1.0, size / 1000)),
         mock.patch.object(communicators, "SignalThread", NoSignals),
         # Which counts the files of the process that they share.
         mock.patch.object(wire_registry, "make_descriptor_room", return_value=""),

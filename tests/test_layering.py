@@ -665,6 +665,46 @@ def test_tests_of_other_rooms_come_by_the_front_door() -> None:
     assert not faults, "\n" + "\n".join(faults)
 
 
+OWNERS = {"_x": {"meshdist.ground"}, "_set_static_graph": {"meshdist.ddp.torch_methods"}}
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("import meshdist\nmeshdist.ground._z", ":2 touches _z"),
+        ("from meshdist.ground import _z", ":1 imports _z, a private name of meshdist.ground"),
+        ("from meshdist import ground\nground._z = 1", ":2 touches _z"),
+        ("from tests.inner import ground\nground.f()[0]._z", ":2 touches _z"),
+        ("from tests.inner import ground\nground._x", ":2 touches _x"),
+        ("def f(c):\n    return c._x", ":2 touches _x, a private name of meshdist.ground"),
+        ('patch("meshdist.ground._x")', ":1 spells _x, a private name of meshdist.ground"),
+        ('mock.patch.object(ground, "_x")', ":1 spells _x"),
+        ('monkeypatch.setattr(thing, "_x", 1)', ":1 spells _x"),
+        ('getattr(thing, "_x")', ":1 spells _x"),
+    ],
+)
+def test_a_private_name_in_a_test_is_found(text: str, fault: str) -> None:
+    (found,) = private_uses("tests/test_x.py", text, OWNERS)
+    assert fault in found
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import os, torch\nos._exit(torch._C._x)",
+        "import meshdist\nmeshdist.DDP._set_static_graph",  # as torch's class has it
+        'getattr(model, "_set_static_graph")',
+        "note._replace(y=1)",
+        "class A:\n    _x = 1\n\nA()._x",
+        'print("_x")',
+        'monkeypatch.setattr(thing, "x", 1)',
+        "import meshdist\nmeshdist.Mesh()._repr_svg_()",
+    ],
+)
+def test_other_names_in_a_test_are_its_own_business(text: str) -> None:
+    assert private_uses("tests/test_x.py", text, OWNERS) == []
+
+
 def test_an_import_of_another_room_is_found() -> None:
     text = "import meshdist as md\nfrom meshdist.wires.shm import door\n"
     assert inner_imports(Path("tests/wires/shm/test_door.py"), text) == []
@@ -678,6 +718,7 @@ def test_an_import_of_another_room_is_found() -> None:
     assert inner_imports(Path("tests/test_x.py"), "from meshdist.mesh.layout import Layout") == []
 
 
+# Whose private names programs use, and tests may.
 MIRRORED = (
     DistributedDataParallel,
     dist.ProcessGroupGloo._Options,

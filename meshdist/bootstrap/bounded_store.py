@@ -35,15 +35,15 @@ from .stores import NamedPrefixStore, cloned, root_of
 
 T = TypeVar("T")
 
-_ANSWER_S = 5.0
+ANSWER_S = 5.0
 """How long a server may take to answer, and longer where a deadline is in force."""
 # A server may be slow to answer (a name server that its accepting side asks, a loaded machine), and
 # Python must not end before the thread is back from it.
 _END_S = 20.0
-_POLL_S = 0.2
+POLL_S = 0.2
 _CLOSING_S = 1.0
 _LONGEST_KEY = 2000  # letters, of which each takes up to four of 8,192 bytes
-_CHECK_S = 1.0  # in a wait that asks nothing else: a server may fall silent meanwhile
+CHECK_S = 1.0  # in a wait that asks nothing else: a server may fall silent meanwhile
 _TURN_S = 0.1  # for which a wait is kept from the alarm by one that will soon end
 _NOT_PARSED = (ValueError, ArithmeticError, RecursionError, TypeError, LookupError, AttributeError)
 _NO_VALUE = b"?"
@@ -159,7 +159,7 @@ class BoundedStore(Store):
         """Wait for all ``keys``, until ``within``'s deadline or ``timeout``; raise if they lack."""
         # The deadline in force also wins over the limit that C++ hands over.
         deadline, look = _deadline.get() or Deadline(timeout or self._patience), _look.get()
-        next_check = Grace(_CHECK_S)
+        next_check = Grace(CHECK_S)
 
         def slice_s() -> float:
             nonlocal next_check
@@ -167,9 +167,9 @@ class BoundedStore(Store):
             if look is not None:
                 look()
             elif next_check.is_over:
-                next_check = Grace(_CHECK_S)
+                next_check = Grace(CHECK_S)
                 self.check(keys)
-            return 0.0 if deadline.is_over else deadline.slice_s(_POLL_S)
+            return 0.0 if deadline.is_over else deadline.slice_s(POLL_S)
 
         is_set = self._await_alarm(keys[0], slice_s) if len(keys) == 1 else None
         if is_set is None:
@@ -297,7 +297,7 @@ class BoundedStore(Store):
         self._is_closed = True
         if self._thread is not None:
             self._requests.put(None)
-            self._thread.join(0.0 if self._silent_s() > _ANSWER_S else _END_S)
+            self._thread.join(0.0 if self._silent_s() > ANSWER_S else _END_S)
         for alarm in self._alarms:
             alarm.connection.close()
         if self._watch is not None:
@@ -320,10 +320,10 @@ class BoundedStore(Store):
         self._requests.put((request, answer))
         silent_s, deadline = self._silent_s(), _deadline.get() or Deadline(0)
         # From when the server fell silent: waits that follow each other do not add up.
-        grace, deadline = Grace(_ANSWER_S - silent_s), Deadline(deadline.left_s - silent_s)
+        grace, deadline = Grace(ANSWER_S - silent_s), Deadline(deadline.left_s - silent_s)
         while True:
             try:
-                return answer.result(_POLL_S)
+                return answer.result(POLL_S)
             except NoAnswerYet:
                 if grace.is_over and deadline.is_over:
                     answer.cancel()
@@ -350,7 +350,7 @@ class BoundedStore(Store):
             raise self._lost("was removed", f"the file {self._path}")
         if _is_unlocked(self._file):
             return
-        limits = _deadline.get() or Deadline(0), Grace(_ANSWER_S)
+        limits = _deadline.get() or Deadline(0), Grace(ANSWER_S)
         limit = max(limits, key=lambda limit: limit.left_s)
         if not wait_until(partial(_is_unlocked, self._file), limit):
             raise self._lost("keeps its file locked", name_locker(self._path))

@@ -46,7 +46,7 @@ SERVER = "rank {}, which serves the store,"
 """The name in messages of a rank whose process serves the store."""
 
 _log = logging.getLogger("meshdist.waits")
-_NOTICE_S = 30.0
+NOTICE_S = 30.0
 _TELLING_S = 5.0
 """How long the first rank that gives up may take to say so for all."""
 _MOST_TRIES = 8  # generations that end while this process comes
@@ -228,7 +228,7 @@ class Attempt:
 
     def _wait_for(self, generation_store: Store, key: str) -> bool:
         """Wait for ``key``; log once which ranks are missing; return whether it was set in time."""
-        notice = Grace(_NOTICE_S)
+        notice = Grace(NOTICE_S)
 
         def look() -> None:
             nonlocal notice
@@ -239,7 +239,7 @@ class Attempt:
                     absent = ranks_text(self._absent(generation_store, "joined"))
                     limit_s = f"{self.timeout.total_seconds():g} s"
                     text = f"{absent} to join the world of {self.size}; the timeout is {limit_s}"
-                    _log.warning("meshdist: the ranks have waited for %g s for %s", _NOTICE_S, text)
+                    _log.warning("meshdist: the ranks have waited for %g s for %s", NOTICE_S, text)
 
         return await_key(generation_store, key, self._deadline, look)
 

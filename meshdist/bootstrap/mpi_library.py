@@ -66,6 +66,7 @@ def _remove_empty(folder: str) -> None:
 
 
 def launching_process() -> int:
+    """Return the process id of mpiexec, or of the parent if there is no mpiexec."""
     pid = os.getppid()
     # A wrapper script may stand between mpiexec and this process.
     while pid > 0 and (process := read_process(pid)) is not None:

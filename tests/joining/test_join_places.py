@@ -89,7 +89,7 @@ def test_all_calls_have_a_round_where_one_has_no_room_for_words(pool: Pool, back
         md.barrier()
         words = get_registry(get_world()).header_tables._words
         if md.get_rank() == 1 and words is not None:
-            words.reserve(1, shared_words._TOTAL_WORDS - words._end)
+            words.reserve(1, shared_words.TOTAL_WORDS - words._end)
         return sums_and_collectives(2, 10)
 
     for _, num_collectives in pool.run(program, 2, backend=backend):

@@ -397,8 +397,12 @@ import torch
 from torch.distributed import distributed_c10d
 del distributed_c10d._World
 import meshdist as md
+
+def begin():
+    torch.distributed.init_process_group("simulated", init_method="simulated://")
+
 try:
-    md.simulate(lambda: torch.distributed.init_process_group("simulated"), 2)
+    md.simulate(begin, 2)
 except md.BackendError as error:
     print(error)
 """
