@@ -2,8 +2,8 @@
 
 Every file of the package has a place in ``FLOORS``. A module imports only from floors below its
 own; inside one folder, only from modules listed before it. Nothing imports in circles, and nothing
-touches another module's underscore names. Imports inside functions count, and so do those under
-``if TYPE_CHECKING:``, which tell as well who knows of whom.
+touches another module's underscore names: tests, benchmarks and examples neither. Imports inside
+functions count, and so do those under ``if TYPE_CHECKING:``, which tell as well who knows of whom.
 """
 
 from __future__ import annotations

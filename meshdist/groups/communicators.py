@@ -61,7 +61,7 @@ _making = ModuleLock()
 _PATIENCE = timedelta(seconds=5)
 _RECEIPTS_S = 1.0
 _NOTING_S = 0.01
-_COLLECTED_S = 1.0
+COLLECTED_S = 1.0
 
 
 @dataclass(eq=False)
@@ -91,7 +91,7 @@ class OpenCommunicator:
 
     def groups(self) -> list[Any]:
         """Return the groups that use this communicator, also those that the program has dropped."""
-        grace = Grace(_COLLECTED_S)
+        grace = Grace(COLLECTED_S)
         while None in (found := [refer() for refer in list(self.users.values())]):
             time.sleep(0)  # another thread collects it, and calls `drop` next
             if grace.is_over:  # that was interrupted

@@ -389,7 +389,7 @@ def test_an_interrupt_while_a_group_is_opened_leaves_nothing(
 
 
 def test_a_group_that_is_gone_for_good_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(communicators, "_COLLECTED_S", 0.01)
+    monkeypatch.setattr(communicators, "COLLECTED_S", 0.01)
 
     def program() -> list[Any]:
         group = md.new_group()

@@ -395,7 +395,7 @@ def test_a_torch_without_a_name_that_is_needed() -> None:
     program = """
 import torch
 from torch.distributed import distributed_c10d
-del distributed_c10d._World
+del distributed_c10d._default_pg_init_method
 import meshdist as md
 
 def begin():
@@ -412,7 +412,7 @@ except md.BackendError as error:
     assert done.stdout.rstrip("\n") == (
         f"torch {torch.__version__} cannot have a world of its own on simulated ranks\n"
         "  expected: one of the versions that are tested, see docs/versions.md\n"
-        "  found:    none of its inner _World\n"
+        "  found:    none of its inner _default_pg_init_method\n"
         "  fix:      install such a torch, or run the program as processes: meshdist run -n 4 "
         "script.py"
     )

@@ -436,9 +436,10 @@ def test_a_result_that_was_not_completed_is_never_there(
         md.all_reduce(torch.ones(2))
         group.fast_path = group.fast_path if is_fast else None
         work: Any = md.all_reduce(x, async_op=True)
-        with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        with pytest.MonkeyPatch.context() as patch:
             patch.setattr(torch.Tensor, "copy_", be_interrupted)
-            work.wait()
+            with pytest.raises(KeyboardInterrupt):
+                work.wait()
         for _ in range(2):
             with pytest.raises(md.BackendError, match="its result is not complete"):
                 work.wait()
