@@ -45,7 +45,7 @@ def measure(
     its_op = getattr(torch.distributed.ReduceOp, op)
     channel = group.open_channel(x.device.type)
     place = "fast_path_on_device" if x.is_cuda else "fast_path"
-    its_class, path = channel.communicator._group, getattr(group, place)
+    its_class, path = channel.communicator.torch_group, getattr(group, place)
     options = AllreduceOptions()
     options.asyncOp, options.reduceOp = is_async, its_op
 
@@ -92,7 +92,7 @@ def on_the_stand_in(folder: str) -> Iterator[tuple[torch.Tensor, Callable[[], No
         md.init_process_group("cpu:nccl", init_method=method, rank=0, world_size=1)
         x = torch.ones(2)
         md.all_reduce(x)
-        its_class = md.group.WORLD.open_channel("cpu").communicator._group
+        its_class = md.group.WORLD.open_channel("cpu").communicator.torch_group
 
         def forget() -> None:
             for kept in (device.log, device.kernels, its_class.calls, its_class.kernels):

@@ -61,7 +61,7 @@ def call_rows() -> list[dict[str, Any]]:
     mesh_of_nothing = idle["dp"]
     idle.get_group("dp").open_channel("cpu").communicator = Nothing()
     group = axis.get_group()
-    bare = group.open_channel("cpu").communicator._group
+    bare = group.open_channel("cpu").communicator.torch_group
     options = AllreduceOptions()
     x = torch.ones(1)
     sides: dict[str, Callable[[], Any]] = {

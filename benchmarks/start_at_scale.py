@@ -240,7 +240,7 @@ def run(
         handle = StandInStore(stores[rank], LONG, is_served_here=True)  # asks without a thread
         attempt = Attempt(handle, rank, size, LONG, "stand-ins", ("stand-in",), rank % PER_HOST)
         host = f"host {rank // PER_HOST}"
-        attempt._card = dataclasses.replace(attempt._card, host=host, hostname=host)
+        attempt.card = dataclasses.replace(attempt.card, host=host, hostname=host)
         stores[rank].set("warm", "")
         handle.wait(["warm"])  # its connection is there
         meeting.wait()
@@ -286,7 +286,7 @@ def run(
 
     patches = (
         # One process wakes for all of them: a thousand times a second at most.
-        mock.patch.object(bounded_store, "_POLL_S", max(1.0, size / 1000)),
+        mock.patch.object(bounded_store, "POLL_S", max(1.0, size / 1000)),
         mock.patch.object(communicators, "SignalThread", NoSignals),
         # Which counts the files of the process that they share.
         mock.patch.object(wire_registry, "make_descriptor_room", return_value=""),

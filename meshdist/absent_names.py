@@ -49,7 +49,7 @@ _HOMES = {name: module for module, names in _NAMES.items() for name in names.spl
 _HOMES |= dict.fromkeys(_MODULES.split(), "")
 
 # Ours in place of torch's, where a program need not go to torch.
-_OURS = {
+OURS = {
     "DTensor": "meshdist.ShardedArray; meshdist.distributed.to_dtensor and from_dtensor go between "
     "the two",
     "Partial": "{U:axis} in a pattern, or meshdist.P; meshdist.distributed.from_placements",
@@ -98,9 +98,9 @@ _INSTEAD = {
     "meshdist.checkpoint.save_async": "async_save",
     "typing_extensions.deprecated": "deprecated",
 }
-_PLACES = {name: place for place, names in _INSTEAD.items() for name in names.split()}
+PLACES = {name: place for place, names in _INSTEAD.items() for name in names.split()}
 # The verb of lax that does it, for what is typed there by torch's name or MPI's.
-_IN_LAX = {
+IN_LAX = {
     "all_reduce": "psum",
     "allreduce": "psum",
     "allgather": "all_gather",
@@ -135,10 +135,10 @@ def where_else(name: str, module: str = _PACKAGE) -> str | None:
           fix:      from torch.distributed.fsdp import fully_shard; the world: \
 torch.distributed.init_process_group('shm')
     """
-    if module == f"{_PACKAGE}.lax" and name in _IN_LAX:
-        return explain(f"{module} has no {name}", fix=f"{module}.{_IN_LAX[name]}")
-    if name in _PLACES:
-        return explain(f"{_PACKAGE} has no {name}", fix=_PLACES[name].format(name))
+    if module == f"{_PACKAGE}.lax" and name in IN_LAX:
+        return explain(f"{module} has no {name}", fix=f"{module}.{IN_LAX[name]}")
+    if name in PLACES:
+        return explain(f"{_PACKAGE} has no {name}", fix=PLACES[name].format(name))
     home = _HOMES.get(name)
     if home is None:
         return None
@@ -147,6 +147,6 @@ torch.distributed.init_process_group('shm')
     if (home or name).partition(".")[0] in _IN_A_WORLD:
         expected += ", in a world of torch's, which meshdist's wires can serve"
         fix += f"; the world: {_TORCH}.init_process_group('shm')"
-    if name in _OURS:
-        expected, fix = f"ours, or {expected}", f"{_OURS[name]}; or torch's: {fix}"
+    if name in OURS:
+        expected, fix = f"ours, or {expected}", f"{OURS[name]}; or torch's: {fix}"
     return explain(f"{_PACKAGE} has no {name}", expected=expected, fix=fix)

@@ -17,7 +17,7 @@ namespace meshdist {
 namespace {
 
 namespace names {
-const Name group{"_group"}, failure{"failure"}, dim{"dim"}, view{"view"}, on_stream{"on_stream"}, poll{"poll"},
+const Name group{"torch_group"}, failure{"failure"}, dim{"dim"}, view{"view"}, on_stream{"on_stream"}, poll{"poll"},
     wait{"wait"};
 }
 

@@ -12,8 +12,8 @@ from meshdist.bench.measuring import (
     Cell as Cell,
     Entrant as Entrant,
     SideFailedError as SideFailedError,
-    _rank_of as _rank_of,
     measure as measure,
+    rank_of as rank_of,
     running as running,
 )
 from meshdist.bench.reporting import machine as machine, size_text as size_text

@@ -13,12 +13,13 @@ from __future__ import annotations
 import functools
 import gc
 import os
+import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from multiprocessing.connection import Connection, Listener
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +78,10 @@ class MpiJob(Pool):
             program = [__file__, address, self._folder.name]
             if not self._is_mpich:
                 program = ["-I", "-S", "-c", STAND_IN, address]
-            with Listener(address, "AF_UNIX", backlog=self.size) as listener:
+            with socket.socket(socket.AF_UNIX) as listener:
+                listener.bind(address)
+                listener.listen(self.size)
+                listener.settimeout(START_S)
                 self._mpiexec = subprocess.Popen(
                     [*job_command(self.size, is_mpich=self._is_mpich), *program],
                     env=environment(**QUICK_NAMES),
@@ -85,11 +89,10 @@ class MpiJob(Pool):
                     start_new_session=True,
                     preexec_fn=functools.partial(end_with_parent, os.getpid()),
                 )
-                listener._listener._socket.settimeout(START_S)  # type: ignore[attr-defined]
-                connections = [listener.accept() for _ in range(self.size)]
+                accepted = [listener.accept()[0] for _ in range(self.size)]
+                connections = [Connection(one.detach()) for one in accepted]
         found = {}
         for connection in connections:
-            assert isinstance(connection, Connection)
             rank, *more = connection.recv()
             if self._is_mpich:
                 found[rank] = Worker(more[0], connection, Path(more[1]))

@@ -49,7 +49,7 @@ class StandInCupy(types.ModuleType):
         self.taken_in: list[tuple[int, int]] = []
         self.ndarray = StandInArray
         self.cuda = types.SimpleNamespace(get_current_stream=self._current_stream)
-        self._arrays: dict[int, StandInArray] = {}
+        self.arrays: dict[int, StandInArray] = {}
         self._numbers = itertools.count(1)
         self._here = threading.local()
 
@@ -80,7 +80,7 @@ class StandInCupy(types.ModuleType):
     def array(self, values: Any) -> StandInArray:
         """An array on the memory of ``values``, on a device of its own."""
         device = next(self._numbers)
-        made = self._arrays[device] = StandInArray(self, np.asarray(values), device)
+        made = self.arrays[device] = StandInArray(self, np.asarray(values), device)
         return made
 
     def empty(self, shape: Any, dtype: Any = float) -> StandInArray:
@@ -162,7 +162,7 @@ class Stream:
 
     def wait_stream(self, other: Stream) -> None:
         assert self.device == other.device
-        values = self._cupy._arrays[self.device].host.tolist()
+        values = self._cupy.arrays[self.device].host.tolist()
         self._cupy.waits.append(Wait(self.device, self.cuda_stream, other.cuda_stream, values))
 
 

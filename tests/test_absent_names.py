@@ -97,10 +97,10 @@ def test_a_verb_that_lax_has_under_jaxs_name_is_told_by_it(name: str, fix: str) 
 def test_the_ours_that_are_named_exist() -> None:
     from tests.inner import absent_names
 
-    assert {*absent_names._IN_LAX.values()} <= {*lax.__all__}
+    assert {*absent_names.IN_LAX.values()} <= {*lax.__all__}
 
-    named = {name: text.format(name) for name, text in absent_names._PLACES.items()}
-    for name, text in (absent_names._OURS | named).items():
+    named = {name: text.format(name) for name, text in absent_names.PLACES.items()}
+    for name, text in (absent_names.OURS | named).items():
         words = text.replace(",", " ").replace(";", " ").split()
         for word in words:
             if word.startswith("meshdist.") and word != "meshdist.":

@@ -437,7 +437,7 @@ def test_nothing_is_handed_back_to_torch_and_numpy(stand_in: StandInCupy) -> Non
 def test_an_array_is_not_freed_before_it_was_handed_back(stand_in: StandInCupy) -> None:
     x = stand_in.array([1.0])
     kept = weakref.ref(x)
-    stand_in._arrays.clear()
+    stand_in.arrays.clear()
     hand_back = find_hand_back([x])
     del x
     assert kept() is not None

@@ -31,11 +31,11 @@ from tests.inner import (
     SharedWordsView,
     WireFailure,
     World,
-    _rank_of,
     core,
     find_readable,
     handshake,
     open_file,
+    rank_of,
     unpack,
 )
 from tests.test_fuzz import changed, records, texts
@@ -181,7 +181,7 @@ def greeting_of_bench(junk: bytes) -> None:
         theirs.setblocking(False)
         theirs.sendall(junk[:5000] + b"\n")
         theirs.close()
-        assert isinstance(_rank_of(ours, "secret"), int | None)
+        assert isinstance(rank_of(ours, "secret"), int | None)
 
 
 # -- parcels, files -------------------------------------------------------------------------------

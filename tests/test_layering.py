@@ -2,8 +2,8 @@
 
 Every file of the package has a place in ``FLOORS``. A module imports only from floors below its
 own; inside one folder, only from modules listed before it. Nothing imports in circles, and nothing
-touches another module's underscore names. Imports inside functions count, and so do those under
-``if TYPE_CHECKING:``, which tell as well who knows of whom.
+touches another module's underscore names: tests, benchmarks and examples neither. Imports inside
+functions count, and so do those under ``if TYPE_CHECKING:``, which tell as well who knows of whom.
 """
 
 from __future__ import annotations
@@ -18,9 +18,15 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "meshdist"
+INNER = "tests.inner"
+BY_STRING = {"getattr", "setattr", "delattr", "hasattr", "patch", "object", "attrgetter"}
 
 # From the ground up. A floor maps its rooms to their modules, bottom-up: a room is a folder, or one
 # file that lies directly in the package ("" where several do); ``c10d.gloo`` lies in a folder of
@@ -378,8 +384,13 @@ class Import:
 
 
 def is_private(name: str) -> bool:
-    """Return whether ``name`` is its owner's own business; ``__dunder__`` names are not."""
-    return name.startswith("_") and not (name.startswith("__") and name.endswith("__"))
+    """Return whether ``name`` is private; ``_``, ``__dunder__`` and ``_repr_svg_`` are not."""
+    return name.startswith("_") and not name.endswith("_")
+
+
+def name_called(node: ast.Call) -> str:
+    """Return the last word of the function that ``node`` calls."""
+    return str(getattr(node.func, "attr", getattr(node.func, "id", "")))
 
 
 def nodes_of(text: str) -> list[ast.AST]:
@@ -412,7 +423,7 @@ def imports_of(
                 else:
                     found.append(Import(node.lineno, origin, alias.name))
         elif isinstance(node, ast.Call) and node.args:
-            called = getattr(node.func, "attr", getattr(node.func, "id", ""))
+            called = name_called(node)
             target = node.args[0]
             name = str(target.value) if isinstance(target, ast.Constant) else ""
             if called in ("import_module", "__import__") and name.split(".")[0] == PACKAGE:
@@ -459,8 +470,41 @@ def own_names(nodes: list[ast.AST]) -> set[str]:
     return names
 
 
+def owners_of(all_nodes: Mapping[str, list[ast.AST]]) -> dict[str, set[str]]:
+    """Return which modules define each underscore name."""
+    owners: dict[str, set[str]] = {}
+    for module, nodes in all_nodes.items():
+        for name in filter(is_private, own_names(nodes)):
+            owners.setdefault(name, set()).add(module)
+    return owners
+
+
+def root_of(node: ast.expr) -> str:
+    """Return the name that a chain of attributes, calls and indices starts with, or ""."""
+    while isinstance(node, (ast.Attribute, ast.Call, ast.Subscript)):
+        node = node.func if isinstance(node, ast.Call) else node.value
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def spelled_faults(where: str, nodes: list[ast.AST], owners: Mapping[str, set[str]]) -> list[str]:
+    """Return one line for each private name that is reached by a string: ``getattr(x, "_y")``."""
+    return [
+        f"{where}:{node.lineno} spells {name}, a private name of {', '.join(sorted(owners[name]))}"
+        for node in nodes
+        if isinstance(node, ast.Call) and name_called(node) in BY_STRING
+        for word in node.args
+        if isinstance(word, ast.Constant) and isinstance(word.value, str)
+        for path in [word.value.split(".")]  # patch("meshdist.x._y")
+        for name in path[-1:]
+        if name in owners and path[:-1] in ([], *[module.split(".") for module in owners[name]])
+    ]
+
+
 def underscore_faults(
-    module: str, nodes: list[ast.AST], imports: list[Import], owners: Mapping[str, set[str]]
+    module: str,
+    nodes: list[ast.AST],
+    imports: list[Import],
+    owners: Mapping[str, set[str]],
 ) -> list[str]:
     """Return one line for each underscore name of another module that ``nodes`` touch.
 
@@ -473,7 +517,7 @@ def underscore_faults(
         for item in imports
         if item.name is not None and is_private(item.name)
     ]
-    ours: set[str] = set()
+    ours = {PACKAGE}
     foreign: set[str] = set()
     for node in nodes:
         if isinstance(node, (ast.Import, ast.ImportFrom)):
@@ -481,21 +525,20 @@ def underscore_faults(
             for alias in node.names:
                 bound = alias.asname or alias.name.split(".")[0]
                 root = origin if isinstance(node, ast.ImportFrom) else alias.name
-                is_ours = getattr(node, "level", 0) > 0 or root.split(".")[0] == PACKAGE
-                (ours if is_ours else foreign).add(bound)
+                top = root.split(".")[0]
+                if getattr(node, "level", 0) or top == PACKAGE or root == INNER:
+                    ours.add(bound)
+                elif top != "tests":
+                    foreign.add(bound)
     for node in nodes:
         if not isinstance(node, ast.Attribute) or not is_private(node.attr):
             continue
-        base: ast.AST = node.value
-        while isinstance(base, ast.Attribute):
-            base = base.value
-        name = base.id if isinstance(base, ast.Name) else ""
-        others = owners.get(node.attr, set())
-        if name in foreign or module in others or (module, node.attr) in TORCH_ATTRIBUTES:
+        name, root, others = node.attr, root_of(node), owners.get(node.attr, set())
+        if root in foreign or module in others or (module, name) in TORCH_ATTRIBUTES:
             continue
-        if name in ours or (others and name not in ("self", "cls")):
-            whose = ", ".join(sorted(others)) or name
-            faults.append(f"{module}:{node.lineno} touches {node.attr}, a private name of {whose}")
+        if root in ours or (others and root not in ("self", "cls")):
+            whose = ", ".join(sorted(others)) or root
+            faults.append(f"{module}:{node.lineno} touches {name}, a private name of {whose}")
     return faults
 
 
@@ -513,11 +556,7 @@ def find_faults(sources: Mapping[str, str], plan: Mapping[str, Place]) -> list[s
     modules = set(sources)
     packages = {name.rpartition(".")[0] for name in modules}
     all_nodes = {module: nodes_of(text) for module, text in sources.items()}
-    owners: dict[str, set[str]] = {}
-    for module, nodes in all_nodes.items():
-        for name in own_names(nodes):
-            if is_private(name):
-                owners.setdefault(name, set()).add(module)
+    owners = owners_of(all_nodes)
     faults, graph = [], {}
     for module, nodes in sorted(all_nodes.items()):
         if module not in plan:
@@ -623,6 +662,46 @@ def test_tests_of_other_rooms_come_by_the_front_door() -> None:
     assert not faults, "\n" + "\n".join(faults)
 
 
+OWNERS = {"_x": {"meshdist.ground"}, "_set_static_graph": {"meshdist.ddp.torch_methods"}}
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("import meshdist\nmeshdist.ground._z", ":2 touches _z"),
+        ("from meshdist.ground import _z", ":1 imports _z, a private name of meshdist.ground"),
+        ("from meshdist import ground\nground._z = 1", ":2 touches _z"),
+        ("from tests.inner import ground\nground.f()[0]._z", ":2 touches _z"),
+        ("from tests.inner import ground\nground._x", ":2 touches _x"),
+        ("def f(c):\n    return c._x", ":2 touches _x, a private name of meshdist.ground"),
+        ('patch("meshdist.ground._x")', ":1 spells _x, a private name of meshdist.ground"),
+        ('mock.patch.object(ground, "_x")', ":1 spells _x"),
+        ('monkeypatch.setattr(thing, "_x", 1)', ":1 spells _x"),
+        ('getattr(thing, "_x")', ":1 spells _x"),
+    ],
+)
+def test_a_private_name_in_a_test_is_found(text: str, fault: str) -> None:
+    (found,) = private_uses("tests/test_x.py", text, OWNERS)
+    assert fault in found
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import os, torch\nos._exit(torch._C._x)",
+        "import meshdist\nmeshdist.DDP._set_static_graph",  # as torch's class has it
+        'getattr(model, "_set_static_graph")',
+        "note._replace(y=1)",
+        "class A:\n    _x = 1\n\nA()._x",
+        'print("_x")',
+        'monkeypatch.setattr(thing, "x", 1)',
+        "import meshdist\nmeshdist.Mesh()._repr_svg_()",
+    ],
+)
+def test_other_names_in_a_test_are_its_own_business(text: str) -> None:
+    assert private_uses("tests/test_x.py", text, OWNERS) == []
+
+
 def test_an_import_of_another_room_is_found() -> None:
     text = "import meshdist as md\nfrom meshdist.wires.shm import door\n"
     assert inner_imports(Path("tests/wires/shm/test_door.py"), text) == []
@@ -630,10 +709,53 @@ def test_an_import_of_another_room_is_found() -> None:
         assert inner_imports(path, text) == [
             f"{path}:2 reaches meshdist.wires.shm.door: let it come from tests.inner"
         ]
-    patched = 'patch.setattr("meshdist.runtime.hosts._PIDS", ())\n'
+    patched = 'patch.setattr("meshdist.runtime.hosts.PIDS", ())\n'
     assert inner_imports(Path("tests/runtime/test_hosts.py"), patched) == []
     assert len(inner_imports(Path("tests/test_kills.py"), patched)) == 1
     assert inner_imports(Path("tests/test_x.py"), "from meshdist.mesh.layout import Layout") == []
+
+
+# Whose private names programs use, and tests may.
+MIRRORED = (
+    DistributedDataParallel,
+    dist.ProcessGroupGloo._Options,
+    DeviceMesh,
+    dist.ProcessGroup,
+    dist.Work,
+    dist.Store,
+    dist.Reducer,
+    torch.Tensor,
+)
+TORCH_NAMES = {name for mirrored in (*MIRRORED, torch.nn.Module()) for name in dir(mirrored)}
+
+
+def private_uses(where: str, text: str, owners: Mapping[str, set[str]]) -> list[str]:
+    """Return a line for each underscore name of the package that a text touches or spells."""
+    nodes = [node for node in nodes_of(text) if getattr(node, "attr", "") not in TORCH_NAMES]
+    own = own_names(nodes)
+    others = {name: modules for name, modules in owners.items() if name not in own | TORCH_NAMES}
+    imports = imports_of(where, nodes, set(package_sources()), is_package=False)
+    return [
+        *underscore_faults(where, nodes, imports, others),
+        *spelled_faults(where, nodes, others),
+    ]
+
+
+def test_tests_touch_no_private_name_of_the_package() -> None:
+    owners = owners_of({module: nodes_of(text) for module, text in package_sources().items()})
+    paths = (
+        path
+        for folder in ("tests", "benchmarks", "examples")
+        for path in (ROOT / folder).rglob("*.py")
+    )
+    faults = [
+        fault
+        for path in sorted(paths)
+        for fault in private_uses(
+            str(path.relative_to(ROOT)), path.read_text(encoding="utf-8"), owners
+        )
+    ]
+    assert not faults, "\n" + "\n".join(faults)
 
 
 LIGHT = [PACKAGE, f"{PACKAGE}.error_text", f"{PACKAGE}.launching.launcher", f"{PACKAGE}.cli.main"]

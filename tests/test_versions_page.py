@@ -38,7 +38,7 @@ def test_the_torches_are_those_that_are_run() -> None:
     minors = [minor_of(version) for version in torch_versions.VERSIONS]
     assert rows_of("torch") == minors
     assert f'"torch>={minors[0]}"' in PROJECT
-    assert ".".join(map(str, checkup._NEWEST_TORCH)) == minors[-1]
+    assert ".".join(map(str, checkup.NEWEST_TORCH)) == minors[-1]
     assert f"({wheels.TORCH.removeprefix('torch==')})" in PAGE
     report = (ROOT / "packaging" / "torch_versions.md").read_text(encoding="utf-8")
     others = set(minors) - {minor_of(wheels.TORCH.removeprefix("torch=="))}

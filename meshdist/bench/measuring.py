@@ -151,7 +151,7 @@ def running(entrants: Sequence[Entrant], num_ranks: int) -> Iterator[dict[str, _
             talks: dict[int, Any] = {}
             while len(talks) < num_ranks:
                 with _accepted(listener, processes, entrant.label) as connection:
-                    rank = _rank_of(connection, secret)
+                    rank = rank_of(connection, secret)
                     if rank is not None:
                         talks[rank] = stack.enter_context(connection.makefile("rw"))
             in_order = [talks[rank] for rank in range(num_ranks)]
@@ -192,7 +192,7 @@ def measure(
     return cells
 
 
-def _rank_of(connection: socket.socket, secret: str) -> int | None:
+def rank_of(connection: socket.socket, secret: str) -> int | None:
     """Return the rank whose greeting has ``secret``; None for any other process."""
     connection.settimeout(_GREETING_S)
     greeting = b""

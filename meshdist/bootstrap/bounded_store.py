@@ -35,15 +35,15 @@ from .stores import NamedPrefixStore, cloned, root_of
 
 T = TypeVar("T")
 
-_ANSWER_S = 5.0
+ANSWER_S = 5.0
 """How long a server may take to answer, and longer where a deadline is in force."""
 # A server may be slow to answer (a name server that its accepting side asks, a loaded machine), and
 # Python must not end before the thread is back from it.
 _END_S = 20.0
-_POLL_S = 0.2
+POLL_S = 0.2
 _CLOSING_S = 1.0
 _LONGEST_KEY = 2000  # letters, of which each takes up to four of 8,192 bytes
-_CHECK_S = 1.0  # in a wait that asks nothing else: a server may fall silent meanwhile
+CHECK_S = 1.0  # in a wait that asks nothing else: a server may fall silent meanwhile
 _TURN_S = 0.1  # for which a wait is kept from the alarm by one that will soon end
 _NOT_PARSED = (ValueError, ArithmeticError, RecursionError, TypeError, LookupError, AttributeError)
 _NO_VALUE = b"?"
@@ -85,7 +85,7 @@ def looking(look: Callable[[], object] | None) -> Iterator[None]:
 def _answer_limit_s() -> float:
     """Return how long the store may take to answer: ``within``'s deadline, 5 s at least."""
     deadline = _deadline.get()
-    return _ANSWER_S if deadline is None else max(_ANSWER_S, deadline.left_s)
+    return ANSWER_S if deadline is None else max(ANSWER_S, deadline.left_s)
 
 
 class BoundedStore(Store):
@@ -165,7 +165,7 @@ class BoundedStore(Store):
         """Wait for all ``keys``, until ``within``'s deadline or ``timeout``; raise if they lack."""
         # The deadline in force also wins over the limit that C++ hands over.
         deadline, look = _deadline.get() or Deadline(timeout or self._patience), _look.get()
-        next_check = Deadline(_CHECK_S)
+        next_check = Deadline(CHECK_S)
 
         def slice_s() -> float:
             nonlocal next_check
@@ -173,9 +173,9 @@ class BoundedStore(Store):
             if look is not None:
                 look()
             elif next_check.is_over:
-                next_check = Deadline(_CHECK_S)
+                next_check = Deadline(CHECK_S)
                 self.check(keys)
-            return min(_POLL_S, deadline.left_s)
+            return min(POLL_S, deadline.left_s)
 
         is_set = self._await_alarm(keys[0], slice_s) if len(keys) == 1 else None
         if is_set is None:
@@ -303,7 +303,7 @@ class BoundedStore(Store):
         self._is_closed = True
         if self._thread is not None:
             self._requests.put(None)
-            self._thread.join(0.0 if self._silent_s() > _ANSWER_S else _END_S)
+            self._thread.join(0.0 if self._silent_s() > ANSWER_S else _END_S)
         for alarm in self._alarms:
             alarm.connection.close()
         if self._watch is not None:
@@ -328,7 +328,7 @@ class BoundedStore(Store):
         limit = Deadline(_answer_limit_s() - self._silent_s())
         while True:
             try:
-                return answer.result(_POLL_S)
+                return answer.result(POLL_S)
             except NoAnswerYet:
                 if limit.is_over:
                     answer.cancel()

@@ -43,7 +43,7 @@ def _is_dask(_: Mapping[str, str]) -> bool:
     return bool(getattr(worker, "_instances", ()))  # the workers that run in this process
 
 
-_ENGINES = (
+ENGINES = (
     Engine("Ray", lambda them: "ray" in sys.modules and "RAY_RAYLET_PID" in them, is_service=True),
     Engine("Dask", _is_dask, is_service=True),
     Engine("submitit", lambda them: "SUBMITIT_EXECUTOR" in them),
@@ -54,4 +54,4 @@ _ENGINES = (
 
 def find_engine(environment: Mapping[str, str]) -> Engine | None:
     """Return the engine (such as Ray) whose worker this process is, None without any."""
-    return next((engine for engine in _ENGINES if engine.is_here(environment)), None)
+    return next((engine for engine in ENGINES if engine.is_here(environment)), None)

@@ -57,7 +57,7 @@ SERVER = "rank {}, which serves the store,"
 """The name in messages of a rank whose process serves the store."""
 
 _log = logging.getLogger("meshdist.waits")
-_NOTICE_S = 30.0
+NOTICE_S = 30.0
 _TELLING_S = 5.0
 """How long the first rank that gives up may take to say so for all."""
 _MOST_TRIES = 8  # generations that end while this process comes
@@ -130,7 +130,7 @@ class Attempt:
 
     def __post_init__(self) -> None:
         self._deadline = Deadline(self.timeout)
-        self._card = my_card()
+        self.card = my_card()
         self._terms = ""
         self._heads = head_count_of(tuple(range(self.size)), (0,) * self.size)
         self.store = PrefixStore(self.prefix, self.handle)
@@ -159,7 +159,7 @@ class Attempt:
         else:
             raise RendezvousError(
                 f"{_MOST_TRIES} worlds of the store have ended while this process came to join one",
-                where=f"{self.origin}; {self._card}",
+                where=f"{self.origin}; {self.card}",
                 expected="a world that waits for this process",
                 found=f"worlds up to number {terms[0]}, each of which other processes have closed",
                 fix="end the processes that make worlds at this address again and again, or give "
@@ -199,7 +199,7 @@ class Attempt:
             return self._conclude(generation_store, generation, mine, outcome)
         except KeyboardInterrupt:
             self._resolve(
-                generation_store, _failure(f"rank {mine} was interrupted", where=str(self._card))
+                generation_store, _failure(f"rank {mine} was interrupted", where=str(self.card))
             )
             self._pass_over(generation)
             raise
@@ -208,7 +208,7 @@ class Attempt:
         """Claim a rank by this process's card; return the rank, or None in a closed generation."""
         about = {"local_rank": self.local_rank, "wires": sorted(self.wires), "serves": self.serves}
         about["is_server"] = self.handle.is_served_here
-        text = json.dumps({**self._card.to_json(), **about, "by": secrets.token_hex(8)})
+        text = json.dumps({**self.card.to_json(), **about, "by": secrets.token_hex(8)})
         while True:
             rank = generation_store.add("arrived", 1) - 1 if self.rank is None else self.rank
             if rank >= self.size:
@@ -233,7 +233,7 @@ class Attempt:
             f"rank {rank} was claimed by two processes",
             where=self.origin,
             expected=f"every rank from 0 to {self.size - 1} once",
-            found=f"{other}; {self._card}",
+            found=f"{other}; {self.card}",
             fix="give each process its own rank; or, if a job that has crashed used this "
             "store, start with a new address, file or store",
         )
@@ -247,7 +247,7 @@ class Attempt:
 
     def _wait_for(self, generation_store: Store, key: str) -> bool:
         """Wait for ``key``; log once which ranks are missing; return whether it was set in time."""
-        notice = Deadline(_NOTICE_S)
+        notice = Deadline(NOTICE_S)
 
         def look() -> None:
             nonlocal notice
@@ -258,7 +258,7 @@ class Attempt:
                     absent = ranks_text(self._absent(generation_store, "joined"))
                     limit_s = f"{self.timeout.total_seconds():g} s"
                     text = f"{absent} to join the world of {self.size}; the timeout is {limit_s}"
-                    _log.warning("meshdist: the ranks have waited for %g s for %s", _NOTICE_S, text)
+                    _log.warning("meshdist: the ranks have waited for %g s for %s", NOTICE_S, text)
 
         return await_key(generation_store, key, self._deadline, look)
 
@@ -409,7 +409,7 @@ class Attempt:
             "the ranks disagree about the size of the world",
             where=self.origin,
             expected="the same world_size on every rank",
-            found=f"{process} ({self._card}): {self.size}; the first that came: {agreed}",
+            found=f"{process} ({self.card}): {self.size}; the first that came: {agreed}",
             fix="give every rank the same world_size (WORLD_SIZE; -n of a launcher on each host)",
         )
 

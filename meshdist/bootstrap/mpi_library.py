@@ -41,7 +41,7 @@ _LAUNCHERS = ("prte", "orted", "orterun", "mpiexec", "mpirun", "hydra_pmi_proxy"
 
 def directory_of_mpiexec(surroundings: Surroundings) -> str:
     """Return a private directory, the same for all processes of an mpiexec on this host."""
-    launcher = _launching_process()
+    launcher = launching_process()
     start = (process_start(launcher) or "").replace(" ", "-")
     job = "".join(letter if letter.isalnum() else "-" for letter in surroundings.job or "")
     name = f"meshdist-{os.getuid()}-{launcher}-{start}-{job}"
@@ -56,7 +56,8 @@ def directory_of_mpiexec(surroundings: Surroundings) -> str:
     return folder
 
 
-def _launching_process() -> int:
+def launching_process() -> int:
+    """Return the process id of mpiexec, or of the parent if there is no mpiexec."""
     pid = os.getppid()
     # A wrapper script may stand between mpiexec and this process.
     while pid > 0 and (process := read_process(pid)) is not None:

@@ -42,7 +42,7 @@ from .debug_levels import DebugLevel, get_debug_level
 Site: TypeAlias = tuple[str, int] | None
 """A line of the program, as file and line number; None where no frame is of the program."""
 
-_warned: set[tuple[type[Warning], tuple[str, int]]] = set()
+warned_places: set[tuple[type[Warning], tuple[str, int]]] = set()
 _BETWEEN = (
     os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep,
     os.path.dirname(os.path.abspath(torch.__file__)) + os.sep,
@@ -90,8 +90,8 @@ def warn_once_at(
     place: tuple[str, int], text: Callable[[], str], category: type[Warning] = UserWarning
 ) -> None:
     """Warn of ``text()`` at ``place``, a file and line, once for each category."""
-    if (category, place) not in _warned:
-        _warned.add((category, place))
+    if (category, place) not in warned_places:
+        warned_places.add((category, place))
         warnings.warn_explicit(text(), category, *place)
 
 

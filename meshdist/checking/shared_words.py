@@ -19,10 +19,10 @@ from typing import NamedTuple
 from ..runtime.deadlines import Deadline
 
 _TOTAL_BYTES = 1 << 28  # of address space: memory is taken by what is written alone
-_TOTAL_WORDS = _TOTAL_BYTES // 8
+TOTAL_WORDS = _TOTAL_BYTES // 8
 _DIRECTORY_WORDS = 1 << 13
 _PAGE_WORDS = mmap.PAGESIZE // 8
-_SILENT_S = 1.0
+SILENT_S = 1.0
 _NAME = "meshdist-words"
 _LINK = f"/memfd:{_NAME}"  # how the system's list of open files shows it
 # Words of the directory; an entry is a key and where it lies.
@@ -103,7 +103,7 @@ class SharedWords:
 
     def _new_slot(self, num_words: int) -> _Slot:
         entry = _ENTRIES + 2 * int(self._words[_COUNT])
-        if entry + 2 > _DIRECTORY_WORDS or self._end + num_words > _TOTAL_WORDS:
+        if entry + 2 > _DIRECTORY_WORDS or self._end + num_words > TOTAL_WORDS:
             self._words[_IS_FULL] = 1
             raise MemoryError("the shared words of this process are full")
         slot = _Slot(entry, self._end, num_words)
@@ -247,7 +247,7 @@ class SignsOfLife:
             words = self._regions.find(member, _PAGE_WORDS)
             if words is not None and self._regions.is_alive(member):
                 if words[0] != beat:
-                    silence = Deadline(_SILENT_S)
+                    silence = Deadline(SILENT_S)
                     self._beats[member] = words[0], silence
                 if not silence.is_over:
                     return words[1]

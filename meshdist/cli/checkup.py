@@ -44,7 +44,7 @@ def python() -> str:
 
 def torch_wheel() -> str:
     """Return pip's arguments to install torch: the CPU build without an NVIDIA GPU."""
-    return "torch" if _has_nvidia_gpu() else f"torch --index-url {_CPU_INDEX}"
+    return "torch" if has_nvidia_gpu() else f"torch --index-url {_CPU_INDEX}"
 
 
 def has_core() -> bool:
@@ -57,7 +57,7 @@ def find_install() -> list[dict[str, str]]:
     pip = f"{python()} -m pip install"
     rows = [_torch_row(pip), _core_row(pip)]
     for extra, (package, what) in _EXTRAS.items():
-        if extra == "cupy" and not _has_nvidia_gpu():
+        if extra == "cupy" and not has_nvidia_gpu():
             continue
         is_here = find_version(package) is not None
         state = f"here: {what}" if is_here else f"not here: {what}"
@@ -66,14 +66,15 @@ def find_install() -> list[dict[str, str]]:
     return rows
 
 
-def _has_nvidia_gpu() -> bool:
+def has_nvidia_gpu() -> bool:
+    """Return whether this machine seems to have an NVIDIA GPU."""
     return os.path.exists("/dev/nvidiactl") or shutil.which("nvidia-smi") is not None
 
 
 def _torch_row(pip: str) -> dict[str, str]:
     import torch
 
-    version, has_gpu = torch.__version__, _has_nvidia_gpu()
+    version, has_gpu = torch.__version__, has_nvidia_gpu()
     built_for_gpus = torch.version.cuda is not None or torch.version.hip is not None
     state, fix = f"{version}, for {'GPUs and ' if built_for_gpus else ''}CPUs", ""
     if has_gpu and not built_for_gpus:
@@ -100,9 +101,9 @@ _VARIABLES = re.compile(
     r"|GROUP_(RANK|WORLD_SIZE)|(OMP|MKL)_NUM_THREADS|CUDA_VISIBLE_DEVICES|USE_LIBUV|SLURM_JOB_ID"
 )
 _PACKAGES = ("meshdist", "torch", "numpy", "cupy", "mpi4py", "einops", "optree")
-_HUGE_PAGES = "/sys/kernel/mm/transparent_hugepage/enabled"
+HUGE_PAGES = "/sys/kernel/mm/transparent_hugepage/enabled"
 _MPI_S = 20.0
-_NEWEST_TORCH = (2, 15)
+NEWEST_TORCH = (2, 15)
 T = TypeVar("T")
 _ASK_MPI = """
 import json
@@ -135,9 +136,9 @@ def find_versions() -> dict[str, str | None]:
 def find_untested_torch(version: str | None) -> str | None:
     """Return the notice for a torch newer than every tested version; None for all others."""
     found = re.match(r"(\d+)\.(\d+)", version or "")
-    if found is None or (int(found[1]), int(found[2])) <= _NEWEST_TORCH:
+    if found is None or (int(found[1]), int(found[2])) <= NEWEST_TORCH:
         return None
-    newest = ".".join(map(str, _NEWEST_TORCH))
+    newest = ".".join(map(str, NEWEST_TORCH))
     return f"torch {version} is newer than {newest}, the newest that meshdist was tested with"
 
 
@@ -149,7 +150,7 @@ def find_machine() -> dict[str, Any]:
 def find_huge_pages() -> str | None:
     """Return Linux's rule for pages of 2 MiB: "always", "madvise" or "never"; or None."""
     try:
-        found = re.search(r"\[(\w+)\]", Path(_HUGE_PAGES).read_text())
+        found = re.search(r"\[(\w+)\]", Path(HUGE_PAGES).read_text())
     except OSError:
         return None
     return found and found[1]

@@ -38,7 +38,7 @@ _EPILOG = """\
 Two ranks are started on this host over each wire that serves CPU tensors; they all-reduce and
 compare. The exit code is 0 when all is well, and 1 when a check failed.
 """
-_WIDTH = 80
+WIDTH = 80
 _IN_WORDS = {"native": "", "native, in part built": "partly", "built": "steps", "-": "not there"}
 _HOW_VERBS_RUN = """\
   Every wire does each verb in one call of its own, but for these:
@@ -112,7 +112,7 @@ def _print(report: dict[str, Any], *, whole_table: bool) -> None:
     from rich.console import Console
 
     is_terminal = sys.stdout.isatty()
-    console = Console(width=None if is_terminal else _WIDTH, highlight=False)
+    console = Console(width=None if is_terminal else WIDTH, highlight=False)
     versions = report["versions"]
     rows = [(name, versions[name] or "-") for name in versions]
     untested = find_untested_torch(versions["torch"])
@@ -133,7 +133,7 @@ def _print(report: dict[str, Any], *, whole_table: bool) -> None:
     headers = "yes: calls are compared before data moves" if state == "yes" else f"no: {state}"
     _section(console, "machine", [*shown, ("shared headers", headers)])
     _section(console, "wires", [(wire["name"], _wire_text(wire)) for wire in report["wires"]])
-    _section(console, "MPI", _mpi_rows(report["mpi"]))
+    _section(console, "MPI", mpi_rows(report["mpi"]))
     states = ((row, f"\nfix: {row['fix']}" if row["fix"] else "") for row in report["install"])
     _section(console, "install", [(row["name"], row["state"] + fix) for row, fix in states])
     variables = report["variables"].items()
@@ -180,7 +180,8 @@ def _huge_pages_text(state: str | None, setting: str | None) -> str:
     return f"madvise: not for tensors, by {HUGE_PAGES}={setting}\nfix: unset {HUGE_PAGES}"
 
 
-def _mpi_rows(mpi: dict[str, Any]) -> list[tuple[str, str]]:
+def mpi_rows(mpi: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return the rows of the table that describe the MPI library."""
     if "library" not in mpi:
         return [("library", f"{mpi['reason']}\nfix: {mpi['fix']}")]
     is_usable = mpi["threads"] == "MULTIPLE"

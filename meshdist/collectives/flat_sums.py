@@ -24,7 +24,7 @@ from .verbs import all_reduce, broadcast
 Item: TypeAlias = tuple[int, Hashable]
 """The bytes of a parameter's gradient, and the kind that all gradients of its bucket share."""
 
-_CHUNK_BYTES = 32 * 1024 * 1024
+CHUNK_BYTES = 32 * 1024 * 1024
 _ALIGNMENT = 16  # a piece of the flat buffer is viewed as any dtype
 
 
@@ -174,7 +174,7 @@ def _chunks(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
         if tensor.numel() == 0:
             continue
         num_bytes = filled.get(device, 0) + _padded_bytes(tensor)
-        if num_bytes > _CHUNK_BYTES and device in filling:
+        if num_bytes > CHUNK_BYTES and device in filling:
             yield filling.pop(device)
             num_bytes = _padded_bytes(tensor)
         filling.setdefault(device, []).append(tensor)

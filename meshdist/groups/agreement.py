@@ -292,7 +292,6 @@ class _PendingAgreement:
         keys = [f"{self.name}/{digest}" for digest in self._digests()]
         return counted.find_absent(self._read, keys, among, most)
 
-
     def raise_unless_agreed(self) -> None:
         """Read the outcome from the store, and raise its error unless it is "agreed"."""
         key, kind, rank = f"{self.name}/outcome", self.kind, self._rank

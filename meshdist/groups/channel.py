@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from ..wires.native import FastPath
 
 _EVEN: tuple[Sizes, Sizes] = ((), ())
-_DEVICE_TYPES = {"cpu": 1, "cuda": 2}
+DEVICE_TYPES = {"cpu": 1, "cuda": 2}
 """The devices on which calls take the fast path, as DLPack numbers them."""
 
 
@@ -336,7 +336,7 @@ class Channel:
             check_every=0 if comparison is None else CHECK_EVERY,
             get_level=partial(_level, self.opened) if self.spans_hosts or on_stream else None,
             most_level=self._most_level.value,
-            device_type=_DEVICE_TYPES.get(device_type, 0),
+            device_type=DEVICE_TYPES.get(device_type, 0),
         )
 
     @property

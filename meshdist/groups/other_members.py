@@ -37,9 +37,9 @@ __all__ = ["LateMembers", "MembersOfWorld", "silent_ranks", "wait_notice"]
 
 T = TypeVar("T")
 
-_FIRST_ANSWER_S = 4.0  # it asks for two seconds at most
+FIRST_ANSWER_S = 4.0  # it asks for two seconds at most
 _LIFE_SIGN_S = 1.0
-_LEAVING_S = 1.0
+LEAVING_S = 1.0
 _STOPPED = "is stopped, by SIGSTOP or a debugger"
 
 
@@ -123,7 +123,7 @@ class MembersOfWorld(OtherMembers):
         # The others read it: n members that ask all others would get n * n answers.
         store, key, mine = self._world.store, f"{self._opened.label}/{name}", str(self._world.rank)
         is_first = store.compare_set(f"{key}/by", "", mine) == mine.encode()
-        if is_first or not await_key(store, key, Deadline(_FIRST_ANSWER_S)):
+        if is_first or not await_key(store, key, Deadline(FIRST_ANSWER_S)):
             text = json.dumps(make_answer())
             is_first = store.compare_set(key, "", text) == text.encode()
         return read_json(store, key, parse_answer), is_first
@@ -237,8 +237,8 @@ def silent_ranks(
         answers = ask(world, others, patience_s=_LIFE_SIGN_S)
         silent = [rank for rank in others if rank not in answers]
         if not silent:
-            grace = Deadline(_LEAVING_S)
-            wait_until(lambda: left() or is_explained(), grace, longest_pause_s=_LEAVING_S / 5)
+            grace = Deadline(LEAVING_S)
+            wait_until(lambda: left() or is_explained(), grace, longest_pause_s=LEAVING_S / 5)
             return left()
     except StoreError as lost:
         return f"{STORE_LOST}: {lost.summary}"

@@ -38,9 +38,9 @@ _log = logging.getLogger("meshdist.signals")
 T = TypeVar("T")
 
 _PERIOD_S = 0.125
-_SURE_S = 30.0  # after which the store is asked though no alarm rings: its connection may be lost
+SURE_S = 30.0  # after which the store is asked though no alarm rings: its connection may be lost
 _LENT_S = 0.5  # between looks while a wait of this process has the alarm
-_SETTLE_S = 1.0  # before the process that looks makes an alarm: a lower rank may be about to start
+SETTLE_S = 1.0  # before the process that looks makes an alarm: a lower rank may be about to start
 _ANSWER_S = 2.0
 _MOST_NAMED = 64  # ranks that a question names; where it is for more, it names none, and all answer
 _END_S = 20.0  # a request to the store ends in a few seconds
@@ -91,7 +91,7 @@ class SignalThread:
         self._signs = signs
         self._alarm: KeyAlarm | None = None  # while this process looks for others
         self._awaited, self._is_proven = "", False
-        self._next_alarm, self._next_look = Deadline(_SETTLE_S), Deadline(0.0)
+        self._next_alarm, self._next_look = Deadline(SETTLE_S), Deadline(0.0)
         self._look = look
         self._store = world.store
         self._rank = world.rank
@@ -131,17 +131,17 @@ class SignalThread:
                 os.read(self._woken, 1 << 16)
             has_ended = self._handle.has_ended()
         if not has_ended:  # another rank may be waiting for this one's receipt
-            self._drop_alarm(_SETTLE_S)
+            self._drop_alarm(SETTLE_S)
             self._act_on_all(None)
         else:
             self._handle.let_server_end()
-        self._drop_alarm(_SETTLE_S)
+        self._drop_alarm(SETTLE_S)
 
     def _act_on_all(self, told: int | None) -> None:
         """Act on new signals up to the number ``told`` by another process; None: read the store."""
         try:
             if told is not None:
-                self._drop_alarm(_SETTLE_S)
+                self._drop_alarm(SETTLE_S)
             latest = self._find_latest() if told is None else told
             self._signs.beat(latest)  # before this process acts, which may take long
             while self._seen < latest:
@@ -152,7 +152,7 @@ class SignalThread:
                 except StoreError as junk:
                     _log.warning("rank %d ignores signal %d: %s", self._rank, self._seen, junk)
         except (RuntimeError, OSError):  # the store may answer later, or its end ends this thread
-            self._drop_alarm(_SURE_S)
+            self._drop_alarm(SURE_S)
 
     def _find_latest(self) -> int:
         """Return the latest signal's number; ask the store only after an alarm, or if due."""
@@ -166,15 +166,15 @@ class SignalThread:
             latest += 1
         if has_rung:
             self._awaited, self._is_proven = _alarm_key(self._store, latest + 1), True
-            self._next_look = Deadline(_SURE_S)
+            self._next_look = Deadline(SURE_S)
         elif has_rung is None:
             self._next_look = Deadline(_LENT_S)
         elif latest > self._seen:  # an alarm that has not rung is worth nothing
-            self._drop_alarm(_SETTLE_S)
+            self._drop_alarm(SETTLE_S)
         elif self._is_proven:
-            self._next_look = Deadline(_SURE_S)
+            self._next_look = Deadline(SURE_S)
         elif alarm is None and self._next_alarm.is_over:
-            self._next_alarm = Deadline(_SURE_S)
+            self._next_alarm = Deadline(SURE_S)
             self._awaited = _alarm_key(self._store, 0)
             self._handle.set_bare(self._awaited)
             self._alarm = self._handle.alarm  # rings at once if the server knows it

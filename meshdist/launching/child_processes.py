@@ -66,7 +66,7 @@ class ProcessExit:
         return f"was ended by {named.get(-self.code, f'signal {-self.code}')}{hint}"
 
 
-def _is_dying(pid: int) -> bool:
+def is_dying(pid: int) -> bool:
     """Return whether a child has not ended, but its first thread has, or SIGKILL is pending."""
     try:
         if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
@@ -169,7 +169,7 @@ class Launch:
 
     def _await_dying(self) -> None:
         """Wait briefly for children about to end, and note their exits before all others."""
-        dying = [rank for rank, child in self.running.items() if _is_dying(child.pid)]
+        dying = [rank for rank, child in self.running.items() if is_dying(child.pid)]
         grace = Deadline(_ANSWER_S)
         for rank in dying:
             with contextlib.suppress(subprocess.TimeoutExpired):

@@ -155,8 +155,8 @@ LOOK_S = 0.05
 """How often to look at what waits to be shown."""
 
 _LINE_S = 0.15  # how long a line may wait for its end; hardly noticed at a prompt
-_REPORT_S = 3.0  # the same for a traceback: longer than a process takes to end, as a rule
-_LONGEST_REPORT_S = 6.0  # where more follows it without a pause
+REPORT_S = 3.0  # the same for a traceback: longer than a process takes to end, as a rule
+LONGEST_REPORT_S = 6.0  # where more follows it without a pause
 _MOST_BYTES = 256 * 1024  # of a traceback, or of a line
 _KEPT_BYTES = 32 * 1024
 _BEHIND_A_LINE = re.compile(rb"(?<=\n)|(?<=\r)(?!\n)")
@@ -326,7 +326,7 @@ class Stream:
     def has_late_report(self) -> bool:
         """Return whether a held traceback has waited as long as it may."""
         now = time.monotonic()
-        is_late = now - self._latest >= _REPORT_S or now - self._report_began >= _LONGEST_REPORT_S
+        is_late = now - self._latest >= REPORT_S or now - self._report_began >= LONGEST_REPORT_S
         return bool(self.report) and is_late
 
     def show_report(self) -> None:

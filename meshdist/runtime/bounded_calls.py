@@ -22,8 +22,8 @@ from .deadlines import Deadline
 from .hosts import num_forks
 
 _SLICE_S = 0.2
-_IDLE_S = 10.0
-_PERIOD_S = 0.1
+IDLE_S = 10.0
+PERIOD_S = 0.1
 _WATCHDOG_END_S = 5.0
 
 _log = logging.getLogger("meshdist.watchdog")
@@ -128,7 +128,7 @@ class _Threads:
     def _run(self) -> None:
         while True:
             try:
-                call = [self._calls.get(timeout=_IDLE_S)]
+                call = [self._calls.get(timeout=IDLE_S)]
             except queue.Empty:
                 with suppress(queue.Empty):
                     self._idle.get_nowait()
@@ -190,7 +190,7 @@ class _Watchdog:
             self._watched.add(watched)
 
     def _run(self) -> None:
-        while not self._is_ending.wait(_PERIOD_S):
+        while not self._is_ending.wait(PERIOD_S):
             with self._changing:
                 watched = tuple(self._watched)
             for each in watched:

@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 _SHORTEST_PAUSE_S = 0.00005
 _LONGEST_PAUSE_S = 0.02
-_LOOK_S = 1.0
+LOOK_S = 1.0
 _LOOK_S_PER_MEMBER = 0.002  # many start more slowly, and must not ask the more for that
 _MOST_FOLDS = 10
 _REST_PER_LOOK = 20.0  # times what the look took
@@ -58,7 +58,7 @@ class Looks:
     """
 
     def __init__(self, num_members: int, place: int) -> None:
-        first_s = max(_LOOK_S, _LOOK_S_PER_MEMBER * num_members) * 4 ** min(place - 1, _MOST_FOLDS)
+        first_s = max(LOOK_S, _LOOK_S_PER_MEMBER * num_members) * 4 ** min(place - 1, _MOST_FOLDS)
         self._begin, self._due = time.monotonic(), Deadline(first_s)
 
     def take(self, look: Callable[[], T]) -> T | None:
@@ -104,7 +104,7 @@ def wait_until(
 
 _log = logging.getLogger("meshdist.timers")
 _PERIOD_S = 0.05
-_LINGER_S = 1.0
+LINGER_S = 1.0
 
 
 def _do_nothing() -> None:
@@ -169,12 +169,12 @@ class _TimerThread(threading.Thread):
 
     def _fire_while_used(self) -> None:
         """Make the calls of timers that are over, until no timer was set for a second."""
-        linger = Deadline(_LINGER_S)
+        linger = Deadline(LINGER_S)
         while not linger.is_over:
             time.sleep(_PERIOD_S)
             timers = self._timers.copy()
             if timers:
-                linger = Deadline(_LINGER_S)
+                linger = Deadline(LINGER_S)
             for timer in timers:
                 if timer.deadline.is_over:
                     self._fire(timer)

@@ -88,12 +88,12 @@ def num_cores() -> int:
         return cores or 1
 
 
-_GROUP_MEMORY = (
+GROUP_MEMORY = (
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
     ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
 )
 """Where a control group's limit and use stand, of version 2 and 1."""
-_PIDS = ("/sys/fs/cgroup/pids.max", "/sys/fs/cgroup/pids.current")
+PIDS = ("/sys/fs/cgroup/pids.max", "/sys/fs/cgroup/pids.current")
 
 
 def free_bytes() -> float:
@@ -104,7 +104,7 @@ def free_bytes() -> float:
         sizes = dict(line.split(":") for line in file)
         if "MemAvailable" in sizes:
             found.append(1024.0 * int(sizes["MemAvailable"].split()[0]))
-    for most, used in _GROUP_MEMORY:
+    for most, used in GROUP_MEMORY:
         with suppress(OSError, ValueError):
             limit, usage = (Path(path).read_text(encoding="ascii") for path in (most, used))
             found.append(float(int(limit) - int(usage)))
@@ -147,7 +147,7 @@ def find_thread_lack(num_needed: int, num_processes: int = 1) -> str:
     """Return why ``num_processes`` cannot start ``num_needed`` more threads each, or ""."""
     num_needed *= num_processes  # they share one control group
     with suppress(OSError, ValueError):  # no such group, or no limit
-        limit, used = (int(Path(path).read_text()) for path in _PIDS)
+        limit, used = (int(Path(path).read_text()) for path in PIDS)
         if limit - used < num_needed:
             left = max(0, limit - used)
             by = f" by {num_processes} ranks" if num_processes > 1 else ""

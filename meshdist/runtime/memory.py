@@ -21,7 +21,7 @@ import torch
 
 _HUGE_PAGE = 2 << 20
 _SMALLEST = 1 << 20
-_MOST_KEPT = 512 << 20
+MOST_KEPT = 512 << 20
 _MOST_WASTE = 2  # times as large as needed
 
 
@@ -65,9 +65,9 @@ class _Pool:
     def _collect(self) -> None:
         while self._returned:
             block = self._returned.popleft()
-            if _room(block) <= _MOST_KEPT:  # a larger one would push out all others
+            if _room(block) <= MOST_KEPT:  # a larger one would push out all others
                 self._free.append(block)
-        while sum(map(_room, self._free)) > _MOST_KEPT:
+        while sum(map(_room, self._free)) > MOST_KEPT:
             del self._free[0]
 
 
@@ -112,7 +112,7 @@ def new_like(tensor: torch.Tensor, shape: Sequence[int] | None = None) -> torch.
     return torch.empty_like(tensor, memory_format=torch.contiguous_format)
 
 
-_MOST_BYTES = 256 << 20
+MOST_BYTES = 256 << 20
 
 
 class Scratch:
@@ -139,7 +139,7 @@ class Scratch:
 
     def give(self, tensor: torch.Tensor) -> None:
         """Put memory from ``take`` back into the pool; the caller must not use it any more."""
-        if tensor.is_cpu and tensor.untyped_storage().nbytes() <= _MOST_BYTES:
+        if tensor.is_cpu and tensor.untyped_storage().nbytes() <= MOST_BYTES:
             block = torch.empty(0, dtype=torch.uint8)
             block.set_(tensor.untyped_storage())
             with self._changing:

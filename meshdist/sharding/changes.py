@@ -125,10 +125,10 @@ class Change:
         wanted = math.prod(target.shape)
         wanted *= math.prod(size for axis, size in enumerate(sizes) if axis not in once)
         summands = math.prod(sizes[axis] for axis in self.summed)
-        return wanted * summands - self._num_held
+        return wanted * summands - self.num_held
 
     @cached_property
-    def _num_held(self) -> int:
+    def num_held(self) -> int:
         """The number of target elements that ranks hold already, summed over all ranks."""
         sizes = self.source.mesh_sizes
         held, table = 1, None

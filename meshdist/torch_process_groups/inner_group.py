@@ -41,7 +41,7 @@ from ..wires.prepared import Layout, PreparedCall
 from ..wires.registry import Opening, Wire
 from ..wires.work import Work
 
-_ANSWERS_S = 1.0
+ANSWERS_S = 1.0
 _ABORT = "abort"
 
 
@@ -234,7 +234,7 @@ class MembersOfTorchGroup(OtherMembers):
         keys = {member: f"disagreement/{sequence}/{member}" for member in places}
         with suppress(RuntimeError):  # the store is lost: then each knows of its own call alone
             self.store.set(keys[self.group.rank], json.dumps(text))
-            texts |= collect(self.store, keys, Deadline(_ANSWERS_S), str)
+            texts |= collect(self.store, keys, Deadline(ANSWERS_S), str)
         return grouped_text(
             (rank, texts.get(member, "has not reported"))
             for member, rank in enumerate(self.group.ranks)

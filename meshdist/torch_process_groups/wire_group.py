@@ -102,7 +102,7 @@ class WireGroup(_TorchsGroup):  # type: ignore[misc]
         self.inner = InnerGroup(wire, opening)
         self._completer = WorkerQueue(self.inner.abort)
         self._coalesced: list[TorchWork] | None = None
-        self._others: dict[str, Any] = {}
+        self.other_groups: dict[str, Any] = {}
         _open.add(self)
 
     # -- what it is ------------------------------------------------------------------------------
@@ -127,7 +127,7 @@ class WireGroup(_TorchsGroup):  # type: ignore[misc]
 
     @property
     def _device_types(self) -> list[torch.device]:
-        kinds = sorted(self._wire.device_types.union(self._others))
+        kinds = sorted(self._wire.device_types.union(self.other_groups))
         return [torch.device(kind) for kind in kinds]
 
     def _get_backend(self, device: torch.device) -> Any:
@@ -149,7 +149,7 @@ class WireGroup(_TorchsGroup):  # type: ignore[misc]
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the timeout of every later call."""
         self.inner.set_timeout(timeout)
-        for group in self._others.values():
+        for group in self.other_groups.values():
             group.set_timeout(timeout)
 
     _set_default_timeout = set_timeout
@@ -205,7 +205,7 @@ class WireGroup(_TorchsGroup):  # type: ignore[misc]
         """Free every wait in the group, here and on the other members, and end its use."""
         if self.inner.is_over:
             return
-        for group in self._others.values():
+        for group in self.other_groups.values():
             group.abort()
         self.inner.abort()
 
@@ -215,7 +215,7 @@ class WireGroup(_TorchsGroup):  # type: ignore[misc]
             return
         self._completer.end()
         self.inner.close()
-        for group in self._others.values():
+        for group in self.other_groups.values():
             group.shutdown()
         self._kept = None
 
@@ -327,8 +327,8 @@ class WireGroup(_TorchsGroup):  # type: ignore[misc]
         """Return torch's own group of the same members for device type ``kind``, made once."""
         # Of a text such as ``cpu:shm,cuda:nccl`` torch gives the whole group to a backend that is a
         # process group itself, and drops the other half. So that half is opened here.
-        if kind in self._others:
-            return self._others[kind]
+        if kind in self.other_groups:
+            return self.other_groups[kind]
         inner = self.inner
         inner.check_usable()
         has_nccl = torch_distributed.is_nccl_available() and torch.cuda.is_available()
@@ -349,7 +349,7 @@ class WireGroup(_TorchsGroup):  # type: ignore[misc]
             setattr(options, name, value)
         backend = torch_distributed.ProcessGroupNCCL(store, place, size, options)
         backend._set_sequence_number_for_group()
-        made = self._others[kind] = _TorchsGroup(store, place, size)
+        made = self.other_groups[kind] = _TorchsGroup(store, place, size)
         nccl = _TorchsGroup.BackendType.NCCL
         made._set_default_backend(nccl)
         made._register_backend(torch.device(kind), nccl, backend)

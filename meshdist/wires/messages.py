@@ -112,7 +112,7 @@ def _copy(source: torch.Tensor, target: torch.Tensor, tag: int) -> None:
         target.copy_(source.reshape(target.shape))
 
 
-_DRAWING_S = 10.0
+DRAWING_S = 10.0
 
 
 class TagNumbers:
@@ -146,6 +146,6 @@ class TagNumbers:
         def is_drawn() -> bool:  # not by waiting in the store, which other threads need
             return bool(store.check([key]))
 
-        if not wait_until(is_drawn, Deadline(_DRAWING_S), check):
+        if not wait_until(is_drawn, Deadline(DRAWING_S), check):
             raise WireTimeout("the member that was to number a tag has not done so")
         return int(store.get(key))

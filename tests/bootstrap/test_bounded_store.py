@@ -116,7 +116,7 @@ def test_a_wait_ends_at_its_timeout(store: Store) -> None:
 
 
 def test_a_stopped_server_is_named_in_time(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bounded_store, "_ANSWER_S", 0.5)
+    monkeypatch.setattr(bounded_store, "ANSWER_S", 0.5)
     with served() as (server, client):
         client.server = "rank 0, which serves the store,"
         client.set("a", "1")
@@ -141,7 +141,7 @@ def test_a_server_that_has_left_one_client_without_an_answer_is_not_waited_for_b
     served: Served,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(bounded_store, "_ANSWER_S", 3.0)
+    monkeypatch.setattr(bounded_store, "ANSWER_S", 3.0)
     with served() as (server, client):
         raw = client.raw_clone()
         stop_other(server.pid)
@@ -162,7 +162,7 @@ def test_a_longer_deadline_waits_for_a_stopped_server(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with served() as (server, client):
-        monkeypatch.setattr(bounded_store, "_ANSWER_S", 0.1)
+        monkeypatch.setattr(bounded_store, "ANSWER_S", 0.1)
         stop_other(server.pid)
         threading.Timer(0.6, server.send_signal, [signal.SIGCONT]).start()
         with within(Deadline(30.0)):
@@ -215,7 +215,7 @@ def test_a_wait_asks_now_and_then_whether_the_server_still_answers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of a server on another host nothing is seen."""
-    monkeypatch.setattr(bounded_store, "_CHECK_S", 0.0)
+    monkeypatch.setattr(bounded_store, "CHECK_S", 0.0)
     with served() as (_, client):
         asked: list[list[str]] = []
         check = client.check
@@ -252,7 +252,7 @@ def test_a_key_that_a_stranger_has_filled_with_junk_costs_one_request(served: Se
 def test_a_file_that_stays_locked_is_told_in_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bounded_store, "_ANSWER_S", 0.2)
+    monkeypatch.setattr(bounded_store, "ANSWER_S", 0.2)
     path = tmp_path / "store"
     client = BoundedStore(FileStore(str(path), -1), LONG)
     with path.open() as file:

@@ -108,7 +108,7 @@ def test_a_missing_rank_is_named_by_everyone_who_waits() -> None:
 def test_one_of_those_who_wait_long_says_who_is_missing(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("meshdist.bootstrap.generations._NOTICE_S", 1.0)
+    monkeypatch.setattr("meshdist.bootstrap.generations.NOTICE_S", 1.0)
     join_all(md.HashStore(), [as_rank(rank, 5, timedelta(seconds=2)) for rank in (0, 2, 3)])
     assert [record.getMessage() for record in caplog.records] == [
         "meshdist: the ranks have waited for 1 s for ranks 1, 4 to join the world of 5; "
@@ -312,7 +312,7 @@ def layout_of(hosts: Sequence[str], told: Sequence[int | None]) -> list[Rendezvo
             attempt = Attempt(
                 BoundedStore(store, LONG), rank, len(hosts), LONG, "a test", (), local
             )
-            attempt._card = dataclasses.replace(my_card(), host=host, hostname=host)
+            attempt.card = dataclasses.replace(my_card(), host=host, hostname=host)
             joined = attempt.try_generation(0)
             assert joined is not None
             return joined

@@ -255,7 +255,7 @@ def make_engine(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         module = SimpleNamespace(Worker=SimpleNamespace(_instances=[object()]))
         monkeypatch.setitem(sys.modules, "distributed.worker", module)
     if name == "joblib":
-        monkeypatch.setattr(multiprocessing.current_process(), "_name", "LokyProcess-1")
+        monkeypatch.setattr(multiprocessing.current_process(), "name", "LokyProcess-1")
     if name == "Process pools":
         monkeypatch.setattr("multiprocessing.process._parent_process", object())
 

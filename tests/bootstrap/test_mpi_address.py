@@ -45,7 +45,7 @@ def test_the_directory_goes_with_the_launching_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with subprocess.Popen(["sleep", "600"]) as launcher:
-        monkeypatch.setattr(mpi_library, "_launching_process", lambda: launcher.pid)
+        monkeypatch.setattr(mpi_library, "launching_process", lambda: launcher.pid)
         folder = Path(directory_of_mpiexec(ranks(1)[0]))
         (folder / "store").write_text("")
         time.sleep(0.3)
@@ -59,7 +59,7 @@ def test_ranks_without_a_launching_process_start_no_remover(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Ranks whose mpiexec has died are children of process 1, which no remover should wait for."""
-    monkeypatch.setattr(mpi_library, "_launching_process", lambda: 1)
+    monkeypatch.setattr(mpi_library, "launching_process", lambda: 1)
     monkeypatch.setattr(mpi_library, "remove_after", lambda *_: pytest.fail("a process more"))
     first, second = ranks(2)
     assert directory_of_mpiexec(first) == directory_of_mpiexec(second)

@@ -127,7 +127,7 @@ def test_regions_of_other_sizes_and_unknown_keys(words: SharedWords) -> None:
 
 
 def test_full_words_say_so_and_go_on(words: SharedWords) -> None:
-    whole = shared_words._TOTAL_WORDS
+    whole = shared_words.TOTAL_WORDS
     view = SharedWordsView(words.address)
     regions = Regions({0: (view, 5)}.get)
     assert regions.reaches(0) and not view.is_full()
@@ -310,7 +310,7 @@ def test_the_lowest_that_is_alive_tells_the_others(monkeypatch: pytest.MonkeyPat
     gone.add(0)  # it ends
     assert [one.find_published() for one in signs[1:]] == [None, 5]
     gone.clear()  # as if it were there still, but stopped
-    monkeypatch.setattr(shared_words, "_SILENT_S", 0.0)
+    monkeypatch.setattr(shared_words, "SILENT_S", 0.0)
     signs[1].beat(6)
     assert [signs[2].find_published(), signs[2].find_published()] == [
         7,

@@ -67,7 +67,7 @@ def test_machine() -> None:
 def test_huge_pages(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, expected: str | None
 ) -> None:
-    monkeypatch.setattr(checkup, "_HUGE_PAGES", str(tmp_path / "enabled"))
+    monkeypatch.setattr(checkup, "HUGE_PAGES", str(tmp_path / "enabled"))
     assert find_huge_pages() is None
     (tmp_path / "enabled").write_text(text)
     assert find_huge_pages() == find_machine()["huge_pages"] == expected

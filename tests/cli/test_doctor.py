@@ -214,7 +214,7 @@ def test_huge_pages(
 def test_the_whole_table(
     untouched: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(doctor, "_WIDTH", 120)  # no row is wrapped then
+    monkeypatch.setattr(doctor, "WIDTH", 120)  # no row is wrapped then
     assert doctor.main(["--no-check", "--all"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     verbs = "all_reduce, all_reduce_coalesced, reduce op native built"
@@ -227,7 +227,7 @@ def test_the_whole_table(
 def test_rows_of_mpi_say_what_the_library_does(is_whole: bool) -> None:
     found = {"library": "Some MPI 1.0", "standard": "4.0", "mpiexec": "/bin/mpiexec"}
     facts = {"threads": "MULTIPLE", "cuda_aware": is_whole, "large_counts": is_whole}
-    assert doctor._mpi_rows({**found, **facts}) == [
+    assert doctor.mpi_rows({**found, **facts}) == [
         ("library", "Some MPI 1.0, MPI 4.0"),
         ("mpiexec", "/bin/mpiexec"),
         ("threads", "MULTIPLE"),
@@ -237,7 +237,7 @@ def test_rows_of_mpi_say_what_the_library_does(is_whole: bool) -> None:
             "by calls of its own" if is_whole else "by datatypes made for them",
         ),
     ]
-    poor = dict(doctor._mpi_rows({**found, **facts, "mpiexec": None, "threads": "SINGLE"}))
+    poor = dict(doctor.mpi_rows({**found, **facts, "mpiexec": None, "threads": "SINGLE"}))
     assert poor["mpiexec"].startswith("none\nfix: pip install")
     assert poor["threads"] == "SINGLE, and meshdist needs MULTIPLE"
 

@@ -20,7 +20,7 @@ def rows() -> dict[str, dict[str, Any]]:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> bool:
-    monkeypatch.setattr(checkup, "_has_nvidia_gpu", lambda: request.param)
+    monkeypatch.setattr(checkup, "has_nvidia_gpu", lambda: request.param)
     return bool(request.param)
 
 

@@ -38,7 +38,7 @@ def filled(start: int) -> list[torch.Tensor]:
 def test_every_tensor_becomes_the_first_ranks(
     chunk_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(flat_sums, "_CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(flat_sums, "CHUNK_BYTES", chunk_bytes)
 
     def program() -> list[torch.Tensor]:
         tensors = filled(1 + 7 * md.get_rank())
@@ -62,7 +62,7 @@ def test_few_broadcasts_carry_many_tensors(monkeypatch: pytest.MonkeyPatch) -> N
         broadcast(tensor, **kwargs)
 
     monkeypatch.setattr(flat_sums, "broadcast", counting)
-    monkeypatch.setattr(flat_sums, "_CHUNK_BYTES", 64)
+    monkeypatch.setattr(flat_sums, "CHUNK_BYTES", 64)
 
     def program() -> None:
         tensors = [torch.zeros(n, dtype=torch.float64) for n in (1, 2, 3, 20, 1, 0)]

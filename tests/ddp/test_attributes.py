@@ -49,7 +49,7 @@ def test_no_object_of_the_reducer_has_more_than_twelve_attributes() -> None:
         counts: dict[str, int] = {}
 
         def look(_: torch.Tensor) -> None:
-            for part in parts_of([model.reducer, model._parting], {}):
+            for part in parts_of(model.reducer, {}):
                 counts[type(part).__name__] = len(names_of(part))
 
         for _ in range(2):

@@ -107,7 +107,7 @@ class Rank:
         if case.wire == "mpi":
             # Its parent is the host of the case. mpiexec's number stands in the job's name.
             mpiexec = int(re.findall(r"\d+", os.environ["PMIX_NAMESPACE"])[-2])
-            mpi_library._launching_process = lambda: mpiexec
+            mpi_library.launching_process = lambda: mpiexec
         backend = None if case.hosts else case.wire
         if case.wire == "mpi" or not self.address:
             md.init_process_group(backend, timeout=limit)

@@ -353,5 +353,3 @@ def test_an_interrupt_while_a_group_is_opened_leaves_nothing(
         return after, num_open()
 
     assert md.simulate(program, 1) == [(0, 0)]
-
-

@@ -153,7 +153,7 @@ def test_a_report_of_many_ranks_is_short(asked: Asked) -> None:
 def test_where_the_first_that_gives_up_ends_another_one_asks(
     asked: Asked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(other_members, "_FIRST_ANSWER_S", 0.1)
+    monkeypatch.setattr(other_members, "FIRST_ANSWER_S", 0.1)
     store = HashStore()
     store.set("label/late/3/by", "1")
     asked.answers = {rank: answer(("label", 2)) for rank in range(3)}
@@ -168,7 +168,7 @@ def test_silent_ranks_are_named(asked: Asked, monkeypatch: pytest.MonkeyPatch) -
     asked.answers = {2: answer()}
     assert members().silent() == "rank 1: gives no answer: it has ended or is stopped"
     asked.answers = {1: answer(), 2: answer()}
-    monkeypatch.setattr(other_members, "_LEAVING_S", 0.0)
+    monkeypatch.setattr(other_members, "LEAVING_S", 0.0)
     assert silent_ranks(world, (0, 1, 2)) == ""
     asked.answers = LOST
     assert silent_ranks(world, (0, 1, 2)) == f"{STORE_LOST}: rank 0 does not answer"
@@ -177,7 +177,7 @@ def test_silent_ranks_are_named(asked: Asked, monkeypatch: pytest.MonkeyPatch) -
 def test_who_has_no_other_member_asks_nobody_and_does_not_wait(
     asked: Asked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(other_members, "_LEAVING_S", 30.0)
+    monkeypatch.setattr(other_members, "LEAVING_S", 30.0)
     start = time.monotonic()
     assert silent_ranks(World(0, 1, HashStore(), {"cpu": "shm"}), (0,)) == ""
     assert members(ranks=(0,)).report(CALL) == ""
@@ -207,7 +207,7 @@ def test_ranks_that_are_seen_to_be_stopped_are_not_asked(
 def test_a_rank_that_answers_and_then_leaves_is_named(
     asked: Asked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(other_members, "_LEAVING_S", 30.0)
+    monkeypatch.setattr(other_members, "LEAVING_S", 30.0)
     store = HashStore()
     asked.answers = {1: answer(), 2: answer()}
     leave = Endings(World(1, 3, store, {})).leave

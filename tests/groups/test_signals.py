@@ -245,8 +245,8 @@ def test_ranks_that_are_not_asked_do_not_answer() -> None:
 def test_a_signal_whose_sender_could_not_ring_is_found_a_little_later(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(signals, "_SURE_S", 0.5)
-    monkeypatch.setattr(signals, "_SETTLE_S", 0.0)
+    monkeypatch.setattr(signals, "SURE_S", 0.5)
+    monkeypatch.setattr(signals, "SETTLE_S", 0.0)
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     aborted: list[str] = []
     thread = thread_of(server.clone(), 0, list, lambda message: aborted.append(message["reason"]))

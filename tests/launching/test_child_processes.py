@@ -13,7 +13,7 @@ from functools import partial
 
 import pytest
 
-from meshdist.launching.child_processes import GRACE_S, Launch, ProcessExit, _is_dying
+from meshdist.launching.child_processes import GRACE_S, Launch, ProcessExit, is_dying
 from tests.inner import Deadline, wait_until
 from tests.load import is_within
 
@@ -79,7 +79,7 @@ ctypes.CDLL(None).syscall(60, 0)  # of the first thread alone
     assert slow.stdout is not None
     with slow.stdout:
         slow.stdout.readline()
-    wait_until(lambda: _is_dying(slow.pid), Deadline(60))
+    wait_until(lambda: is_dying(slow.pid), Deadline(60))
     launch.add(1, subprocess.Popen([*PYTHON, "raise SystemExit(3)"]))
     ended = end_of(launch)
     assert [(one.rank, one.code) for one in ended] == [(0, 7), (1, 3)]

@@ -373,7 +373,7 @@ def test_an_error_that_ranks_raise_together_is_one_traceback(
 def test_reports_of_ranks_that_are_long_in_ending_are_one(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(streams, "_REPORT_S", 0.6)
+    monkeypatch.setattr(streams, "REPORT_S", 0.6)
     code = ALIKE.replace("import os", "import atexit, os, sys").replace(
         "0.2", "0.2)\natexit.register(time.sleep, 1.5"
     )
@@ -429,7 +429,7 @@ def test_lines_that_python_writes_in_pieces_are_whole(
 def test_a_traceback_that_much_follows_does_not_hold_it_back(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(streams, "_LONGEST_REPORT_S", 0.3)
+    monkeypatch.setattr(streams, "LONGEST_REPORT_S", 0.3)
     code = (
         "import sys, time, traceback\n"
         "try: 1 / 0\n"

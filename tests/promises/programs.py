@@ -200,7 +200,7 @@ def monitored_barriers_name() -> str:
 def dropped_works_are_told() -> str:
     """A Work that is dropped before anything has waited for it is warned of; the verb goes on."""
     x = torch.ones(2)
-    program_room._warned.clear()  # this process may have warned for another wire
+    program_room.warned_places.clear()  # this process may have warned for another wire
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         md.all_reduce(x, async_op=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -93,11 +95,10 @@ def test_calls_that_come_often_share_threads_and_hold_up_none() -> None:
 
 
 def test_threads_without_calls_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bounded_calls, "_IDLE_S", 0.01)
-    threads = bounded_calls._Threads()
+    monkeypatch.setattr(bounded_calls, "IDLE_S", 0.01)
     found: list[threading.Thread] = []
     for _ in range(50):  # one may come just as a thread ends
-        threads.begin(lambda: found.append(threading.current_thread()))
+        begin_elsewhere(lambda: found.append(threading.current_thread()))
         time.sleep(0.01)
     assert wait_until(lambda: len(found) == 50, Deadline(60))
     assert wait_until(lambda: not any(one.is_alive() for one in found), Deadline(60))
@@ -113,20 +114,35 @@ def test_calls_elsewhere_are_awaited() -> None:
     assert ended == [True] * 3
 
 
-def test_where_no_thread_can_be_started_the_kept_one_makes_calls_elsewhere(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def refuse(thread: threading.Thread) -> None:
-        raise RuntimeError("can't create new thread at interpreter shutdown")
+CALLS_WITHOUT_THREADS = """
+import threading
+from meshdist.runtime.bounded_calls import await_calls_elsewhere, begin_elsewhere, keep_thread
 
-    threads, names = bounded_calls._Threads(), []
-    bounded_calls.keep_thread()
-    monkeypatch.setattr(threading.Thread, "start", refuse)
-    for _ in range(2):
-        threads.begin(lambda: names.append(threading.current_thread().name))
-    assert threads.await_returns(60)
-    assert names == ["meshdist-last-calls"] * 2
-    monkeypatch.setattr(bounded_calls, "_kept", {})
-    with pytest.raises(RuntimeError, match="new thread"):
-        threads.begin(print)
-    assert threads.await_returns(60)
+def refuse(thread):
+    raise RuntimeError("can't create new thread at interpreter shutdown")
+
+def report():
+    print(threading.current_thread().name)
+
+start, threading.Thread.start = threading.Thread.start, refuse
+try:
+    begin_elsewhere(report)
+except RuntimeError as error:
+    print(error)
+assert await_calls_elsewhere(60)
+threading.Thread.start = start
+keep_thread()
+threading.Thread.start = refuse
+for _ in range(2):
+    begin_elsewhere(report)
+assert await_calls_elsewhere(60)
+"""
+
+
+def test_where_no_thread_can_be_started_the_kept_one_makes_calls_elsewhere() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", CALLS_WITHOUT_THREADS], capture_output=True, text=True, timeout=60
+    )
+    refused = "can't create new thread at interpreter shutdown"
+    expected = [refused, "meshdist-last-calls", "meshdist-last-calls"]
+    assert (done.stdout.splitlines(), done.stderr) == (expected, "")

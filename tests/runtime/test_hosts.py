@@ -72,7 +72,7 @@ def test_threads_that_the_control_group_lets_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files = tmp_path / "pids.max", tmp_path / "pids.current"
-    monkeypatch.setattr("meshdist.runtime.hosts._PIDS", files)
+    monkeypatch.setattr("meshdist.runtime.hosts.PIDS", files)
     assert find_thread_lack(1000) == ""  # no such group
     files[1].write_text("90\n")
     files[0].write_text("max\n")
@@ -150,7 +150,7 @@ def test_memory_that_is_free() -> None:
 
 def test_a_control_group_limits_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     most, used = tmp_path / "most", tmp_path / "used"
-    monkeypatch.setattr(hosts, "_GROUP_MEMORY", ((str(most), str(used)),))
+    monkeypatch.setattr(hosts, "GROUP_MEMORY", ((str(most), str(used)),))
     unlimited = free_bytes()
     used.write_text("1000\n")
     for limit, found in (("5096\n", 4096.0), ("10\n", 0.0), ("max\n", unlimited)):

@@ -6,11 +6,13 @@ import gc
 import mmap
 import os
 import threading
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 
-from meshdist.runtime import memory as pages
+from meshdist.runtime import memory
 from meshdist.runtime.memory import new_like
 
 MIB = 1 << 20
@@ -21,11 +23,18 @@ needs_huge_pages = pytest.mark.skipif(
 
 
 @pytest.fixture(autouse=True)
-def pool(monkeypatch: pytest.MonkeyPatch) -> pages._Pool:
-    """An empty pool for each test."""
-    empty = pages._Pool()
-    monkeypatch.setattr(pages, "_pool", empty)
-    return empty
+def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """The sizes of the blocks, in MiB, that the system gives from now on; none is kept before."""
+    sizes: list[int] = []
+
+    class Block(mmap.mmap):
+        def __init__(self, _: int, length: int, **more: object) -> None:
+            sizes.append((length - HUGE_PAGE) // MIB)
+
+    memory.forget()
+    monkeypatch.setattr(mmap, "mmap", Block)
+    yield sizes
+    memory.forget()
 
 
 def of_mib(size: float, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
@@ -58,41 +67,42 @@ def test_another_shape(shape: tuple[int, ...]) -> None:
         torch.eye(3).to_sparse(),
     ],
 )
-def test_what_is_small_or_elsewhere_is_torchs_own(x: torch.Tensor, pool: pages._Pool) -> None:
+def test_what_is_small_or_elsewhere_is_torchs_own(x: torch.Tensor, made: list[int]) -> None:
     y = new_like(x)
     assert (y.shape, y.dtype, y.device, y.layout) == (x.shape, x.dtype, x.device, x.layout)
-    del y
-    assert not pool._free
+    assert not made
 
 
 @needs_huge_pages
 def test_a_system_without_huge_pages_or_memory(
-    pool: pages._Pool, monkeypatch: pytest.MonkeyPatch
+    made: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Poor(mmap.mmap):
         def madvise(self, *_: object) -> None:
             raise OSError(22, "Invalid argument")
 
     monkeypatch.setattr(mmap, "mmap", Poor)
-    of_mib(4)
-    assert len(pool._free) == 1
+    place = of_mib(4).data_ptr()
+    assert of_mib(4).data_ptr() == place
 
     def refuse(*_: object, **__: object) -> None:
         raise OSError(12, "Cannot allocate memory")
 
     monkeypatch.setattr(mmap, "mmap", refuse)
     assert of_mib(16).fill_(3).eq(3).all()
-    assert not pool._free
+    monkeypatch.setattr(mmap, "mmap", Poor)
+    of_mib(4)
+    assert made == [4, 4]  # what was kept is the system's again
 
 
 @needs_huge_pages
 def test_a_result_too_large_to_keep_leaves_the_others_alone(
-    pool: pages._Pool, monkeypatch: pytest.MonkeyPatch
+    made: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pages, "_MOST_KEPT", 10 * MIB)
-    of_mib(4)
-    of_mib(64)
-    assert [len(block) for block in pool._free] == [4 * MIB + HUGE_PAGE]
+    monkeypatch.setattr(memory, "MOST_KEPT", 10 * MIB)
+    for size in (4, 64, 4, 64):
+        of_mib(size)
+    assert made == [4, 64, 64]
 
 
 @needs_huge_pages
@@ -113,33 +123,37 @@ def test_memory_is_used_again_once_nobody_has_it() -> None:
 
 
 @needs_huge_pages
-def test_a_block_far_too_large_is_left_for_others(pool: pages._Pool) -> None:
+def test_a_block_far_too_large_is_left_for_others(made: list[int]) -> None:
     of_mib(64)
-    assert len(pool._free) == 1
-    x = of_mib(4)
-    assert len(pool._free) == 1
-    del x
-    y = of_mib(40)
-    assert y.numel() == 40 * MIB
-    assert [len(block) for block in pool._free] == [4 * MIB + HUGE_PAGE]
+    of_mib(4)
+    assert of_mib(40).numel() == 40 * MIB
+    assert made == [64, 4]
 
 
 @needs_huge_pages
-def test_only_so_much_is_kept(pool: pages._Pool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pages, "_MOST_KEPT", 10 * MIB)
-    some = [of_mib(4) for _ in range(4)]
-    some.clear()
-    assert [len(block) for block in pool._free] == [4 * MIB + HUGE_PAGE] * 2
+def test_only_so_much_is_kept(made: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "MOST_KEPT", 10 * MIB)
+    for _ in range(2):
+        some = [of_mib(4) for _ in range(4)]
+        some.clear()
+    assert made == [4] * 6
 
 
 @needs_huge_pages
-def test_tensors_may_die_while_another_is_made(pool: pages._Pool) -> None:
-    x = of_mib(2)
-    with pool._changing:  # as in the middle of the making of another
-        del x
-        assert not pool._free
+def test_tensors_may_die_while_another_is_made(
+    made: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dying, usual = [of_mib(2)], mmap.mmap
+
+    def drop_before(*arguments: Any, **more: Any) -> mmap.mmap:
+        dying.clear()
+        return usual(*arguments, **more)
+
+    monkeypatch.setattr(mmap, "mmap", drop_before)
     of_mib(8)
-    assert sorted(len(block) for block in pool._free) == [2 * MIB + HUGE_PAGE, 8 * MIB + HUGE_PAGE]
+    assert not dying
+    of_mib(2), of_mib(8)
+    assert made == [2, 8]
 
 
 @needs_huge_pages
@@ -162,13 +176,15 @@ def test_threads_never_get_the_same_memory() -> None:
 
 
 @needs_huge_pages
-def test_a_forked_child_has_memory_of_its_own(pool: pages._Pool) -> None:
+def test_a_forked_child_has_memory_of_its_own(made: list[int]) -> None:
     x = of_mib(2).fill_(1)
+    of_mib(4)
     pid = os.fork()
     if pid == 0:
         code = 2
         try:
-            assert pages._pool is not pool
+            of_mib(4)
+            assert made == [2, 4, 4]
             values = x.numpy()  # torch's threads have stayed with the parent
             values[:] = 2
             code = int((values == 2).all())

@@ -36,7 +36,7 @@ def test_two_blocks_are_kept_and_the_one_that_is_large_enough_is_taken() -> None
 
 
 def test_large_blocks_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scratch, "_MOST_BYTES", 1000)
+    monkeypatch.setattr(scratch, "MOST_BYTES", 1000)
     memory = Scratch()
     large = memory.take(1000, torch.ones(1))
     memory.give(large)

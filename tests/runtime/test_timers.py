@@ -64,7 +64,7 @@ def test_one_that_fails_hinders_no_other(caplog: pytest.LogCaptureFixture) -> No
 
 
 def test_it_calls_again_after_a_while_without_any(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("meshdist.runtime.deadlines._LINGER_S", 0.1)
+    monkeypatch.setattr("meshdist.runtime.deadlines.LINGER_S", 0.1)
     time.sleep(1.3)  # the thread sleeps by now
     for _ in range(3):
         called = threading.Event()

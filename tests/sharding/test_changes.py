@@ -28,7 +28,7 @@ def test_a_price_is_what_all_ranks_lack_together(pair):
         assert change.num_received == sum(lacking(source, target, r).sum() for r in ranks)
     else:
         held = sum((mask(source, r) & mask(target, r)).sum() for r in ranks)
-        assert change._num_held == held
+        assert change.num_held == held
 
 
 def test_roles_of_axes() -> None:

@@ -303,19 +303,27 @@ def test_uneven_shards_without_their_sizes_disagree() -> None:
 # -- groups ---------------------------------------------------------------------------------------
 
 
-def test_groups_open_at_the_call_and_none_in_a_backward() -> None:
+def test_groups_open_at_the_call_and_none_in_a_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     """A transpose's, too, once the input needs a gradient."""
+    made: list[int] = []
+    make = md.ProcessGroup.__init__
+
+    def noted(group: md.ProcessGroup, *arguments: Any, **more: Any) -> None:
+        made.append(md.get_rank())
+        make(group, *arguments, **more)
+
+    monkeypatch.setattr(md.ProcessGroup, "__init__", noted)
 
     def program() -> Any:
         mesh = mesh_of((2, 2))
         x = torch.zeros(8, 2)
-        opened = [len(mesh._own_groups)]
+        opened = [made.count(md.get_rank())]
         md.reshard(x, "s d -> s@(a,b) d", mesh, check=False)  # a slice, whose transpose gathers
-        opened.append(len(mesh._own_groups))
+        opened.append(made.count(md.get_rank()))
         y = md.reshard(x.requires_grad_(), "s d -> s@(a,b) d", mesh, check=False)
-        opened.append(len(mesh._own_groups))
+        opened.append(made.count(md.get_rank()))
         y.sum().backward()
-        opened.append(len(mesh._own_groups))
+        opened.append(made.count(md.get_rank()))
         return opened
 
     assert md.simulate(program, 4) == [[2, 2, 3, 3]] * 4

@@ -49,7 +49,7 @@ def test_every_member_tells_what_all_have_called() -> None:
 
 
 def test_a_member_that_does_not_write_is_named(monkeypatch: Any) -> None:
-    monkeypatch.setattr(inner_group, "_ANSWERS_S", 0.05)
+    monkeypatch.setattr(inner_group, "ANSWERS_S", 0.05)
     (fields,) = agreed(HashStore(), {1: "barrier"}, sequence=3)
     assert "ranks 4, 7: has not reported" in fields["found"]
     assert "rank 6: barrier(" in fields["found"]
@@ -72,7 +72,7 @@ def test_a_message_tells_of_this_member_alone() -> None:
 
 
 def test_calls_that_were_compared_after_their_start_end_the_group(monkeypatch: Any) -> None:
-    monkeypatch.setattr(inner_group, "_ANSWERS_S", 0.05)
+    monkeypatch.setattr(inner_group, "ANSWERS_S", 0.05)
     table, inner = mock.Mock(), mock.Mock()
     others = MembersOfTorchGroup(facts(0), HashStore(), Recorder(), table, inner)
     fields = others.agree_on_error(FIELDS, None, {"sequence": 3})

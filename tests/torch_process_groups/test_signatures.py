@@ -164,7 +164,7 @@ def test_a_tensor_of_another_device_goes_on_as_it_was_given(pool: Pool) -> None:
                 return lambda *given, **named: (name, given, named)
 
         group: Any = dist.group.WORLD
-        group._others["meta"] = Other()
+        group.other_groups["meta"] = Other()
         changed = []
         with torch.device("meta"):
             for name in METHODS:
@@ -173,7 +173,7 @@ def test_a_tensor_of_another_device_goes_on_as_it_was_given(pool: Pool) -> None:
                         told = getattr(group, name)(*given, **named)
                         if str(told) != str((name, given, named)):
                             changed.append(name)
-        group._others.clear()
+        group.other_groups.clear()
         return changed
 
     assert on_torch(pool, program, 1) == [[]]

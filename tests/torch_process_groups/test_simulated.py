@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import threading
 import time
@@ -17,7 +18,6 @@ from torch.nn import functional as F
 
 import meshdist as md
 from meshdist.errors import BackendError, DeadlockError, WorldError
-from tests.inner import torch_worlds
 
 NUM_STEPS, WIDTH, LIMIT = 2, 8, 1e-14
 
@@ -391,14 +391,28 @@ def test_a_profile_names_the_verbs() -> None:
     assert md.simulate(program, 1) == [["simulated:all_reduce"] * 2]
 
 
-def test_a_torch_without_a_name_that_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_worlds, "_LACKING", ["_World"])
-    with pytest.raises(BackendError) as caught:
-        md.simulate(begin, 2)
-    assert str(caught.value) == (
+def test_a_torch_without_a_name_that_is_needed() -> None:
+    program = """
+import torch
+from torch.distributed import distributed_c10d
+del distributed_c10d._default_pg_init_method
+import meshdist as md
+
+def begin():
+    torch.distributed.init_process_group("simulated", init_method="simulated://")
+
+try:
+    md.simulate(begin, 2)
+except md.BackendError as error:
+    print(error)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120
+    )
+    assert done.stdout.rstrip("\n") == (
         f"torch {torch.__version__} cannot have a world of its own on simulated ranks\n"
         "  expected: one of the versions that are tested, see docs/versions.md\n"
-        "  found:    none of its inner _World\n"
+        "  found:    none of its inner _default_pg_init_method\n"
         "  fix:      install such a torch, or run the program as processes: meshdist run -n 4 "
         "script.py"
     )

@@ -60,7 +60,7 @@ def one_is_killed(how: str, folder: str) -> tuple[str, float]:
         time.sleep(0.3)
         os.kill(os.getpid(), signal.SIGKILL)
     if rank > 1:
-        deadlines.wait_until(over.exists, deadlines.Grace(LIMIT.total_seconds()))
+        deadlines.wait_until(over.exists, deadlines.Deadline(LIMIT.total_seconds()))
         return "", 0.0
     begin = time.monotonic()
     error = error_of(lambda: RECEIVES[how](x, group))

@@ -118,7 +118,7 @@ def test_threads_are_those_of_all_ranks_of_the_host(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     files = tmp_path / "pids.max", tmp_path / "pids.current"
-    monkeypatch.setattr(hosts, "_PIDS", files)
+    monkeypatch.setattr(hosts, "PIDS", files)
     files[0].write_text("100\n")
     files[1].write_text("90\n")
     needs = {"axis 'dp'": Needs(1, 2), "axis 'tp'": Needs(1, 2)}

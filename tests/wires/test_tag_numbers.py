@@ -32,7 +32,7 @@ def test_who_waits_for_a_number_is_freed(monkeypatch: pytest.MonkeyPatch) -> Non
     store.add("tag/7/users", 1)  # another member draws it, and never says which
     with pytest.raises(WireAborted, match="aborted while a tag was given its number"):
         TagNumbers(store).number_of(7, lambda: True)
-    monkeypatch.setattr(messages, "_DRAWING_S", 0.05)
+    monkeypatch.setattr(messages, "DRAWING_S", 0.05)
     begin = time.monotonic()
     with pytest.raises(WireTimeout, match="the member that was to number a tag has not done so"):
         TagNumbers(store).number_of(7, never)

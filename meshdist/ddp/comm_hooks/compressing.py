@@ -32,7 +32,7 @@ __all__ = [
     "quantization_pertensor_hook",
 ]
 
-_PIECE = 1 << 17  # elements, and of those that are sent in 8 bits
+PIECE = 1 << 17  # elements, and of those that are sent in 8 bits
 _QUANTIZED_PIECE = 1 << 16
 _STEPS = 255
 _LEAST_SCALE = torch.finfo(torch.float32).eps
@@ -127,7 +127,7 @@ def _compressed(
 
 def _fits_inside(buffer: torch.Tensor, dtype: torch.dtype) -> bool:
     """Return whether ``buffer`` is large, and can be converted inside its own memory."""
-    is_large = buffer.layout is torch.strided and buffer.numel() > _PIECE
+    is_large = buffer.layout is torch.strided and buffer.numel() > PIECE
     has_room = buffer.element_size() >= 2 * dtype.itemsize and not buffer.is_complex()
     return is_large and has_room and buffer.is_cpu and buffer.is_contiguous()
 
@@ -152,7 +152,7 @@ def _pieces(
     buffer: torch.Tensor, half: torch.Tensor
 ) -> Iterator[tuple[bool, torch.Tensor, torch.Tensor]]:
     """Iterate over (is_first, piece of ``buffer``, same piece of ``half``) in order."""
-    pairs = zip(buffer.split(_PIECE), half.split(_PIECE), strict=True)
+    pairs = zip(buffer.split(PIECE), half.split(PIECE), strict=True)
     return ((index == 0, *pair) for index, pair in enumerate(pairs))
 
 

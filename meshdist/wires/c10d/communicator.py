@@ -134,7 +134,7 @@ class C10dCommunicator(Communicator):
 
     def __init__(self, wire: str, rank: int, size: int, process_group: Any) -> None:
         super().__init__(wire, rank, size)
-        self._group = process_group
+        self.torch_group = process_group
         self.is_aborted = False
         self._mailbox = Mailbox(rank)
         self._batch: list[tuple[C10dTransfer, PreparedCall]] | None = None
@@ -166,7 +166,7 @@ class C10dCommunicator(Communicator):
             options.reduceOp = substitute.op
             self._options[key] = timeout, options
         try:
-            work = self._group.allreduce([tensor], options)
+            work = self.torch_group.allreduce([tensor], options)
         except RuntimeError as error:
             raise self.failure(error) from None
         return self._operation(prepared, work)
@@ -315,13 +315,13 @@ class C10dCommunicator(Communicator):
 
     @contextmanager
     def batch(self, explain: Explain) -> Iterator[None]:
-        if not getattr(self._group, "supports_coalescing", False):
+        if not getattr(self.torch_group, "supports_coalescing", False):
             yield
             return
         # NCCL and its kin run what is started alone in the order of its start, so that two ranks
         # which both receive first would wait for ever; what goes out as one call has no order.
         with self._explained(explain):
-            self._group._start_coalescing()
+            self.torch_group._start_coalescing()
         transfers: list[tuple[C10dTransfer, PreparedCall]] = []
         self._batch = transfers
         try:
@@ -360,11 +360,11 @@ class C10dCommunicator(Communicator):
     def abort(self) -> None:
         self.is_aborted = True
         self._mailbox.abort()
-        if self._group is not CLOSED:
-            self._group.abort()
+        if self.torch_group is not CLOSED:
+            self.torch_group.abort()
 
     def close(self) -> None:
-        self._group = CLOSED
+        self.torch_group = CLOSED
 
     @classmethod
     def find_substitute(cls, op: ReduceKind, dtype: torch.dtype) -> Substitute | None:
@@ -459,7 +459,7 @@ class C10dCommunicator(Communicator):
     def _call(self, verb: str, *arguments: Any) -> Any:
         """Call a method of the c10d process group; raise its error as a WireFailure."""
         try:
-            return getattr(self._group, verb)(*arguments)
+            return getattr(self.torch_group, verb)(*arguments)
         except RuntimeError as error:
             if isinstance(error, NotImplementedError) or _LACKING.search(str(error)):
                 raise _VerbLacking(plain_text(error)) from None
@@ -483,7 +483,7 @@ class C10dCommunicator(Communicator):
     def _end_batch(self, transfers: list[tuple[C10dTransfer, PreparedCall]]) -> None:
         """Send the batch, and give each of its transfers the work of the whole batch."""
         self._batch = None
-        work = self._group._end_coalescing()
+        work = self.torch_group._end_coalescing()
         for transfer, prepared in transfers:
             transfer.work = self._started(work, prepared)
 

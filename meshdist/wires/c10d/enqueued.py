@@ -227,11 +227,11 @@ class EnqueueingCommunicator(C10dCommunicator):
             return
 
         def check() -> None:
-            if self.is_aborted or self._group is CLOSED:
+            if self.is_aborted or self.torch_group is CLOSED:
                 raise WireAborted("aborted while the members connected")
 
         check()
-        connect = partial(self._group.eager_connect_single_device, device)
+        connect = partial(self.torch_group.eager_connect_single_device, device)
         try:
             BoundedCall(connect, "connect").wait(self._timeout, check)
         except TimeoutError as late:
@@ -277,7 +277,7 @@ class EnqueueingCommunicator(C10dCommunicator):
 
     def look(self) -> None:
         """Check all works in flight; if any failed or is late, log its error and abort."""
-        group = self._group
+        group = self.torch_group
         if self.is_aborted or group is CLOSED:
             return
         for outcome in tuple(self.outcomes):
@@ -308,7 +308,7 @@ class EnqueueingCommunicator(C10dCommunicator):
             self._shut_down()
 
     def close(self) -> None:
-        group = self._group
+        group = self.torch_group
         if group is CLOSED:
             return
         if self._process_id != os.getpid():  # its threads, and CUDA, stayed with the parent
@@ -320,14 +320,14 @@ class EnqueueingCommunicator(C10dCommunicator):
                 self._wait_for_last_call(_ABORT_S)
             else:
                 self._shut_down()
-        self._group = CLOSED
+        self.torch_group = CLOSED
         self.is_aborted = True  # what has not ended by now never will
 
     def _shut_down(self) -> None:
         """Run c10d's shutdown, once, waiting up to the timeout for kernels to end."""
         if self._last_call is not None:
             return
-        self._last_call = BoundedCall(self._group.shutdown, "shutdown")
+        self._last_call = BoundedCall(self.torch_group.shutdown, "shutdown")
         if self._wait_for_last_call(self._timeout):
             for outcome in tuple(self.outcomes):
                 outcome.is_good = outcome.look() is None
@@ -345,7 +345,7 @@ class EnqueueingCommunicator(C10dCommunicator):
 
     def _cut_off(self) -> Any:
         """Mark as aborted, so that waits fail; return c10d's group, None if marked before."""
-        group = self._group
+        group = self.torch_group
         if self.is_aborted or group is CLOSED:
             return None
         for outcome in tuple(self.outcomes):

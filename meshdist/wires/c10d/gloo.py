@@ -224,11 +224,11 @@ class GlooCommunicator(C10dCommunicator):
     @property
     def is_closed(self) -> bool:
         """Return whether the communicator has been closed."""
-        return self._group is CLOSED
+        return self.torch_group is CLOSED
 
     def disconnect(self) -> None:
         """Close all connections, so that the operations in flight fail."""
-        group = self._group
+        group = self.torch_group
         if group is not CLOSED:
             expire(start_expiring(group, peer) for peer in self._peers())
 
@@ -241,7 +241,7 @@ class GlooCommunicator(C10dCommunicator):
     def close(self) -> None:
         if self._process_id == os.getpid():
             self._queue.end()
-        group, self._group = self._group, CLOSED
+        group, self.torch_group = self.torch_group, CLOSED
         if group is CLOSED:
             return
         if self._process_id != os.getpid():  # a forked child
@@ -269,7 +269,7 @@ class GlooCommunicator(C10dCommunicator):
 
     def find_lost(self) -> MemberLost | None:
         """Return the failure of a receive from any member; None as long as a member may send."""
-        group, peers = self._group, self._peers()
+        group, peers = self.torch_group, self._peers()
         if group is CLOSED or self._is_lazy:  # to look would connect
             return None
         for peer in peers:

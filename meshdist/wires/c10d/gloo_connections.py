@@ -64,7 +64,7 @@ class Devices:
         found = _listeners() if are_deaf else {}
         new = [found[inode] for inode in found.keys() - known.keys()]
         # Where another thread has opened one meanwhile it is not known which are Gloo's.
-        self._listeners = new if len(new) == len(self.made) else []
+        self.listeners = new if len(new) == len(self.made) else []
         self._changing = threading.Lock()
         self._num_opening = 0
         self._change(is_deaf=True)
@@ -83,7 +83,7 @@ class Devices:
                 self._change(is_deaf=self._num_opening == 0)
 
     def _change(self, *, is_deaf: bool) -> None:
-        for descriptor in self._listeners:
+        for descriptor in self.listeners:
             # Where the system forbids filters there is none to be taken away, either.
             # A copy, since closing a socket closes its descriptor, and this one is Gloo's.
             with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as listener:

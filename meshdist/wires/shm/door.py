@@ -22,7 +22,7 @@ from functools import partial
 
 from ...runtime.deadlines import Deadline, wait_until
 
-_MOST_FILES = 250  # in one message
+MOST_FILES = 250  # in one message
 _FILE_BYTES = array.array("i").itemsize
 _HEAD = struct.Struct("!iI")  # the number, and how many files follow
 _SHORTEST_S = 0.05
@@ -32,8 +32,8 @@ def send(connection: socket.socket, number: int, files: Sequence[int], deadline:
     """Send a number and open files, the files in as many messages as they need; see ``receive``."""
     limit(connection, deadline)
     connection.sendall(_HEAD.pack(number, len(files)))
-    for start in range(0, len(files), _MOST_FILES):
-        send_part(connection, b"f", files[start : start + _MOST_FILES], deadline)
+    for start in range(0, len(files), MOST_FILES):
+        send_part(connection, b"f", files[start : start + MOST_FILES], deadline)
 
 
 def receive(
@@ -54,7 +54,7 @@ def receive(
     try:
         while len(files) < num_files:
             limit(connection, deadline)
-            most = min(_MOST_FILES, num_files - len(files))
+            most = min(MOST_FILES, num_files - len(files))
             _, more, is_whole = receive_part(connection, 1, most)
             files += more
             if not is_whole:

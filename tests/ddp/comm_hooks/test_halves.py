@@ -25,7 +25,7 @@ def test_the_bits_are_those_of_a_plain_conversion(
     name: str, dtype: torch.dtype, numel: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Large buckets are converted in their own memory, by pieces; here a piece is 8 elements."""
-    monkeypatch.setattr(compressing, "_PIECE", 8)
+    monkeypatch.setattr(compressing, "PIECE", 8)
     half = DTYPES[name]
 
     def program() -> tuple[torch.Tensor, torch.Tensor]:
@@ -38,29 +38,33 @@ def test_the_bits_are_those_of_a_plain_conversion(
         assert found.dtype is dtype and torch.equal(found, expected)
 
 
-def test_a_large_bucket_takes_no_other_memory() -> None:
-    def program() -> int:
-        x = gradients(0, 1000)
-        half = compressing._shrunk(x, torch.bfloat16, 1)
-        assert half.data_ptr() == x.data_ptr() and half.dtype is torch.bfloat16
-        assert compressing._grown(half, x) is x
-        return x.numel()
+@pytest.mark.parametrize(
+    ("numel", "dtype", "is_inside"),
+    [
+        (9, torch.float32, True),
+        (8, torch.float32, False),
+        (9, torch.float16, False),
+    ],
+)
+def test_a_large_bucket_takes_no_other_memory(
+    numel: int, dtype: torch.dtype, is_inside: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compressing, "PIECE", 8)
+    sent: list[torch.Tensor] = []
+    reduced = compressing.reduced
 
-    assert md.simulate(program, 1) == [1000]
+    def noted(tensor: torch.Tensor, *others: Any) -> Any:
+        sent.append(tensor)
+        return reduced(tensor, *others)
 
+    monkeypatch.setattr(compressing, "reduced", noted)
 
-def test_only_what_has_room_is_converted_inside(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compressing, "_PIECE", 8)
-    for tensor, fits in (
-        (torch.ones(9), True),
-        (torch.ones(8), False),
-        (torch.ones(9).half(), False),
-        (torch.ones(9, dtype=torch.complex64), False),
-        (torch.ones(18)[::2], False),
-        (torch.eye(9).to_sparse(), False),
-        (torch.ones(9, device="meta"), False),
-    ):
-        assert compressing._fits_inside(tensor, torch.float16) is fits
+    def program() -> bool:
+        x = gradients(0, numel, dtype)
+        averaged(md.comm_hooks.bf16_compress_hook, x)
+        return sent[0].dtype is torch.bfloat16 and sent[0].data_ptr() == x.data_ptr()
+
+    assert md.simulate(program, 1) == [is_inside]
 
 
 @pytest.mark.parametrize("name", DTYPES)

@@ -65,7 +65,7 @@ def asked(group: StandIn) -> tuple[str, list, dict]:
 def test_what_nccl_is_asked_for(nccl: None) -> None:
     wire = find_wire("nccl").open(opening(rank=1, size=2))
     call = Direct(wire, SECONDS)
-    group = wire._group
+    group = wire.torch_group
     x, y = torch.ones(2, 2), torch.ones(2, 4)
     one, two = ((4,), "float32"), ((8,), "float32")
     square = ((2, 2), "float32")
@@ -115,7 +115,7 @@ def test_a_batch_that_fails_as_a_whole_is_explained(nccl: None, when: str) -> No
     def fail() -> None:
         raise RuntimeError("the network is down")
 
-    setattr(communicator._group, when, fail)
+    setattr(communicator.torch_group, when, fail)
     with (
         pytest.raises(ValueError, match=r"^None: the network is down$"),
         communicator.batch(explained),
@@ -132,7 +132,7 @@ def test_a_batch_goes_out_as_one_call_on_nccl(nccl: None) -> None:
         to_myself = Direct(communicator, SECONDS).send(x, 0, 0)
         assert not to_myself.poll()
     alone = Direct(communicator, SECONDS).send(x, 1, 0)
-    names = [name for name, *_ in communicator._group.calls]
+    names = [name for name, *_ in communicator.torch_group.calls]
     assert names == ["_start_coalescing", "send", "recv", "_end_coalescing", "send"]
     assert sent.work.work is received.work.work is not alone.work.work
     assert received.source() == 2
@@ -143,7 +143,7 @@ def test_a_batch_that_fails_midway_is_ended(nccl: None) -> None:
     with pytest.raises(KeyError), communicator.batch(explained):
         raise KeyError
     Direct(communicator, SECONDS).send(torch.ones(2), 1, 0)
-    names = [name for name, *_ in communicator._group.calls]
+    names = [name for name, *_ in communicator.torch_group.calls]
     assert names == ["_start_coalescing", "_end_coalescing", "send"]
 
 
@@ -153,15 +153,15 @@ def test_what_nccl_does_not_know_travels_as_bytes(nccl: None) -> None:
     x, y = torch.ones(2, dtype=torch.complex64), torch.ones(4, dtype=torch.complex64)
     call.all_to_all_single(y, y, [1, 3], [2, 2])
     whole = ((32,), "uint8")
-    assert asked(wire._group) == ("alltoall_base", [whole, whole, [8, 24], [16, 16]], {})
+    assert asked(wire.torch_group) == ("alltoall_base", [whole, whole, [8, 24], [16, 16]], {})
     call.gather([], x, 0)
-    assert asked(wire._group) == ("gather", [[], [((16,), "uint8")]], {"rootRank": 0})
+    assert asked(wire.torch_group) == ("gather", [[], [((16,), "uint8")]], {"rootRank": 0})
 
 
 def test_what_nccl_does_not_reduce_is_asked_for_otherwise(nccl: None) -> None:
     wire = find_wire("nccl").open(opening(rank=1, size=2))
     call = Direct(wire, SECONDS)
-    group = wire._group
+    group = wire.torch_group
 
     def asked_for(dtype: torch.dtype, op: ReduceKind) -> list:
         call.all_reduce(torch.ones(4, dtype=dtype), op)
@@ -196,11 +196,11 @@ def test_lists_of_several_dtypes_go_by_dtype(nccl: None) -> None:
     wire = find_wire("nccl").open(opening(rank=1, size=2))
     tensors = [torch.ones(1), torch.ones(2, dtype=torch.int32), torch.ones(3), torch.ones(())]
     Direct(wire, SECONDS).all_reduce_list(tensors, ReduceOp.SUM)
-    second, first = asked(wire._group), asked(wire._group)
+    second, first = asked(wire.torch_group), asked(wire.torch_group)
     floats = [((1,), "float32"), ((3,), "float32"), ((), "float32")]
     assert first == ("allreduce_coalesced", [floats], {"reduceOp": ReduceOp.SUM})
     assert second == ("allreduce", [[((2,), "int32")]], {"reduceOp": ReduceOp.SUM})
-    assert wire._group.calls == []
+    assert wire.torch_group.calls == []
 
 
 def test_support_on_nccl_and_its_kin() -> None:
@@ -243,7 +243,7 @@ class Asking(GlooCommunicator):
 def test_what_a_class_lacks_is_built(pool: Pool) -> None:
     def program() -> list[str]:
         gloo = md.group.WORLD.open_channel("cpu").communicator
-        meagre = Meagre(gloo._group)
+        meagre = Meagre(gloo.torch_group)
         wire = Asking("meagre", gloo.rank, gloo.size, meagre, HashStore())
         check_every_verb(wire, (torch.float32, torch.uint8))
         return sorted(meagre.refused)
@@ -256,7 +256,7 @@ def test_what_a_class_lacks_is_built(pool: Pool) -> None:
 def test_of_an_unknown_class_no_mean_of_whole_numbers_is_asked(pool: Pool) -> None:
     def program() -> list[int]:
         gloo = md.group.WORLD.open_channel("cpu").communicator
-        wire = C10dCommunicator("unknown", gloo.rank, gloo.size, gloo._group)
+        wire = C10dCommunicator("unknown", gloo.rank, gloo.size, gloo.torch_group)
         x = torch.tensor([-3, 5 + gloo.rank, 2**62])
         Direct(wire, SECONDS).all_reduce(x, ReduceOp.AVG).finish(SECONDS)
         return x.tolist()

@@ -20,7 +20,7 @@ from torch.distributed import HashStore
 from meshdist.distributed import Work
 from meshdist.errors import BackendError, CollectiveTimeoutError
 from meshdist.reduce_ops import ReduceOp
-from meshdist.wires.c10d.enqueued import EnqueueingCommunicator
+from meshdist.wires.c10d.enqueued import ENDS_LATER, EnqueueingCommunicator
 from tests.inner import (
     Chain,
     Opening,
@@ -59,7 +59,8 @@ def opened(
 
 
 def all_reduce(communicator: EnqueueingCommunicator, *, waits: bool = False, **more) -> Operation:
-    timeout = more.pop("timeout", communicator._timeout)
+    options = communicator.torch_group.options
+    timeout = more.pop("timeout", options._timeout - ENDS_LATER)
     return Direct(communicator, timeout, waits).all_reduce(torch.ones(4), ReduceOp.SUM)
 
 
@@ -154,7 +155,7 @@ def test_all_is_decided_once_it_has_ended(device: Device) -> None:
 
 def test_it_holds_no_process_group_once_it_is_closed(device: Device) -> None:
     kept = [opened(), opened()]
-    alive = [weakref.ref(one._group) for one in kept]
+    alive = [weakref.ref(one.torch_group) for one in kept]
     kept[0].abort()
     for one in kept:
         one.close()
@@ -364,7 +365,7 @@ def test_the_watchdog_outlives_whatever_it_watches(
             if self.num_looks == 1:
                 raise ValueError("a bad one")
 
-    monkeypatch.setattr(bounded_calls, "_PERIOD_S", 0.0)
+    monkeypatch.setattr(bounded_calls, "PERIOD_S", 0.0)
     first = One()
     bounded_calls.watch(first)
     kept = [One() for _ in range(3000)]
@@ -380,7 +381,7 @@ def test_lists_keep_a_work_that_tells_their_end(device: Device) -> None:
     x, y = torch.ones(2), torch.empty(2)
     call.all_gather_list([y], x).finish(LONG)
     call.reduce_scatter_list(y, [x], ReduceOp.SUM).finish(LONG)
-    assert [call[-1].asyncOp for call in communicator._group.calls] == [True, True]
+    assert [call[-1].asyncOp for call in communicator.torch_group.calls] == [True, True]
 
 
 def test_what_the_watchdog_knows_does_not_hold_a_tensor(device: Device) -> None:
@@ -433,10 +434,10 @@ def test_a_blocking_verb_goes_out_on_the_current_stream_where_c10d_bounds_it(
     is_bounded = wire == "nccl"  # XCCL tells of no error: each verb keeps its work
     waits = device.names("wait", "stream waits")
     assert (waits == []) is is_bounded
-    options = [call[-1] for call in communicator._group.calls]
+    options = [call[-1] for call in communicator.torch_group.calls]
     assert [one.asyncOp for one in options] == [not is_bounded] * 2
     all_reduce(communicator)
-    assert communicator._group.calls[-1][-1].asyncOp
+    assert communicator.torch_group.calls[-1][-1].asyncOp
 
 
 def test_each_wait_orders_the_stream_on_which_it_is_called(device: Device) -> None:
@@ -585,7 +586,7 @@ def test_it_connects_once(device: Device) -> None:
     communicator = opened()
     for _ in range(2):
         communicator.connect(torch.device("cuda", 1))
-    assert communicator._group.connected == [torch.device("cuda", 1)]
+    assert communicator.torch_group.connected == [torch.device("cuda", 1)]
 
 
 def test_a_barrier_names_its_device_in_the_field_that_is_read(device: Device) -> None:
@@ -597,6 +598,6 @@ def test_a_barrier_names_its_device_in_the_field_that_is_read(device: Device) ->
     Direct(communicator, LONG).barrier()
     xccl = opened(wire="xccl")
     Direct(xccl, LONG).barrier()
-    assert xccl._group.calls[-1][-1].device_ids == [3]
-    asked = [call[-1].device_ids for call in communicator._group.calls if call[0] == "barrier"]
+    assert xccl.torch_group.calls[-1][-1].device_ids == [3]
+    asked = [call[-1].device_ids for call in communicator.torch_group.calls if call[0] == "barrier"]
     assert asked == [[3], [1], [2]]

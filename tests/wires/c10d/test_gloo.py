@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import subprocess
+import sys
 import threading
 import time
 from datetime import timedelta
@@ -30,7 +32,6 @@ from tests.inner import (
     WireFailure,
     WireRefused,
     WireTimeout,
-    bounded_calls,
     find_wire,
     get_wire,
 )
@@ -105,22 +106,29 @@ def test_a_group_that_does_not_end_is_left_to_a_thread() -> None:
     assert has_ended.wait(30)
 
 
-def test_a_group_ends_here_where_no_thread_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(thread: threading.Thread) -> None:
-        raise RuntimeError("can't create new thread at interpreter shutdown")
+ENDING_WITHOUT_THREADS = """
+import threading
+from datetime import timedelta
 
-    threads = bounded_calls._Threads()
-    monkeypatch.setattr(bounded_calls, "_threads", lambda _: threads)
-    monkeypatch.setattr(bounded_calls, "_kept", {})
-    monkeypatch.setattr(threading.Thread, "start", refuse)
-    ended: list[int] = []
+from meshdist.wires.c10d.gloo_connections import drop_within
 
-    class Group:
-        def __del__(self) -> None:
-            ended.append(threading.get_ident())
+def refuse(thread):
+    raise RuntimeError("can't create new thread at interpreter shutdown")
 
-    drop_within(timedelta(0), [Group()])
-    assert ended == [threading.get_ident()]
+class Group:
+    def __del__(self):
+        print(threading.current_thread().name)
+
+threading.Thread.start = refuse
+drop_within(timedelta(0), [Group()])
+"""
+
+
+def test_a_group_ends_here_where_no_thread_can_be_started() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", ENDING_WITHOUT_THREADS], capture_output=True, text=True, timeout=60
+    )
+    assert (done.stdout, done.stderr) == ("MainThread\n", "")
 
 
 def test_an_abort_frees_whoever_waits(pool: Pool) -> None:
@@ -468,7 +476,9 @@ class WithoutCuda:
 
 def reduces_lists(kind: type[torch.Tensor], waits: bool) -> list[list[float]]:
     gloo = md.group.WORLD.open_channel("cpu").communicator
-    wire = GlooCommunicator("gloo", gloo.rank, gloo.size, WithoutCuda(gloo._group), HashStore())
+    wire = GlooCommunicator(
+        "gloo", gloo.rank, gloo.size, WithoutCuda(gloo.torch_group), HashStore()
+    )
     tensors = [torch.full((n,), wire.rank + n).to(dtype).as_subclass(kind) for n, dtype in LISTED]
     Direct(wire, SECONDS, waits).all_reduce_list(tensors, ReduceOp.SUM).finish(SECONDS)
     return [x.tolist() for x in tensors]
@@ -566,27 +576,22 @@ def test_a_message_too_large_for_who_receives_it_on_another_host_ends_nobody(
     assert "CollectiveTimeoutError" in outcomes
 
 
-def more_large_tags_than_have_numbers() -> tuple[int, int, int]:
-    """How many messages were right, and how many tags had numbers on both members."""
+def more_large_tags_than_have_numbers() -> int:
+    """How many messages were right."""
     group = md.new_group(backend="gloo")
     x, num_right = torch.empty(2, dtype=torch.int64), 0
-    tags = range(2**20, 2**20 + 4200)
-    for tag in tags:
+    for tag in range(2**20, 2**20 + 4200):
         if md.get_rank() == 0:
             md.send(torch.tensor([tag, 1]), 1, group=group, tag=tag)
         else:
             md.recv(x, 0, group=group, tag=tag)
             num_right += x.tolist() == [tag, 1]
-    slots = {tag: group.open_channel("cpu").communicator._slot(tag, x) for tag in tags}
-    numbered = [tag for tag, slot in slots.items() if slot < 2**29]
-    return num_right, len(numbered), sum(numbered)
+    return num_right
 
 
 @pytest.mark.soak
 def test_any_number_of_large_tags_works(pool: Pool) -> None:
-    sender, receiver = pool.run(more_large_tags_than_have_numbers, 2, hosts="AB")
-    assert receiver[0] == 4200
-    assert sender[1:] == receiver[1:] == (4096, sum(range(2**20, 2**20 + 4096)))
+    assert pool.run(more_large_tags_than_have_numbers, 2, hosts="AB") == [0, 4200]
 
 
 def after_all_was_closed() -> str:

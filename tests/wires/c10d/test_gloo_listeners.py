@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import resource
 import socket
-import struct
 import sys
 import threading
 from contextlib import closing
@@ -17,7 +16,6 @@ import torch
 from torch.distributed import ProcessGroupGloo
 
 import meshdist as md
-from meshdist.wires.c10d import gloo_connections
 from meshdist.wires.c10d.gloo_connections import Devices, gloo_devices, gloo_interfaces
 from tests.pool import Pool
 
@@ -47,7 +45,7 @@ def listening() -> list[tuple[str, int]]:
 
 def address_of(devices: Devices) -> tuple[str, int]:
     """Where the one device listens."""
-    (descriptor,) = devices._listeners
+    (descriptor,) = devices.listeners
     with socket.socket(fileno=os.dup(descriptor)) as listener:
         address: tuple[str, int] = listener.getsockname()
         return address
@@ -165,7 +163,7 @@ def test_a_listener_of_the_program_is_left_alone() -> None:
 
     with socket.create_server(("127.0.0.1", 0)) as before:
         devices = Devices(make, are_deaf=True)
-        assert devices._listeners == []
+        assert devices.listeners == []
         with devices.hearing():
             pass
         (during,) = opened
@@ -176,7 +174,10 @@ def test_a_listener_of_the_program_is_left_alone() -> None:
 
 @linux
 def test_where_filters_are_forbidden_it_hears(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gloo_connections, "_DROP_ALL", struct.pack("HP", 0, 0))  # which is refused
+    def refuse(*_: object) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(socket.socket, "setsockopt", refuse)
     devices = Devices(loopback_device, are_deaf=True)
     with devices.hearing():
         pass

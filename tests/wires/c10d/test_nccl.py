@@ -17,11 +17,8 @@ from torch.distributed import DebugLevel, HashStore
 
 import meshdist as md
 from tests.inner import (
-    DONE,
     HeaderTable,
     Opening,
-    Operation,
-    PreparedCall,
     Registry,
     Wire,
     find_wire,
@@ -49,7 +46,7 @@ def open_group(options: Any = None, wire: str = "nccl", **more: Any) -> Any:
     """The process group of torch's class that the wire makes."""
     store, ranks = HashStore(), more.pop("ranks", (0,))
     opening = Opening(store, lambda: store, ranks, 0, "cuda", SECONDS, options=options, **more)
-    return find_wire(wire).open(opening)._group
+    return find_wire(wire).open(opening).torch_group
 
 
 @pytest.fixture
@@ -322,7 +319,7 @@ def test_dense_tensors_are_reduced_as_they_lie(world: Device, verb: str) -> None
         md.all_reduce(images)
     else:
         getattr(md, verb)(images, 0)
-    *_, arguments, _ = md.group.WORLD.open_channel("cpu").communicator._group.calls[-1]
+    *_, arguments, _ = md.group.WORLD.open_channel("cpu").communicator.torch_group.calls[-1]
     sent = arguments[0]
     assert sent.is_contiguous() and sent.numel() == images.numel()
     assert torch.equal(images, before) and images.is_contiguous(memory_format=torch.channels_last)
@@ -361,7 +358,7 @@ def test_layouts_that_cannot_be_compared_are_copied(pool: Pool) -> None:
                 patch.setattr(HeaderTable, "reserve", lambda *_: None)
             group = md.new_group([0, 1], backend="cpu:nccl")
             md.all_reduce(torch.arange(6.0).view(3, 2).t(), group=group)
-            sent = group.open_channel("cpu").communicator._group.calls[-1][1][0]
+            sent = group.open_channel("cpu").communicator.torch_group.calls[-1][1][0]
             return sent.view(-1).tolist()
 
     assert pool.run(program, 2) == [[0.0, 2.0, 4.0, 1.0, 3.0, 5.0]] * 2
@@ -372,13 +369,14 @@ def test_where_members_do_not_see_each_others_calls_a_round_compares_them(pool: 
         with standing_in() as device, pytest.MonkeyPatch.context() as patch:
             patch.setattr(HeaderTable, "sees_all", lambda _: False)
             group = md.new_group([0, 1], backend="cpu:nccl", timeout=timedelta(seconds=20))
-            communicator = group.open_channel("cpu").communicator
+            its_class = group.open_channel("cpu").communicator.torch_group
+            enqueue = its_class._allgather_base
 
-            def gather(prepared: PreparedCall) -> Operation:
-                prepared.outputs[0].view(2, -1).copy_(prepared.inputs[0])  # both members call alike
-                return DONE
+            def gather(output: torch.Tensor, *others: Any) -> Any:
+                output.view(2, -1).copy_(others[0])  # both members call alike
+                return enqueue(output, *others)
 
-            patch.setattr(communicator, "_all_gather", gather)
+            patch.setattr(its_class, "_allgather_base", gather)
             md.set_debug_level(DebugLevel.INFO)
             try:
                 md.all_reduce(torch.ones(3), group=group)
@@ -386,7 +384,7 @@ def test_where_members_do_not_see_each_others_calls_a_round_compares_them(pool: 
                 md.set_debug_level(DebugLevel.OFF)
             return device.names("enqueue")
 
-    assert pool.run(program, 2) == [["allreduce"]] * 2
+    assert pool.run(program, 2) == [["_allgather_base", "allreduce"]] * 2
 
 
 def test_a_group_can_be_destroyed_while_an_abort_begins(world: Device) -> None:
@@ -525,7 +523,7 @@ def test_a_mesh_connects_the_selected_device_as_it_is_made(
         torch.cuda.set_device(0)
         for group in (*mesh.get_all_groups(), *private.get_all_groups()):
             communicator = group.open_channel("cuda").communicator
-            assert communicator._group.connected == [chosen], group
+            assert communicator.torch_group.connected == [chosen], group
         assert not device.names("connect late")
     finally:
         md.destroy_process_group()
@@ -538,7 +536,7 @@ def test_a_device_bound_to_the_world_comes_first(device: Device, tmp_path: Any) 
         get_world().device = bound
         mesh = md.init_device_mesh("cuda", (1,))
         assert torch.cuda.current_device() == 3
-        assert mesh.get_group().open_channel("cuda").communicator._group.connected == [bound]
+        assert mesh.get_group().open_channel("cuda").communicator.torch_group.connected == [bound]
     finally:
         md.destroy_process_group()
 
@@ -602,7 +600,7 @@ def test_nccl_with_a_bound_device_and_options(tmp_path) -> None:
         device_id=device,
     )
     try:
-        group = md.group.WORLD.open_channel("cuda").communicator._group
+        group = md.group.WORLD.open_channel("cuda").communicator.torch_group
         assert group.options.is_high_priority_stream
         md.barrier(device_ids=[0])
         md.barrier()

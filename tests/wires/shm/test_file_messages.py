@@ -15,7 +15,7 @@ from .circle import Circle, close_shared, num_files
 
 
 def test_more_handles_than_fit_into_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(door, "_MOST_FILES", 3)
+    monkeypatch.setattr(door, "MOST_FILES", 3)
     before = num_files()
     seen: list[int] = []
 

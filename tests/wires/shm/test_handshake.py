@@ -134,14 +134,16 @@ def test_a_member_that_is_turned_away_before_it_speaks_is_told_why(
 def test_a_stranger_is_turned_away_and_gets_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     circle = Circle(2)
     peers: list[int] = []
-    usual = door._peer_user
+    usual = socket.socket.getsockopt
 
-    def peer_user(connection: socket.socket) -> int:
+    def ask(connection: socket.socket, level: int, name: int, *size: int) -> Any:
+        if name != socket.SO_PEERCRED:
+            return usual(connection, level, name, *size)
         peers.append(1)
-        is_first = len(peers) == 1
-        return 12345 if is_first else usual(connection)
+        found = usual(connection, level, name, *size)
+        return struct.pack("3i", 1, 12345, 1) if len(peers) == 1 else found
 
-    monkeypatch.setattr(door, "_peer_user", peer_user)
+    monkeypatch.setattr(socket.socket, "getsockopt", ask)
     got: list[bytes] = []
 
     def intrude() -> None:
