@@ -312,13 +312,12 @@ def refuse_groups(verb: str, axis_index_groups: Any, axes: DeviceMesh) -> None:
     names = axes.axis_names or (0,)
     mesh = "mesh" if len(names) == 1 else f"mesh.flatten({names})"
     axis = names[0] if len(names) == 1 else "_".join(map(str, names))
-    is_list = isinstance(axis_index_groups, (list, tuple))
+    count = len(axis_index_groups) if isinstance(axis_index_groups, (list, tuple)) else 2
     raise KindError(
         f"{verb} takes no axis_index_groups",
         expected="None",
         found=repr(axis_index_groups),
         fix="split the axis: "
-        f"mesh = {mesh}.unflatten({axis!r}, ({len(axis_index_groups) if is_list else 2}, -1), "
-        "('outer', 'inner')), then name 'inner' for groups of neighbors, or 'outer' for groups with "
-        "strides",
+        f"mesh = {mesh}.unflatten({axis!r}, ({count}, -1), ('outer', 'inner')), "
+        "then name 'inner' for groups of neighbors, or 'outer' for groups with strides",
     )
