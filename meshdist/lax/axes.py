@@ -61,10 +61,10 @@ def on_leaves(
     if axis_index_groups is not None:
         refuse_groups(verb, axis_index_groups, get_axes(verb, axis_name, mesh))
     if verb in _OVER_NO_AXES and names_no_axis(axis_name):
-        return _over_no_axes(verb, x, on_number, check)
+        result: T = _over_no_axes(verb, x, on_number, check)
+        return result
     axes = get_axes(verb, axis_name, mesh)
     typed = find_typed_verb(verb, axes, to)
-    result: T
     if typed is None:
         if not isinstance(x, torch.Tensor):
             result = _on_leaves(verb, on_tensor, x, axes, on_number, check, None)
