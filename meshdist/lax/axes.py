@@ -95,7 +95,7 @@ def _over_no_axes(
     on_number: Callable[[Any], Any] | None,
     check: Callable[[torch.Tensor, Any], object] | None,
 ) -> Any:
-    """Return a copy of ``x``; of ``pmean`` in a float dtype. Nothing is sent."""
+    """Return a copy of ``x``, for ``pmean`` in a float dtype; nothing is sent."""
     leaves, tree = optree.tree_flatten(x)
     results = []
     for path, leaf in zip(_paths_and_names(tree)[0], leaves, strict=True):

@@ -35,7 +35,7 @@ class GatheredOperand:
         self._again: torch.Tensor | None = None
 
     def gather(self) -> None:
-        """Gather the operand again; raise if the shard was changed. Collective."""
+        """Gather the operand again, or raise if the shard was changed; collective."""
         if self._shard._version != self._was_at:
             raise GradientError(
                 "einsum: an operand was written to before the backward, which gathers it again",
