@@ -263,7 +263,7 @@ class DeviceMesh:
 
     # ------------------------------------------------------------------ the algebra
 
-    def __getitem__(self, axes: Axis | tuple[Axis, ...] | list[Axis]) -> DeviceMesh:
+    def __getitem__(self, axes: Axis | tuple[Axis, ...] | list[str]) -> DeviceMesh:
         """The part with only these axes, in this order, through this rank; opens nothing.
 
         On a rank outside the mesh the part has the same shape and no coordinate.
