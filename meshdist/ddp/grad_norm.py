@@ -77,7 +77,8 @@ def clip_grad_norm_(
 
     Args:
         parameters: those whose ``.grad`` is scaled in place, each once: tensors in any iterable, or
-            a single tensor. A gradient of None counts as zeros.
+            a single tensor. A gradient of None counts as zeros. If a parameter is cut, every rank
+            passes a cut parameter: a rank without experts passes an empty expert with the mark.
         max_norm: the largest norm that the gradients have afterwards.
         norm_type: the order of the norm, above 0; ``math.inf`` is the largest absolute value.
         error_if_nonfinite: whether a norm that is NaN or infinite is an error.

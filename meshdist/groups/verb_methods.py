@@ -48,7 +48,7 @@ def only(tensors: Any, verb: str) -> Any:
         raise ArgumentError(
             f"{verb}: a list of {len(tensors)} tensors, one for each device of this process",
             expected="one tensor",
-            fix="call it once for each, or the coalesced form",
+            fix="call it once for each, or the coalesced form" if tensors else "pass [tensor]",
         )
     return tensors[0]
 
@@ -61,7 +61,7 @@ def only_list(lists: Any, verb: str) -> Any:
         raise ArgumentError(
             f"{verb}: {len(lists)} lists of tensors, one for each device of this process",
             expected="one list",
-            fix="pass it on the root" if not lists else "call it once for each",
+            fix="call it once for each" if lists else "pass [tensors], with one for each rank",
         )
     return lists[0]
 

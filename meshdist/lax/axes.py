@@ -21,7 +21,7 @@ from ..typed_contexts.verb_calls import TypedVerb, find_typed_verb
 
 T = TypeVar("T")
 
-AxisName: TypeAlias = str | tuple[str, ...] | DeviceMesh
+AxisName: TypeAlias = str | tuple[str, ...] | list[str] | DeviceMesh
 """An axis of the mesh in force, several of them flattened, or an axis as a 1-D mesh."""
 
 OnTensor: TypeAlias = Callable[..., Any]
@@ -31,6 +31,7 @@ _NUMBERS = (bool, int, float, complex)  # exactly these: numpy.float64 is a floa
 _WIDE = {float: torch.float64, complex: torch.complex128}
 _KEYS = (str, int, float, bytes, type(None))  # of dicts, shown and compared by their repr
 _LIMIT = 1 << 63  # of numbers in 64 bits
+_OVER_NO_AXES = ("psum", "pmean", "pmax", "pmin", "pvary", "pcast")  # these return their argument
 _MOST_TREES = 64
 _SHOWN_LETTERS = 240
 _trees: dict[Any, tuple[list[str], list[str]]] = {}
@@ -58,10 +59,12 @@ def on_leaves(
         to: the kind of result that the call asks for, where the verb leaves that open.
     """
     if axis_index_groups is not None:
-        refuse_groups(verb, axis_index_groups)
+        refuse_groups(verb, axis_index_groups, get_axes(verb, axis_name, mesh))
+    if verb in _OVER_NO_AXES and names_no_axis(axis_name):
+        result: T = _over_no_axes(verb, x, on_number, check)
+        return result
     axes = get_axes(verb, axis_name, mesh)
     typed = find_typed_verb(verb, axes, to)
-    result: T
     if typed is None:
         if not isinstance(x, torch.Tensor):
             result = _on_leaves(verb, on_tensor, x, axes, on_number, check, None)
@@ -79,6 +82,31 @@ def on_leaves(
                 check(plain, group)
             result = typed.run(on_tensor, plain, group, typed.result_type(plain))
     return result
+
+
+def names_no_axis(axis_name: object) -> bool:
+    """Return whether ``axis_name`` is an empty tuple or list: the group is then each rank alone."""
+    return not axis_name and isinstance(axis_name, (tuple, list))
+
+
+def _over_no_axes(
+    verb: str,
+    x: Any,
+    on_number: Callable[[Any], Any] | None,
+    check: Callable[[torch.Tensor, Any], object] | None,
+) -> Any:
+    """Return a copy of ``x``, for ``pmean`` in a float dtype; nothing is sent."""
+    leaves, tree = optree.tree_flatten(x)
+    results = []
+    for path, leaf in zip(_paths_and_names(tree)[0], leaves, strict=True):
+        if on_number is not None and type(leaf) in _NUMBERS:
+            results.append(leaf if on_number is unsent else on_number(leaf))
+            continue
+        tensor = as_tensor(leaf, argument=path, verb=verb, writable=False)
+        if check is not None:
+            check(tensor, None)
+        results.append(like(tensor / 1 if verb == "pmean" else tensor.clone(), leaf))
+    return tree.unflatten(results)
 
 
 def itself(number: Any) -> Any:
@@ -186,10 +214,10 @@ def axis_index(axis_name: AxisName, *, mesh: DeviceMesh | None = None) -> int:
         axis_name, mesh: as for ``psum``; over a tuple of axes the first is major.
 
     Returns:
-        An int; nothing is sent.
+        An int, 0 over no axes, ``()``; nothing is sent.
 
     Raises:
-        AxisError: the mesh has no such axis, or the tuple names one twice or none.
+        AxisError: the mesh has no such axis, or the tuple names one twice.
         MeshError: no mesh is in force and none is given.
         NotInGroupError: this rank is not in the mesh.
 
@@ -201,6 +229,8 @@ def axis_index(axis_name: AxisName, *, mesh: DeviceMesh | None = None) -> int:
         >>> md.simulate(program, 4)
         [[0, 0, 0], [0, 1, 2], [1, 0, 1], [1, 1, 3]]
     """
+    if names_no_axis(axis_name):
+        return 0
     axes = get_axes("axis_index", axis_name, mesh)
     index = 0
     for axis in range(axes.ndim):
@@ -216,10 +246,10 @@ def axis_size(axis_name: AxisName, *, mesh: DeviceMesh | None = None) -> int:
         axis_name, mesh: as for ``psum``.
 
     Returns:
-        An int; nothing is sent.
+        An int, 0 over no axes, ``()``; nothing is sent.
 
     Raises:
-        AxisError: the mesh has no such axis, or the tuple names one twice or none.
+        AxisError: the mesh has no such axis, or the tuple names one twice.
         MeshError: no mesh is in force and none is given.
 
     Example:
@@ -230,7 +260,7 @@ def axis_size(axis_name: AxisName, *, mesh: DeviceMesh | None = None) -> int:
         >>> md.simulate(program, 6)[0]
         (3, 6)
     """
-    return get_axes("axis_size", axis_name, mesh).size()
+    return 1 if names_no_axis(axis_name) else get_axes("axis_size", axis_name, mesh).size()
 
 
 def get_axes(
@@ -243,7 +273,7 @@ def get_axes(
         raise mesh_kind_error(f"{verb} takes a mesh as mesh", mesh)
     given_mesh, mesh = mesh, mesh or find_current_mesh()
     mesh = mesh or mesh_in_force(verb, f" over axis {axis_name!r}")
-    names: Any = axis_name
+    names: Any = tuple(axis_name) if isinstance(axis_name, list) else axis_name
     is_tuple = isinstance(names, tuple) and all(isinstance(name, str) for name in names)
     if not (isinstance(names, str) or is_tuple):
         raise KindError(
@@ -277,13 +307,17 @@ def _alone(verb: str, axis: DeviceMesh, mesh: DeviceMesh | None, argument: str) 
     return axis
 
 
-def refuse_groups(verb: str, axis_index_groups: Any) -> None:
-    """Raise unless ``axis_index_groups`` is None."""
-    if axis_index_groups is not None:
-        raise KindError(
-            f"{verb} takes no axis_index_groups",
-            expected="None",
-            found=repr(axis_index_groups),
-            fix="make the parts an axis of their own: "
-            "mesh = mesh.unflatten('tp', (2, 2), ('outer', 'inner')), then name 'inner' or 'outer'",
-        )
+def refuse_groups(verb: str, axis_index_groups: Any, axes: DeviceMesh) -> None:
+    """Raise for groups other than None, with the ``axes`` of the call in the fix."""
+    names = axes.axis_names or (0,)
+    mesh = "mesh" if len(names) == 1 else f"mesh.flatten({names})"
+    axis = names[0] if len(names) == 1 else "_".join(map(str, names))
+    count = len(axis_index_groups) if isinstance(axis_index_groups, (list, tuple)) else 2
+    raise KindError(
+        f"{verb} takes no axis_index_groups",
+        expected="None",
+        found=repr(axis_index_groups),
+        fix="split the axis: "
+        f"mesh = {mesh}.unflatten({axis!r}, ({count}, -1), ('outer', 'inner')), "
+        "then name 'inner' for groups of neighbors, or 'outer' for groups with strides",
+    )

@@ -192,8 +192,9 @@ def ragged_all_to_all(
         >>> md.simulate(program, 2)
         [[10, 20, 21, 22], [11, 12, 0, 0]]
     """
-    refuse_groups("ragged_all_to_all", axis_index_groups)
     axes = get_axes("ragged_all_to_all", axis_name, mesh)
+    if axis_index_groups is not None:
+        refuse_groups("ragged_all_to_all", axis_index_groups, axes)
     numbers = (input_offsets, send_sizes, output_offsets, recv_sizes)
     typed = find_typed_verb("ragged_all_to_all", axes)
     result: T

@@ -110,7 +110,8 @@ def psum(
     Args:
         x: this rank's array of any shape and numeric dtype, or a pytree; equal leaves, shapes and
             dtypes along the axis, which is compared.
-        axis_name: an axis of the mesh, a tuple of axes, or a 1-D mesh.
+        axis_name: an axis of the mesh, a tuple of axes, or a 1-D mesh. Over no axes, ``()``, the
+            result is a copy of ``x``, with its dtype; this needs no mesh.
         axis_index_groups: None. Parts of an axis are axes: see ``mesh.unflatten``.
         mesh: the mesh; None takes the mesh in force.
 
@@ -127,7 +128,7 @@ def psum(
         One all-reduce a leaf: each of p ranks sends 2 n (p - 1) / p bytes for n bytes.
 
     Raises:
-        AxisError: the mesh has no such axis, or the tuple names one twice or none.
+        AxisError: the mesh has no such axis, or the tuple names one twice.
         MeshError: no mesh is in force and none is given.
         KindError, DtypeError: a leaf is no array, or of a dtype that cannot be summed; or
             axis_index_groups is given. ArgumentError: a whole number beyond 64 bits.

@@ -264,7 +264,7 @@ class DeviceMesh:
 
     # ------------------------------------------------------------------ the algebra
 
-    def __getitem__(self, axes: Axis | tuple[Axis, ...]) -> DeviceMesh:
+    def __getitem__(self, axes: Axis | tuple[Axis, ...] | list[str]) -> DeviceMesh:
         """The part with only these axes, in this order, through this rank; opens nothing.
 
         On a rank outside the mesh the part has the same shape and no coordinate.
@@ -274,7 +274,7 @@ class DeviceMesh:
         except (KeyError, TypeError):
             pass
         try:
-            return self._slice(axes)
+            return self._slice(tuple(axes) if isinstance(axes, list) else axes)
         except MeshdistError as error:
             __tracebackhide__ = True
             end_here(error)

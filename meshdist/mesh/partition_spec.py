@@ -214,6 +214,13 @@ def axes_of(entry: Entry) -> tuple[str, ...]:
     return (entry,) if isinstance(entry, str) else entry
 
 
+def fix_of_entries(ndim: int) -> str:
+    """Return the fix of an error on a spec with more entries than an array has dimensions."""
+    if not ndim:
+        return "write P() for a scalar"
+    return f"write at most {ndim} entr{'y' if ndim == 1 else 'ies'}; or add a dimension: x[None]"
+
+
 def _entry(value: Any) -> Entry:
     """Return a dim's entry in normal form (None, a name, a tuple of names); else raise."""
     if value is None or isinstance(value, str):

@@ -13,7 +13,7 @@ from ..arguments import find_whole_numbers, mesh_kind_error
 from ..error_text import explain
 from ..errors import AxisError, KindError, LengthError, ShapeError
 from .layout import Layout
-from .partition_spec import PartitionSpec, axes_of
+from .partition_spec import PartitionSpec, axes_of, fix_of_entries
 from .placement import Box, Placement, index_of, place_along, split_dim
 
 __all__ = ["NamedSharding"]
@@ -256,7 +256,7 @@ class NamedSharding:
                 where=repr(self),
                 expected=f"an array of at least {len(self.spec)} dims",
                 found=f"shape {tuple(shape)}" if None not in shape else None,
-                fix="write P() for a scalar" if not shape else None,
+                fix=fix_of_entries(len(shape)),
             )
 
     def _new_placement(self, shape: tuple[int, ...]) -> Placement:

@@ -42,7 +42,7 @@ from ..typed_contexts.refusals import refused_join, refused_sharding, type_of
 from .einsum_layouts import EinsumLayout, lay_out_einsum
 from .einsum_plans import plan_einsum
 from .marked_operands import axes_of_leaves, axes_of_marks
-from .regathering import GatheredOperand, saved_as_shards
+from .regathering import GatheredOperand, gather_before_backward, saved_as_shards
 from .requests import check_sizes, get_mesh, mesh_links, on_mesh
 from .resharding import (
     FITTING_KINDS,
@@ -249,21 +249,31 @@ class _Einsum:
         moved = []
         for part, plan in zip(parts, self._plans, strict=True):
             moved.append(transfer_or_alias(part, plan, self._mesh))
-        gathered = []
-        # Tensors of torch.func have no memory to find again: there all is kept.
-        if regather and torch.is_grad_enabled() and not are_transforms_active():
-            gathered = [
-                GatheredOperand(whole, part, plan, self._mesh)
-                for whole, part, plan in zip(moved, parts, self._plans, strict=True)
-                if whole.numel() > part.numel()
-            ]
+        gathered = self._gathered_again(parts, moved) if regather else []
         with saved_as_shards(gathered) if gathered else nullcontext():
             result = _product(self._laid, moved)
+        gather_before_backward(result, gathered)
         result = transfer_or_alias(result, self._result_plan, self._mesh)
         if result.shape != self._shape:
             result = result.reshape(self._shape)
         result.__dict__.update(self._marks)
         return result
+
+    def _gathered_again(
+        self, parts: Sequence[torch.Tensor], moved: Sequence[torch.Tensor]
+    ) -> list[GatheredOperand]:
+        """Return the operands that the backward shall gather again: the same on all ranks."""
+        device, dtype = parts[0].device.type, parts[0].dtype
+        is_cast = torch.is_autocast_enabled(device) and dtype != torch.get_autocast_dtype(device)
+        # Tensors of torch.func have no memory to find again, and autocast copies: all is kept.
+        if not torch.is_grad_enabled() or are_transforms_active() or is_cast or self.is_mixed:
+            return []
+        return [
+            GatheredOperand(whole, part, plan, self._mesh)
+            for at, (whole, part, plan) in enumerate(zip(moved, parts, self._plans, strict=True))
+            # An operand is needed for the gradients of the others.
+            if plan.grows and any(x.requires_grad for x in (*moved[:at], *moved[at + 1 :]))
+        ]
 
 
 def _product(laid: EinsumLayout, parts: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -13,7 +13,8 @@ from functools import cached_property, lru_cache
 
 from ..mesh.layout import Layout
 from ..mesh.placement import Placement
-from .routes import DEFAULT_LINK, Link, route_between, slowest, stage_steps
+from .changes import bare
+from .routes import DEFAULT_LINK, Link, num_held_in_all, route_between, slowest, stage_steps
 from .steps import GroupStep, Pad, Step
 
 _UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB")
@@ -88,6 +89,17 @@ class Plan:
         if any(self.coordinate[axis] for axis in void):
             return (Pad(self.target.local_shape(self.coordinate), None),)
         return tuple(step for stage in route for step in stage_steps(stage, self.coordinate))
+
+    @cached_property
+    def is_identity(self) -> bool:
+        """Return whether every rank's part stays as it is: the same answer on all ranks."""
+        # ``steps`` depends on the rank: of a dim of 1 that 2 ranks slice, rank 0 keeps all it has.
+        return bare(self.source) == bare(self.target)
+
+    @cached_property
+    def grows(self) -> bool:
+        """Return whether all ranks together hold more elements afterwards; the same on all."""
+        return num_held_in_all(self.source) < num_held_in_all(self.target)
 
     @cached_property
     def T(self) -> Plan:

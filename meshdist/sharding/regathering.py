@@ -1,8 +1,8 @@
 """Gathered operands of a product, of which autograd keeps the shard, and gathers again.
 
 A product saves its operands for the backward. What it would save of a gathered operand is a view of
-the gathered memory: in its place stand this rank's shard and the form of the view. The first view
-that the backward asks for gathers again, the others share that memory, and the last one drops it.
+the gathered memory: in its place stand this rank's shard and the form of the view. The backward
+begins with gathering again, on every rank. All views share that memory, and the last one drops it.
 """
 
 from __future__ import annotations
@@ -31,16 +31,11 @@ class GatheredOperand:
         self._was_at = self._shard._version
         self._transfer = get_transfer(plan, mesh)
         self._where = plan.title
-        self._num_saved = 0
+        self._num_saved = self._num_left = 0
         self._again: torch.Tensor | None = None
 
-    def pack(self, saved: torch.Tensor) -> tuple[GatheredOperand, Any]:
-        """Return this object and the geometry of the view ``saved``, to be saved in its place."""
-        self._num_saved += 1
-        return self, (saved.shape, saved.stride(), saved.storage_offset())
-
-    def unpack(self, form: Any) -> torch.Tensor:
-        """Return the view that ``pack`` saved, gathering once; raise if the shard was changed."""
+    def gather(self) -> None:
+        """Gather the operand again, or raise if the shard was changed; collective."""
         if self._shard._version != self._was_at:
             raise GradientError(
                 "einsum: an operand was written to before the backward, which gathers it again",
@@ -49,10 +44,21 @@ class GatheredOperand:
                 found=f"version {self._shard._version}",
                 fix="step behind the backward, or leave out regather=True",
             )
-        if self._again is None:
-            with torch.no_grad():
-                self._again = self._transfer(self._shard)
-            self._num_left = self._num_saved
+        with torch.no_grad():
+            found = self._transfer(self._shard)
+        self._again = found if self._num_saved else None
+        self._num_left = self._num_saved
+
+    def pack(self, saved: torch.Tensor) -> tuple[GatheredOperand, Any]:
+        """Return this object and the geometry of the view ``saved``, to be saved in its place."""
+        self._num_saved += 1
+        return self, (saved.shape, saved.stride(), saved.storage_offset())
+
+    def unpack(self, form: Any) -> torch.Tensor:
+        """Return the view that ``pack`` saved; the last one drops the memory."""
+        if self._again is None:  # a program that reads what a node has saved
+            self.gather()
+        assert self._again is not None
         view = self._again.as_strided(*form)
         self._num_left -= 1
         if not self._num_left:
@@ -62,7 +68,7 @@ class GatheredOperand:
 
 def saved_as_shards(gathered: Sequence[GatheredOperand]) -> Any:
     """Return a context in which autograd saves shards in place of ``gathered`` operands."""
-    by_memory = {each.memory: each for each in gathered}
+    by_memory = {each.memory: each for each in gathered if each.memory}  # 0: without elements
 
     def pack(saved: torch.Tensor) -> Any:
         each = by_memory.get(saved.untyped_storage().data_ptr())
@@ -76,3 +82,16 @@ def saved_as_shards(gathered: Sequence[GatheredOperand]) -> Any:
         return view
 
     return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+
+def gather_before_backward(product: torch.Tensor, gathered: Sequence[GatheredOperand]) -> None:
+    """Let the backward of ``product`` begin by gathering the operands again, on every rank."""
+    # What torch saves depends on a rank's sizes: of "b d, d f -> f" it saves the operand itself
+    # where b is 1, else the operand's sum over b. So all ranks gather before any asks.
+
+    def gather(_: Any) -> None:
+        for each in gathered:
+            each.gather()
+
+    if gathered and product.grad_fn is not None:
+        product.grad_fn.register_prehook(gather)

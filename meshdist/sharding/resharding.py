@@ -169,11 +169,9 @@ def _with_batch(placement: Placement, batch: torch.Size) -> Placement:
 def transfer_or_alias(x: torch.Tensor, plan: Plan, mesh: DeviceMesh) -> torch.Tensor:
     """Return the plan's result on ``x``: ``x`` or an alias if nothing is sent or copied."""
     # An alias, whose backward sums, is kept while ``x`` lives: three uses share one sum.
-    if plan.source is plan.target or plan.source == plan.target:
-        return x
-    if plan.steps:
+    if not plan.is_identity:
         return get_transfer(plan, mesh)(x)
-    if not (x.requires_grad and torch.is_grad_enabled()) or not plan.T.steps:
+    if not (x.requires_grad and torch.is_grad_enabled()) or plan.T.is_identity:
         return x
     transfer = get_transfer(plan, mesh)
     _ = transfer.transpose  # opens its groups

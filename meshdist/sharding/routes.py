@@ -162,7 +162,7 @@ class Sum:
     def num_received(self) -> int:
         """The number of elements that all ranks receive together."""
         members = math.prod(self.placement.mesh_sizes[axis] for axis in self.axes)
-        return 2 * (members - 1) * (_num_held_in_all(self.placement) // members)
+        return 2 * (members - 1) * (num_held_in_all(self.placement) // members)
 
 
 Stage = Change | Sum
@@ -259,13 +259,13 @@ def _candidates(whole: Change) -> Iterator[tuple[int, _Between]]:
         homes = {axis: _home(axis, source, target) for axis in sliced}
         part = next(_with_more_cuts(source, target, homes, source.unreduced))
         done = replace(part, unreduced=kept)
-        price = 2 * (members - 1) * (_num_held_in_all(part) // members)
+        price = 2 * (members - 1) * (num_held_in_all(part) // members)
         yield price + change_between(done, target).num_received, (part, done)
         if not source.dims:
             continue  # a scalar cannot be cut
         homes |= {axis: _home(axis, source, target) for axis in summed}
         for scattered in _with_more_cuts(source, target, homes, kept):
-            price = (members - 1) * _num_held_in_all(scattered)
+            price = (members - 1) * num_held_in_all(scattered)
             yield price + change_between(scattered, target).num_received, (None, scattered)
 
 
@@ -332,7 +332,7 @@ def _with_more_cuts(
 # -- prices -------------------------------------------------------------------------------------
 
 
-def _num_held_in_all(placement: Placement) -> int:
+def num_held_in_all(placement: Placement) -> int:
     """Return the number of elements that all ranks hold together."""
     sizes = placement.mesh_sizes
     copies = (size for axis, size in enumerate(sizes) if axis not in placement.cut_axes)

@@ -110,9 +110,17 @@ def _own_classes(
     group = resolve_group(axes)
     mine = logits.shape[-1] if logits.dim() else 0
     size = mine * group.size() if num_classes is None else num_classes
+    if size < group.size():  # known on every rank, so that none waits for another
+        raise ShapeError(
+            f"cross_entropy: some ranks have none of the {size} classes",
+            where=f"rank {group.world.rank}, {group.name}",
+            expected=f"{group.size()} classes or more",
+            found=f"logits of shape {tuple(logits.shape)}",
+            fix="leave the head whole, and call torch.nn.functional.cross_entropy",
+        )
     bounds = balanced_boundaries(size, axes.shape)
     start, stop = bounds[group.rank()], bounds[group.rank() + 1]
-    if stop - start != mine or not mine:
+    if stop - start != mine:
         raise ShapeError(
             f"cross_entropy: the logits are not this rank's part of {size} classes",
             where=f"rank {group.world.rank}, {group.name}",

@@ -18,7 +18,7 @@ from ..functional.axis_types import ATTRIBUTE, SPEC_ATTRIBUTE, axes_of_kind, typ
 from ..mesh.current_mesh import find_current_mesh
 from ..mesh.device_mesh import DeviceMesh
 from ..mesh.layout import Layout
-from ..mesh.partition_spec import PartitionSpec, axes_of
+from ..mesh.partition_spec import PartitionSpec, axes_of, fix_of_entries
 from ..mesh.pattern import cut_text
 from ..mesh.pattern_sizes import parse_side, spec_of
 from ..mesh.spec import NamedSharding
@@ -81,7 +81,7 @@ def checked_spec(
             f"{call}: {spec!r} has entries for {len(spec)} dims, the tensor has {tensor.ndim}",
             expected=f"a tensor of at least {len(spec)} dims",
             found=f"shape {tuple(tensor.shape)}",
-            fix="write P() for a scalar" if not tensor.ndim else None,
+            fix=fix_of_entries(tensor.ndim),
         )
     if spec.unreduced and tensor.dtype == torch.bool:
         raise DtypeError(

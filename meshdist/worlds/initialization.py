@@ -28,7 +28,7 @@ from ..bootstrap.world import (
     remove_world,
 )
 from ..checking.program import one_frame, warn_caller
-from ..errors import ArgumentError, KindError, NotInitializedError, WorldError
+from ..errors import ArgumentError, BackendError, KindError, NotInitializedError, WorldError
 from ..groups.process_group import GroupLike, resolve_group, world_group
 from ..runtime import memory
 from ..wires.names import (
@@ -314,6 +314,16 @@ def _adopt_simulated(world: World, rank: int, world_size: int) -> None:
 def _meet_in_torch_world(terms: Terms) -> Rendezvous:
     asked = terms.rank, terms.world_size
     real = torch_distributed.get_rank(), torch_distributed.get_world_size()
+    config = torch_distributed.get_backend_config()
+    if "fake" in parse_backends(config).values():
+        raise BackendError(
+            "a world of torch's fake backend has no other ranks to join",
+            where=f"rank {real[0]} of {real[1]}",
+            expected="a world of torch.distributed with a process for each rank",
+            found=f"backend {config!r}",
+            fix=f"simulate the ranks: meshdist.simulate(program, {real[1]}); or plan without "
+            f"processes: meshdist.Layout.from_shape(({real[1]},), ('dp',))",
+        )
     for name, given, there in zip(("rank", "world_size"), asked, real, strict=True):
         if given not in (-1, there):
             raise ArgumentError(

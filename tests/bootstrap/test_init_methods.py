@@ -306,6 +306,39 @@ def test_an_unknown_scheme() -> None:
     assert "register_rendezvous_handler(scheme, handler)" in str(caught.value)
 
 
+def test_a_world_of_torch_s_fake_backend_raises_an_error_that_names_it(pool: Pool) -> None:
+    def program(_: int) -> list[str]:
+        import torch.distributed as dist
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        dist.init_process_group("fake", rank=1, world_size=4, store=FakeStore())
+        texts = []
+        for call in (
+            md.init_process_group,
+            lambda: md.init_device_mesh("cpu", (4,)),
+            lambda: md.init_device_mesh("cpu", (1,)),
+            lambda: md.DeviceMesh.from_torch(dist.init_device_mesh("cpu", (4,))),
+        ):
+            with pytest.raises(md.BackendError) as caught:
+                call()
+            texts.append(str(caught.value))
+        dist.destroy_process_group()
+        return texts
+
+    for text in pool.call(program, 1)[0]:
+        *lines, found, fix = text.splitlines()
+        assert lines == [
+            "a world of torch's fake backend has no other ranks to join",
+            "  where:    rank 1 of 4",
+            "  expected: a world of torch.distributed with a process for each rank",
+        ]
+        assert found.startswith("  found:    backend 'cpu:fake")
+        assert fix == (
+            "  fix:      simulate the ranks: meshdist.simulate(program, 4); or plan without "
+            "processes: meshdist.Layout.from_shape((4,), ('dp',))"
+        )
+
+
 def test_a_world_of_torch_is_adopted(pool: Pool, tmp_path: Path) -> None:
     def program(rank: int) -> tuple[Any, ...]:
         import torch

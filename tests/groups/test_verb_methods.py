@@ -282,3 +282,36 @@ def test_what_is_wrong_is_refused(call: Callable[[Any], Any], text: str) -> None
 
     for told in md.simulate(program, 2):
         assert text in told
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_empty_lists_raise_with_what_to_pass(wire: str, pool: Pool) -> None:
+    def program() -> list[str]:
+        group = md.init_device_mesh("cpu", (2,)).get_group()
+        root = {"root": group.rank()}  # each rank as the root: nothing is sent
+        texts = []
+        for call in (
+            lambda: group.allgather([], []),
+            lambda: group.reduce_scatter([torch.ones(1)], []),
+            lambda: group.gather([], [torch.ones(1)], **root),
+            lambda: group.scatter([torch.ones(1)], [], **root),
+            lambda: group.allreduce([]),
+            lambda: group.broadcast([]),
+            lambda: group.send([], 1 - group.rank(), 0),
+        ):
+            with pytest.raises(md.ArgumentError) as caught:
+                call()
+            texts.append(str(caught.value))
+        return texts
+
+    for texts in run(wire, pool, program):
+        for text, verb in zip(
+            texts, ("all_gather", "reduce_scatter", "gather", "scatter"), strict=False
+        ):
+            assert text == (
+                f"{verb}: 0 lists of tensors, one for each device of this process\n"
+                "  expected: one list\n"
+                "  fix:      pass [tensors], with one for each rank"
+            )
+        for text in texts[4:]:
+            assert text.endswith("\n  expected: one tensor\n  fix:      pass [tensor]")

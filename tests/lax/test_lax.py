@@ -158,6 +158,7 @@ def called(verb: str, axis: Any, **options: Any) -> Any:
 
 
 VERBS = [*ARGUMENTS, "ragged_all_to_all", "axis_index", "axis_size"]
+OVER_NO_AXES = ["psum", "pmean", "pmax", "pmin", "pvary", "pcast", "axis_index", "axis_size"]
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -171,14 +172,18 @@ def test_without_a_mesh_both_ways_to_name_one_are_told(verb: str) -> None:
     )
 
 
-@pytest.mark.parametrize("verb", VERBS)
 @pytest.mark.parametrize(
-    ("axis", "summary"),
+    ("verb", "axis", "summary"),
     [
-        ("mp", "no axis 'mp' in the mesh"),
-        (("dp", "mp"), "no axis 'mp' in the mesh"),
-        (("tp", "tp"), "an axis is named twice"),
-        ((), "no axes named"),
+        (verb, axis, summary)
+        for axis, summary in (
+            ("mp", "no axis 'mp' in the mesh"),
+            (("dp", "mp"), "no axis 'mp' in the mesh"),
+            (("tp", "tp"), "an axis is named twice"),
+            ((), "no axes named"),
+        )
+        for verb in VERBS
+        if axis or verb not in OVER_NO_AXES
     ],
 )
 def test_axes_that_the_mesh_has_not(verb: str, axis: Any, summary: str) -> None:
@@ -188,7 +193,7 @@ def test_axes_that_the_mesh_has_not(verb: str, axis: Any, summary: str) -> None:
         assert "\n  expected: one of 'dp', 'tp'" in text
 
 
-@pytest.mark.parametrize("axis", [0, None, ["dp"], ("dp", 1)])
+@pytest.mark.parametrize("axis", [0, None, {"dp"}, ("dp", 1), ["dp", 1]])
 def test_an_axis_is_named(axis: Any) -> None:
     assert refusal(KindError, lambda rank: lax.psum(torch.ones(1), axis)) == (
         f"psum cannot take {axis!r} as axis_name\n"
@@ -219,15 +224,74 @@ GROUPED = [
 
 
 @pytest.mark.parametrize("verb", GROUPED)
-def test_parts_of_an_axis_are_axes(verb: str) -> None:
-    body = lambda rank: called(verb, "tp", axis_index_groups=[[0], [1]])  # noqa: E731
+@pytest.mark.parametrize(
+    ("axis", "fix"),
+    [
+        ("tp", "mesh = mesh.unflatten('tp', (2, -1), "),
+        (("dp", "tp"), "mesh = mesh.flatten(('dp', 'tp')).unflatten('dp_tp', (2, -1), "),
+    ],
+)
+def test_parts_of_an_axis_are_axes(verb: str, axis: Any, fix: str) -> None:
+    body = lambda rank: called(verb, axis, axis_index_groups=[[0], [1]])  # noqa: E731
     assert refusal(KindError, body) == (
         f"{verb} takes no axis_index_groups\n"
         "  expected: None\n"
         "  found:    [[0], [1]]\n"
-        "  fix:      make the parts an axis of their own: mesh = mesh.unflatten('tp', (2, 2), "
-        "('outer', 'inner')), then name 'inner' or 'outer'"
+        f"  fix:      split the axis: {fix}('outer', 'inner')), then name 'inner' for groups of "
+        "neighbors, or 'outer' for groups with strides"
     )
+
+
+def test_that_fix_names_the_axis_of_a_mesh_that_is_given() -> None:
+    def body(rank: int) -> str:
+        line = md.init_device_mesh("cpu", (4,), mesh_dim_names=("ep",))
+        with pytest.raises(KindError) as caught:
+            lax.pmean(torch.ones(1), line, axis_index_groups=[[0, 2], [1, 3]])
+        return str(caught.value)
+
+    assert "mesh.unflatten('ep', (2, -1), " in in_mesh(body)[0]
+
+
+def test_axes_in_a_list_are_those_of_a_tuple() -> None:
+    def body(rank: int) -> Any:
+        x = torch.tensor(10**rank)
+        both = [lax.psum(x, axes).item() for axes in (["dp", "tp"], ("dp", "tp"))]
+        return both, lax.axis_size(["tp"]), lax.axis_index(["tp", "dp"])
+
+    assert in_mesh(body) == [([1111, 1111], 2, index) for index in (0, 2, 1, 3)]
+
+
+@pytest.mark.parametrize("no_axes", [(), []])
+@pytest.mark.parametrize("verb", OVER_NO_AXES[:6])
+def test_over_no_axes_a_reduction_returns_a_copy_of_its_argument(verb: str, no_axes: Any) -> None:
+    def call(x: Any) -> Any:
+        return getattr(lax, verb)(x, no_axes, **ARGUMENTS[verb])
+
+    x = torch.tensor([1.0, -2.0], requires_grad=True)
+    y = call(x)  # no mesh is needed
+    y.square().sum().backward()
+    assert y.tolist() == x.tolist()
+    assert x.grad is not None and x.grad.tolist() == [2.0, -4.0]
+    assert y.data_ptr() != x.data_ptr()
+    tree = call({"a": np.array([1, 2]), "b": (torch.tensor([True]), 3)})
+    dtypes = (np.float32, torch.float32, float) if verb == "pmean" else (int, torch.bool, int)
+    assert tree["a"].tolist() == [1, 2] and tree["a"].dtype == dtypes[0]
+    assert tree["b"][0].tolist() == [True] and tree["b"][0].dtype == dtypes[1]
+    assert tree["b"][1] == 3 and type(tree["b"][1]) is dtypes[2]
+    with pytest.raises(KindError, match="x\\['a'\\]"):
+        call({"a": "text"})
+
+
+def test_over_no_axes_types_stay_and_there_is_one_rank() -> None:
+    def body(rank: int) -> Any:
+        assert (lax.axis_size(()), lax.axis_index(())) == (1, 0)
+        x = md.annotate(torch.ones(2), varying="dp")
+        with md.typed():
+            return md.typeof(lax.psum(x, ())).varying
+
+    assert {tuple(found) for found in in_mesh(body)} == {("dp",)}
+    with pytest.raises(DtypeError):
+        lax.pmax(torch.ones(1, dtype=torch.complex64), ())
 
 
 def test_the_advice_of_that_error_mends_it() -> None:

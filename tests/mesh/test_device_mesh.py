@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import pickle
 from datetime import timedelta
+from typing import Any
 from xml.etree import ElementTree
 
 import numpy as np
@@ -519,15 +520,20 @@ def test_a_notebook_shows_a_picture() -> None:
         assert "dp" in shown and "tp" in shown and "3" in shown
 
 
-def test_a_list_of_names_is_no_slice_whether_the_mesh_has_names_or_not() -> None:
-    def program() -> list[str]:
-        meshes = [md.init_device_mesh("cpu", (2, 1), mesh_dim_names=n) for n in (("a", "b"), None)]
-        texts = []
-        for mesh in meshes:
-            with pytest.raises(md.AxisError) as caught:
-                mesh[["a", "b"]]  # type: ignore[index]
-            texts.append(str(caught.value))
-        return texts
+def test_a_list_of_names_slices_as_a_tuple_does() -> None:
+    def program() -> Any:
+        mesh = md.init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("dp", "cp", "tp"))
+        assert mesh[["dp", "cp"]] is mesh["dp", "cp"]
+        assert mesh[["tp"]] == mesh["tp"]
+        with pytest.raises(md.AxisError, match="no axis 'pp'"):
+            mesh[["dp", "pp"]]
+        with pytest.raises(md.AxisError, match=r"sliced by axis names, not by \{'dp'\}"):
+            mesh[{"dp"}]  # type: ignore[index, arg-type]
+        unnamed = md.init_device_mesh("cpu", (2, 4))
+        with pytest.raises(md.MeshError, match="an unnamed mesh cannot be sliced"):
+            unnamed[["dp", "cp"]]
+        total = torch.ones(1)
+        md.all_reduce(total, group=mesh[["cp", "dp"]])
+        return mesh[["cp", "dp"]].shape, total.item()
 
-    text = "a mesh is sliced by axis names, not by ['a', 'b']"
-    assert md.simulate(program, 2)[0] == [text, text]
+    assert md.simulate(program, 8) == [((2, 2), 4.0)] * 8

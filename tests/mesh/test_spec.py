@@ -226,7 +226,7 @@ def test_equivalence_by_example() -> None:
         (
             ShapeError,
             lambda: NamedSharding(MESH, P("dp", "tp")).shard_shape((4,)),
-            "P('dp', 'tp') has entries for 2 dims, the array has 1",
+            "found:    shape (4,)\n  fix:      write at most 1 entry; or add a dimension: x[None]",
         ),
         (
             ShapeError,

@@ -106,7 +106,7 @@ def draw_case(seed: int, axes: Sequence[str]) -> Case:
     """Return the einsum of a seed, on a mesh with these axes."""
     draws = Random(seed)
     names = ("a", "b", "c", "d")[: draws.randint(1, 4)]
-    sizes = {name: draws.randint(1, 5) for name in names}
+    sizes = {name: draws.choice((0, 1, 1, 2, 3, 4, 5)) for name in names}
     operands: list[Array] = []
     for _ in range(draws.randint(1, 3)):
         mine = draws.sample(names, draws.randint(0, min(3, len(names))))
@@ -225,7 +225,13 @@ def check(case: Case, mesh: Any, *, typed: bool, second: bool, exact: bool = Tru
                 loss = summed_loss(gradients[0], again.local)
                 found2 = torch.autograd.grad(loss, locals_[1:])
     else:
-        result = md.einsum(case.text, *locals_, mesh=mesh, **sizes)
+        # Two lines with the same activations; one of them gathers again in the backward.
+        used = [1 * x for x in locals_]
+        lines = [
+            md.einsum(case.text, *used, mesh=mesh, regather=regather, **sizes)
+            for regather in (False, True)
+        ]
+        result = (lines[0] + lines[1]) / 2
         gradients = torch.autograd.grad(result, locals_, cotangent.local, create_graph=second)
         if second:
             found2 = torch.autograd.grad(gradients[0], locals_[1:], again.local)

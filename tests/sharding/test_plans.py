@@ -47,6 +47,19 @@ def carried_out(all_plans: dict[Coordinate, plans.Plan], held: dict[Coordinate, 
     return run({rank: plan.steps for rank, plan in all_plans.items()}, held, sizes)
 
 
+def check_agreement(all_plans: dict[Coordinate, plans.Plan]) -> None:
+    """Compare what ranks' plans answer on all ranks: callers decide by it what they send."""
+    assert len({(plan.is_identity, plan.grows) for plan in all_plans.values()}) == 1
+    first = next(iter(all_plans.values()))
+    if first.is_identity:
+        assert not any(plan.steps for plan in all_plans.values())
+    held = [
+        sum(math.prod(end.local_shape(rank)) for rank in all_plans)
+        for end in (first.source, first.target)
+    ]
+    assert first.grows == (held[0] < held[1])
+
+
 def check_pair(pair: tuple[Placement, Placement]) -> None:
     source, target = pair
     whole = whole_array(source.shape)
@@ -56,6 +69,8 @@ def check_pair(pair: tuple[Placement, Placement]) -> None:
     cotangent = whole_array(source.shape, 1)
     found = carried_out(back, shards(target.transposed(), cotangent))
     assert_lies(source.transposed(), cotangent, found)
+    for every in (there, back):
+        check_agreement(every)
     received = [plan.bytes_received(1) for plan in there.values()]
     assert sum(received) == sum(plan.bytes_sent(1) for plan in there.values())
     if not summed_axes(source, target):

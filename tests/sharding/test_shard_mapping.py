@@ -257,6 +257,12 @@ def test_all_leaves_that_do_not_fit_are_shown() -> None:
 VARYING = md.annotate(torch.ones(4, 2), varying="dp")
 # Arguments: the class, the call, and words of its line and of the fix.
 ARGUMENTS: dict[str, tuple[type[MeshdistError], Any, str, str]] = {
+    "a spec of more dims": (
+        ShapeError,
+        lambda mesh: mapped(in_specs=P(None, None, "dp"))(rows()),
+        "x: float32[4, 2], spec P(None, None, 'dp')",
+        "write at most 2 entries; or add a dimension: x[None]",
+    ),
     "a pattern of other dims": (
         ShapeError,
         lambda mesh: mapped(in_specs="b@dp s d")(rows()),

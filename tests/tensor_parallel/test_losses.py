@@ -217,3 +217,22 @@ def test_torchs_loss_of_cut_logits_is_refused_in_a_context() -> None:
     for is_equal, text in md.simulate(program, 2):
         assert not is_equal
         assert "backward of a loss that varies over 'tp'" in text
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_fewer_classes_than_ranks_raise_on_every_rank(size: int) -> None:
+    def program() -> str:
+        mesh = mesh_of(size)
+        logits = md.shard(torch.zeros(4, size - 1), "n c@tp", mesh)
+        with pytest.raises(ShapeError) as caught:
+            cross_entropy(logits, torch.zeros(4).long(), mesh["tp"], num_classes=size - 1)
+        return str(caught.value)
+
+    for rank, text in enumerate(md.simulate(program, size)):
+        assert text == (
+            f"cross_entropy: some ranks have none of the {size - 1} classes\n"
+            f"  where:    rank {rank}, axis 'tp' of DeviceMesh(tp={size})\n"
+            f"  expected: {size} classes or more\n"
+            f"  found:    logits of shape (4, {int(rank < size - 1)})\n"
+            "  fix:      leave the head whole, and call torch.nn.functional.cross_entropy"
+        )

@@ -225,7 +225,7 @@ def test_the_mesh_of_a_spec_is_checked() -> None:
         (
             md.ShapeError,
             {"spec": md.P("a", "b", "c")},
-            "annotate: P('a', 'b', 'c') has entries for 3 dims, the tensor has 2",
+            "fix:      write at most 2 entries; or add a dimension: x[None]",
         ),
         (
             md.ShapeError,

@@ -28,6 +28,7 @@ def functional(
     with mesh:
         assert_type(lax.psum(x, "tp"), torch.Tensor)
         assert_type(lax.psum(array, ("dp", "tp")), npt.NDArray[np.float32])
+        assert_type(lax.psum(x, ["dp", "tp"]), torch.Tensor)
         assert_type(lax.pmean(tree, mesh["dp"]), dict[str, torch.Tensor])
         assert_type(lax.pmax(both, "tp"), Moments)
         assert_type(lax.pmin((x, array), "tp"), tuple[torch.Tensor, npt.NDArray[np.float32]])
@@ -58,6 +59,8 @@ def in_place(x: torch.Tensor, array: npt.NDArray[np.float32], parts: list[torch.
     md.broadcast(x, src=0, group=md.group.WORLD)
     md.all_gather(parts, x, group=md.new_group([0, 1]))  # which outsiders get a number for
     md.barrier(mesh["dp", "tp"])
+    axes: list[str] = ["dp", "tp"]
+    md.barrier(mesh[axes])
     md.batch_isend_irecv([md.P2POp(md.isend, x, 1, mesh["tp"])])
     md.all_gather_object([None, None], {"loss": 1.0}, group=mesh["dp"])
     work = md.all_reduce(x, group=mesh["tp"], async_op=True)

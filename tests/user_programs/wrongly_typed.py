@@ -12,7 +12,7 @@ from meshdist import lax
 def functional(x: torch.Tensor) -> None:
     lax.psum(x)  # wrong: no axis
     lax.psum(x, 0)  # wrong: an axis has a name
-    lax.psum(x, ["dp", "tp"])  # wrong: several are a tuple
+    lax.psum(x, {"dp", "tp"})  # wrong: a set has no order
     lax.psum(x, "tp", axis_index_groups=[[0, 1]])  # wrong: parts of an axis are axes
     lax.psum(x, "tp", mesh="tp")  # wrong: a name is no mesh
     lax.all_gather(x, "tp", axis="tp")  # wrong: a dim is a number
