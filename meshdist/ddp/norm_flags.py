@@ -155,7 +155,7 @@ def refused_norm(parameters: Sequence[NormParameter], mesh: DeviceMesh) -> Gradi
     has_it: dict[Any, tuple[str, dict[int, bool]]] = {}  # by axes, part, and place in the order
     for rank, told in zip(group.ranks, of_all, strict=True):
         places: Counter[frozenset[str]] = Counter()
-        for text, axes, has, ranks in told or ():  # a rank that has joined tells nothing
+        for text, axes, has, ranks in told:
             if _are_several_on(ranks, mesh):
                 local.setdefault(text, []).append(rank)
                 axes_of_wrapper.update(axes_spanned(mesh.layout, ranks))

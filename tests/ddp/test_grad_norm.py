@@ -320,24 +320,6 @@ def test_a_rank_without_experts_passes_an_empty_parameter() -> None:
     assert in_mesh(body) == pytest.approx([math.sqrt(2 * 9)] * 4)
 
 
-def test_a_rank_that_has_joined_lacks_the_gradients_of_its_parts() -> None:
-    def body(mesh: md.DeviceMesh) -> str:
-        layer = nn.Linear(2, 4, bias=False)
-        layer.weight = nn.Parameter(md.shard(torch.ones(4, 2), "f@tp d", mesh))
-        md.annotate(layer.weight, "f@tp d", mesh=mesh)
-        ddp = md.DDP(layer, device_mesh=mesh["dp"])
-        with ddp.join():
-            for _ in range(2 - mesh.get_local_rank("dp")):
-                ddp(torch.ones(1, 2)).sum().backward()
-                md.clip_grad_norm_(ddp.parameters(), 1.0, mesh=mesh)
-        return ""
-
-    with pytest.raises(GradientError) as caught:
-        in_mesh(body)
-    assert "some of the ranks that hold the same elements lack their gradient" in str(caught.value)
-    assert "None on ranks 2-3" in str(caught.value)
-
-
 def test_shards_without_marks_count_as_replicas() -> None:
     def body(mesh: md.DeviceMesh) -> Any:
         unmarked = parameter_of(torch.full((1,), 3.0 + mesh.get_local_rank("tp")))
