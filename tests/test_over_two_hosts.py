@@ -274,3 +274,47 @@ def test_a_wrapper_and_a_lost_rank_under_a_launcher(
     assert "BackendError: " in first.stderr, first.stderr
     assert 3 in named_ranks(first.stderr), first.stderr
     assert re.search(r"rank +(: )?3 ", second.stderr), second.stderr
+
+
+OWN_NAME = """
+import ctypes, socket, sys
+import torch
+import meshdist as md
+import meshdist.distributed as dist
+if ctypes.CDLL(None).unshare(0x04000000):  # the name of this process's host, without the others'
+    sys.exit("no namespace")
+socket.sethostname({name!r})
+md.init_process_group()
+x = torch.ones(300_000)
+md.all_reduce(x)
+found = [None] * md.get_world_size()
+dist.all_gather_object(found, md.get_rank())
+print(dist.get_backend(), x[-1].item(), found)
+md.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("name", ["localhost", "a-name-without-address"])
+@pytest.mark.parametrize("hosts", ["AB", "BAABA"])
+def test_own_names_that_other_hosts_cannot_use(name: str, hosts: str, two_hosts: TwoHosts) -> None:
+    """As on Debian, where a host's own name resolves to 127.0.1.1."""
+    places = [{**place, "MASTER_ADDR": "10.77.0.1"} for place in places_on(hosts)]
+    if hosts[0] == "B":
+        places = [{**place, "MASTER_ADDR": "10.77.0.2"} for place in places]
+    for done in two_hosts.start(OWN_NAME.format(name=name), places, hosts=hosts):
+        assert done.returncode == 0, done.stderr
+        size = len(hosts)
+        assert done.stdout == f"gloo {float(size)} {list(range(size))}\n"
+
+
+def test_a_host_that_others_cannot_reach_is_named(two_hosts: TwoHosts) -> None:
+    text = OWN_NAME.format(name="host").replace(
+        "init_process_group()", "init_process_group(timeout=__import__('datetime').timedelta(0, 8))"
+    )
+    places = [{**place, "GLOO_SOCKET_IFNAME": "lo"} for place in places_on("AB")]
+    for done in two_hosts.start(text, places, hosts="AB"):
+        assert done.returncode == 1
+        assert (
+            "that the other hosts reach lo, which Gloo uses on this rank; if not, set "
+            "GLOO_SOCKET_IFNAME to an interface that they reach" in done.stderr
+        )

@@ -123,7 +123,8 @@ class BoundedStore(Store):
         self._requests = SimpleQueue()
         self._busy_since: float | None = None
         root = root_of(raw)
-        self._address = (root.host, root.port) if isinstance(root, TCPStore) else None
+        self.address = (root.host, root.port) if isinstance(root, TCPStore) else None
+        """The host and port of the server, None without one."""
         # All waits use the last one in turn: a server may ask for names as it accepts another.
         self._alarms: list[KeyAlarm] = []
         self._knows_prefix = isinstance(raw, (TCPStore, NamedPrefixStore))
@@ -196,11 +197,11 @@ class BoundedStore(Store):
         self._check_usable()
         key, kept, alarm = self._prefix + key, self.alarm, None
         # torch's server closes a connection that brings a longer one.
-        if self._address is None or not self._knows_prefix or len(key) > _LONGEST_KEY:
+        if self.address is None or not self._knows_prefix or len(key) > _LONGEST_KEY:
             return None
         try:
             is_mine = kept is not None and kept.turn.acquire(timeout=_TURN_S)
-            alarm = kept if is_mine and kept is not None else KeyAlarm(self._address)
+            alarm = kept if is_mine and kept is not None else KeyAlarm(self.address)
             alarm.reset(key)
             while (seconds := slice_s()) > 0:
                 find_readable([alarm.connection, *self.ends], seconds)
@@ -252,9 +253,9 @@ class BoundedStore(Store):
     @property
     def alarm(self) -> KeyAlarm | None:
         """The alarm that waits of this process share, made anew if lost; None if there is none."""
-        if self._address is not None and (not self._alarms or self._alarms[-1].is_lost):
+        if self.address is not None and (not self._alarms or self._alarms[-1].is_lost):
             with suppress(AlarmLost):
-                self._alarms.append(KeyAlarm(self._address))
+                self._alarms.append(KeyAlarm(self.address))
         return self._alarms[-1] if self._alarms else None
 
     def watch(self, server: ProcessCard) -> None:
@@ -285,9 +286,9 @@ class BoundedStore(Store):
 
     def set_bare(self, key: str) -> tuple[str, int] | None:
         """Set ``key`` without a prefix in a TCPStore, return its host and port; None elsewhere."""
-        if self._address is not None:
+        if self.address is not None:
             self.ask(lambda raw: root_of(raw).set(key, ""))
-        return self._address
+        return self.address
 
     def let_server_end(self) -> None:
         """Close this client's watch after earlier requests; a server that ends waits for that."""
@@ -332,8 +333,8 @@ class BoundedStore(Store):
             except NoAnswerYet:
                 if limit.is_over:
                     answer.cancel()
-                    if self._address is not None:
-                        _silent_since[self._address] = time.monotonic() - self._silent_s()
+                    if self.address is not None:
+                        _silent_since[self.address] = time.monotonic() - self._silent_s()
                     raise self._lost("does not answer") from None
             except DistNetworkError:
                 raise (self._refused() if self.is_served else self._lost("has ended")) from None
@@ -378,12 +379,12 @@ class BoundedStore(Store):
                 answer.set_exception(error)
             finally:
                 self._busy_since = None
-                _silent_since.pop(self._address, None)
+                _silent_since.pop(self.address, None)
 
     def _silent_s(self) -> float:
         """Return for how many seconds the server has left a request unanswered, or was stopped."""
         stopped = None if self._watch is None else self._watch.stopped_since
-        since = (_silent_since.get(self._address, self._busy_since), stopped)
+        since = (_silent_since.get(self.address, self._busy_since), stopped)
         return max(0.0 if moment is None else time.monotonic() - moment for moment in since)
 
     def _watched(self, raw: Store) -> ServerWatch:

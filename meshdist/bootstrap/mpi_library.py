@@ -34,7 +34,7 @@ from ..runtime.hosts import process_start, read_process
 from ..runtime.module_locks import ModuleLock
 from ..runtime.whole_numbers import find_whole_number
 from .environments import Surroundings
-from .stores import TCPStore, bind_listener, connect_store, serve_store
+from .stores import TCPStore, address_towards, bind_listener, connect_store, serve_store
 
 _LAUNCHERS = ("prte", "orted", "orterun", "mpiexec", "mpirun", "hydra_pmi_proxy", "flux-shell")
 
@@ -108,12 +108,10 @@ def store_by_mpi(surroundings: Surroundings, timeout: timedelta) -> TCPStore:
 
 def _reachable_address() -> str:
     """Return this host's address on the interface to other hosts, else the host's name."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))  # reserved for documentation; nothing is sent
-            return str(probe.getsockname()[0])
-        except OSError:
-            return socket.gethostname()
+    try:
+        return address_towards("192.0.2.1", 9)  # reserved for documentation
+    except OSError:
+        return socket.gethostname()
 
 
 _SIZES = {"Open MPI": "OMPI_COMM_WORLD_SIZE", "MPICH or its kin": "PMI_SIZE"}

@@ -74,6 +74,15 @@ def is_loopback(address: str) -> bool:
     return number is not None and number.is_loopback
 
 
+def address_towards(host: str, port: int) -> str:
+    """Return the address of this host from which it reaches ``host``; nothing is sent."""
+    for family, _, _, _, target in socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM):
+        with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(target)
+            return str(probe.getsockname()[0])
+    raise OSError(f"no route to {host}")
+
+
 def numeric_loopback(address: str) -> str:
     """Return ``address``, or 127.0.0.1 for the name localhost, which may have two numbers."""
     return "127.0.0.1" if address == "localhost" else address

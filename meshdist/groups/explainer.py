@@ -56,15 +56,16 @@ def explained_opening(
     except WireFailure as failure:
         kind = CollectiveTimeoutError if isinstance(failure, WireTimeout) else BackendError
         is_refused = isinstance(failure, WireRefused)
+        usual = "check that all of these ranks make this call and that none has exited"
+        if is_refused:
+            usual = f"name another backend, for example {wire.replacement or 'gloo'!r}"
         error = kind(
             f"{group} could not be opened on wire {wire.name!r}",
             where=where,
             found="\n".join(
                 filter(None, (_text_of(failure, ranks), "" if is_refused else find_silent()))
             ),
-            fix=failure.fix or f"name another backend, for example {wire.replacement or 'gloo'!r}"
-            if isinstance(failure, WireRefused)
-            else "see that all of these ranks come to this point, and that no one has ended",
+            fix=failure.fix or usual,
         )
         if tell is not None:
             tell(str(failure))

@@ -30,12 +30,13 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroupGloo
 
-from ...bootstrap.bounded_store import read_jsons
+from ...bootstrap.bounded_store import await_key, read_jsons
+from ...bootstrap.stores import address_towards, find_number, is_loopback, root_of
 from ...error_text import grouped_text
 from ...runtime.bounded_calls import begin_elsewhere
 from ...runtime.deadlines import Deadline, wait_until
 from ...runtime.hosts import own_sockets
-from ..operations import WireRefused, is_timeout
+from ..operations import WireRefused, WireTimeout, is_timeout
 from ..registry import Opening
 
 _ATTACH_FILTER, _DETACH_FILTER = 26, 27  # of Linux, in asm-generic/socket.h
@@ -55,10 +56,14 @@ class Devices:
 
     Args:
         make: makes the devices.
+        interfaces: their interfaces or address; () for what the name of the host resolves to.
         are_deaf: whether the sockets drop packets at all.
     """
 
-    def __init__(self, make: Callable[[], list[Any]], *, are_deaf: bool) -> None:
+    def __init__(
+        self, make: Callable[[], list[Any]], interfaces: tuple[str, ...] = (), *, are_deaf: bool
+    ) -> None:
+        self.interfaces = interfaces
         known = _listeners() if are_deaf else {}
         self.made = make()
         found = _listeners() if are_deaf else {}
@@ -126,6 +131,8 @@ def agreed_devices(opening: Opening) -> Devices:
     # is set wait for what the others say. Between two members with ``lo,lo`` and ``lo`` Gloo would
     # open two connections on one side and a single one on the other: the first waits for ever.
     names, named = gloo_interfaces(opening.is_one_host), os.environ.get("GLOO_SOCKET_IFNAME")
+    if not opening.is_one_host and (address := _address_between_hosts(opening)) and not names:
+        names = (address,)
     said = len(names) or 1, named or "not set"
     try:
         devices = gloo_devices(names)
@@ -137,6 +144,36 @@ def agreed_devices(opening: Opening) -> Devices:
     if named:
         check_interfaces(opening, opening.timeout)
     return devices
+
+
+def reach_fix(devices: Devices | None) -> str:
+    """Return the fix for a group that cannot connect between hosts; it names what Gloo uses."""
+    used = ", ".join(devices.interfaces if devices else ()) or socket.gethostname()
+    return (
+        f"check that all of these ranks make this call, and that the other hosts reach {used}, "
+        "which Gloo uses on this rank; if not, set GLOO_SOCKET_IFNAME to an interface that they reach"
+    )
+
+
+def _address_between_hosts(opening: Opening) -> str:
+    """Return the address of this host that members on other hosts reach; "" if it is not known."""
+    # The name of a host may resolve to loopback, as on Debian, or to nothing. The connection to the
+    # store has an address of each host. A process that reaches the store by loopback takes the
+    # address from which it reaches a member on another host.
+    store = opening.store
+    server = getattr(root_of(store), "address", None)
+    if server is None or not opening.hosts:
+        return ""
+    address, here = address_towards(*server), opening.hosts[opening.rank]
+    store.set(f"address/{opening.rank}", address)
+    if not is_loopback(address):
+        return address
+    other = next(member for member, host in enumerate(opening.hosts) if host != here)
+    key = f"address/{other}"
+    if not await_key(store, key, Deadline(opening.timeout), opening.check_present):
+        raise WireTimeout.after(opening.timeout)
+    theirs = store.get(key).decode()
+    return "" if is_loopback(theirs) else address_towards(theirs, server[1])
 
 
 def check_interfaces(opening: Opening, patience: timedelta) -> None:
@@ -157,20 +194,20 @@ def gloo_devices(interfaces: tuple[str, ...]) -> Devices:
     # Where TORCH_GLOO_LAZY_INIT makes groups connect on demand, each has its own: groups that share
     # a device then take each other's connections for theirs, and wait for ever (on torch 2.13).
     if connects_late():
-        return Devices(partial(_make_devices, interfaces), are_deaf=False)
+        return Devices(partial(_make_devices, interfaces), interfaces, are_deaf=False)
     return _shared_devices(interfaces, os.getpid())
 
 
 @cache
 def _shared_devices(interfaces: tuple[str, ...], process_id: int) -> Devices:
-    return Devices(partial(_make_devices, interfaces), are_deaf=True)
+    return Devices(partial(_make_devices, interfaces), interfaces, are_deaf=True)
 
 
 def _make_devices(interfaces: tuple[str, ...]) -> list[Any]:
     if not interfaces:
         return [ProcessGroupGloo.create_default_device()]
-    if interfaces == _LOOPBACK:
-        return [ProcessGroupGloo.create_device(hostname=_LOOPBACK[0])]
+    if find_number(interfaces[0].partition("%")[0]):  # an address
+        return [ProcessGroupGloo.create_device(hostname=interfaces[0])]
     try:
         return [ProcessGroupGloo.create_device(interface=name) for name in interfaces]
     except RuntimeError as error:

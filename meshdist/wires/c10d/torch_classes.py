@@ -27,7 +27,7 @@ from ..registry import Opening, Wire, find_wire, register_wire
 from .communicator import C10dCommunicator
 from .enqueued import ENDS_LATER, EnqueueingCommunicator
 from .gloo import GlooCommunicator
-from .gloo_connections import agreed_devices, check_interfaces, connects_late
+from .gloo_connections import agreed_devices, check_interfaces, connects_late, reach_fix
 from .substitutes import UCC
 
 _GIVING_UP = timedelta(seconds=5)  # so much later than Gloo, which says what is missing
@@ -96,6 +96,7 @@ class GlooWire(Wire):
         given = isinstance(opening.options, kind._Options)
         options = opening.options if given else kind._Options()
         options._timeout = opening.timeout / _CONNECT_TIMEOUTS
+        devices = None
         try:
             devices = agreed_devices(opening)
             options._devices = devices.made
@@ -108,14 +109,18 @@ class GlooWire(Wire):
             connecting = BoundedCall(partial(copy_context().run, connect), "connect")
             group = connecting.wait(opening.timeout + _GIVING_UP, opening.check_present)
             options._timeout = opening.timeout
-        except TimeoutError:
-            raise WireTimeout.after(opening.timeout) from None
         except WireRefused:
             raise
         except Exception as error:  # interfaces that cannot meet explain any of them
             with suppress(RuntimeError):  # the store may be lost
                 check_interfaces(opening, timedelta(0))
-            raise (failure_of(error) if isinstance(error, RuntimeError) else error) from None
+            if isinstance(error, TimeoutError):
+                error = WireTimeout.after(opening.timeout)
+            elif isinstance(error, RuntimeError):
+                error = failure_of(error)
+            if isinstance(error, WireFailure) and not opening.is_one_host:
+                error.fix = reach_fix(devices)
+            raise error from None
         return GlooCommunicator(
             self.name,
             opening.rank,
