@@ -88,6 +88,11 @@ def storage_uses(tensor: torch.Tensor) -> int:
     return int(_C._storage_Use_Count(tensor.untyped_storage()._cdata)) - 1
 
 
+def version_of(tensor: torch.Tensor) -> int:
+    """Return autograd's count of writes to ``tensor``; -1 for inference tensors, without one."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
 def hidden_from_modes(function: _F) -> _F:
     """Return ``function`` wrapped so that no dispatch mode of torch sees its calls."""
 
