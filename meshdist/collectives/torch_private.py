@@ -31,6 +31,9 @@ outside_transforms = _C._DisableFuncTorch
 current_task = _C._current_graph_task_id
 """The function that gives the number of the backward that this thread runs, or -1."""
 
+keeps_graph = _C._autograd._get_current_graph_task_keep_graph
+"""The function that says whether the backward that this thread runs keeps its graph."""
+
 is_wrapped = _C._functorch.is_functorch_wrapped_tensor
 """Whether a transform of torch.func has wrapped a tensor."""
 
