@@ -453,7 +453,7 @@ def test_replicas_that_are_clipped_so_stay_equal() -> None:
                     each.grad.zero_()
         return whole.tolist()
 
-    found = md.simulate(program, 4, compare_gradients=True)
+    found = md.simulate(program, 4)
     assert found == [found[0]] * 4
 
 
