@@ -109,8 +109,8 @@ class World:
     """Whether no wire was named, so that another may serve where the best cannot."""
     compared: dict[str, str] | None = None
     """The gradients of simulated ranks to compare, which share them; else None."""
-    num_compared: Counter[str] = field(default_factory=Counter, init=False, repr=False)
-    """How many gradients this rank, a process, has compared, by what they are the gradients of."""
+    num_compared: Counter[Any] = field(default_factory=Counter, init=False, repr=False)
+    """How many gradients this rank, a process, has compared, by call, shape and dtype."""
     process_id: int = field(default_factory=os.getpid, init=False)
     thread_id: int = field(default_factory=threading.get_ident, init=False)
     is_closed: bool = field(default=False, init=False)

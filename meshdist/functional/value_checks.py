@@ -42,7 +42,7 @@ from ..collectives.torch_private import are_transforms_active, hidden_from_modes
 from ..collectives.verbs import all_gather_into_tensor, broadcast
 from ..dtypes import DTYPES
 from ..error_text import grouped_text, ranks_text
-from ..errors import GradientError, UnequalError
+from ..errors import GradientError, StoreError, UnequalError
 from ..groups.process_group import ProcessGroup
 from ..mesh.device_mesh import DeviceMesh
 
@@ -257,7 +257,7 @@ PVARY_FIX = (
 )
 
 _COMPARED_OF_EACH = 64
-"""How many gradients processes compare at most for each title of a call, of each device mesh."""
+"""How many gradients of one call, shape and dtype processes compare at most."""
 _COMPARED_IN_ALL = 4096
 """How many gradients processes compare at most, and simulated ranks note at a time."""
 
@@ -280,19 +280,22 @@ def compare_reached(node: Any, grad: torch.Tensor, group: ProcessGroup, verb: st
         return
     if grad.is_cuda and torch.cuda.is_current_stream_capturing():
         return
+    if world.compared is None:
+        counts, kind = world.num_compared, (verb, grad.shape, grad.dtype)
+        if counts[kind] >= _COMPARED_OF_EACH or counts["all"] >= _COMPARED_IN_ALL:
+            return
+        counts.update((kind, "all"))
     node.times = getattr(node, "times", 0) + 1
     what = f"{verb}, gradient of {describe(grad)}"
-    if world.compared is None:
-        world.num_compared.update((what, ""))
-        is_known = world.num_compared[what] > _COMPARED_OF_EACH
-        if is_known or world.num_compared[""] > _COMPARED_IN_ALL:
-            return
     # The pass of a retained graph that is this rank's alone is compared with none that frees it.
     key = f"{number}/{node.times}/{keeps_graph()}/{what}"
     sketch = _sketch(grad)
     mine = " ".join(map(repr, (world.rank, *sketch)))
     if world.compared is None:
-        first = world.store.compare_set(key, "", mine).decode()
+        try:
+            first = world.store.compare_set(key, "", mine).decode()
+        except StoreError:  # open groups outlive the process that serves the store
+            return
     else:
         first = world.compared.setdefault(key, mine)
         if len(world.compared) > _COMPARED_IN_ALL:
