@@ -92,7 +92,7 @@ def storage_uses(tensor: torch.Tensor) -> int:
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """Return autograd's count of writes to ``tensor``; -1 for inference tensors, without one."""
+    """Return autograd's count of writes to ``tensor``; -1 for an uncounted inference tensor."""
     return -1 if tensor.is_inference() else tensor._version
 
 

@@ -8,7 +8,7 @@ The result of a call such as psum is equal on all ranks, so its gradient must be
 the result met a varying value without a cast (``lax.pvary``), whose backward sums. So each backward
 compares a sketch of this gradient: its norm and two products, in which rounding changes as few
 digits as in the gradient itself. A sketch has the key of the forward's call, by its number on the
-communicator, and of the backward, by its number on the node. Nobody waits: the first rank leaves
+communicator, and of the backward, by its number on the node. No rank waits: the first rank leaves
 its sketch under the key, and each later rank compares its own with it and raises.
 
 Drawn case: y = x.exp() / psum(x.exp().sum()) on 2 ranks, call 7 of the communicator "tp".
@@ -17,8 +17,8 @@ Drawn case: y = x.exp() / psum(x.exp().sum()) on 2 ranks, call 7 of the communic
     0       -0.8                              leaves "0 0.8 -0.8 -0.43"
     1       -2.1                              finds it, and raises at the end of its backward
 
-Simulated ranks compare all gradients, in memory that they share. Processes compare the first ones
-of each shape, by one request to the store each.
+Simulated ranks compare all gradients, in memory that they share. Processes compare the first
+gradients of each shape, by one request to the store each.
 """
 
 from __future__ import annotations
@@ -270,11 +270,9 @@ def keep_number(node: Any, x: torch.Tensor, group: ProcessGroup) -> None:
 
 
 def compare_reached(node: Any, grad: torch.Tensor, group: ProcessGroup, verb: str) -> None:
-    """Raise at the end of this backward if another rank's gradient of ``node``'s result differs.
-
-    No rank waits for another: each asks for the numbers of the first that came, or leaves its own.
-    Ranks whose result needs no gradient, and backwards of some ranks alone, compare nothing.
-    """
+    """Raise at the end of this backward if another rank's gradient of ``node``'s result differs."""
+    # No rank waits for another: each asks for the sketch of the first rank, or leaves its own. So
+    # operands that need no gradient on some ranks, and backwards of some ranks alone, hang nothing.
     number, world = getattr(node, "number", None), group.world
     if number is None or are_transforms_active():
         return
@@ -337,5 +335,5 @@ def _sketch_distance(mine: Sequence[float], first: Sequence[float]) -> float:
     """Return how far two sketches differ, relative to the first's norm; NaN and infinity equal."""
     if mine == first or not (math.isfinite(mine[0]) or math.isfinite(first[0])):
         return 0.0
-    gap = max(abs(one - other) for one, other in zip(mine, first, strict=True))
+    gap = max(abs(here - there) for here, there in zip(mine, first, strict=True))
     return gap / first[0] if first[0] and math.isfinite(gap) else math.inf

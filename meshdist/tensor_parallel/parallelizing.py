@@ -54,7 +54,7 @@ _PACKED = re.compile(
     r"(to_|c_)?(qkv|kv|query_key_value|key_value|gate_up)(_?(proj|lin|linear))?"
     r"|Wqkv|Wkv|W_pack|c_attn|in_proj"
 )
-"""The names of layers that are several projections in one."""
+"""The names of layers that pack several projections."""
 
 _WHOLE_NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """The dtype of whole numbers with so many bytes."""
@@ -447,7 +447,7 @@ def _warn_of_norms(model: nn.Module, assigned: list[Assignment], axis: str) -> N
 
 
 def _warn_of_packed(assigned: list[Assignment]) -> None:
-    """Warn of layers that are cut by outputs and named like several projections in one."""
+    """Warn of layers that are cut by outputs and named like packed projections."""
     packed = [
         each.name
         for each in assigned
