@@ -36,7 +36,7 @@ LIMIT = 1e-4  # largest relative difference that --check allows, in float32
 # -- the model: plain torch, and a plan that says of which layers each rank has a part -------------
 
 PLAN = {
-    "*.attention.qkv": "column",  # outputs are split: the backward sums x's gradient over tp
+    "*.attention.heads": "column",  # outputs are split: the backward sums x's gradient over tp
     "*.attention.out": "row",  # inputs are split: each rank's part is added, all hold the sum
     "*.up": "column",
     "*.down": "row",
@@ -53,11 +53,11 @@ class Attention(nn.Module):
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.head_width = width // heads
-        self.qkv = linear(width, 3 * width)  # head after head: a part is whole heads
+        self.heads = linear(width, 3 * width)  # q, k, v of one head after the other
         self.out = linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(x).unflatten(-1, (-1, 3, self.head_width)).transpose(1, 2).unbind(3)
+        q, k, v = self.heads(x).unflatten(-1, (-1, 3, self.head_width)).transpose(1, 2).unbind(3)
         y = F.scaled_dot_product_attention(rotate(q), rotate(k), v, is_causal=True)
         return self.out(y.transpose(1, 2).flatten(2))
 

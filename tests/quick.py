@@ -35,7 +35,7 @@ LEFT_OUT: Mapping[str, str] = MappingProxyType(
         "the native core by itself": "native",
         "long tables": """
             collectives/test_layouts.py collectives/test_nested_verbs.py collectives/test_verbs.py
-            functional/test_leaf_gradients.py functional/test_linear_function.py
+            functional/test_reached_gradients.py functional/test_linear_function.py
             functional/test_ragged.py groups/test_dropped_groups.py lax/test_lax_as_jax.py
             sharding/test_shard_map_as_jax.py test_absent_names.py test_misuse.py verbs/test_axes.py
             verbs/test_checks.py verbs/test_promises.py verbs/test_stress.py

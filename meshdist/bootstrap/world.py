@@ -107,8 +107,10 @@ class World:
     server: int | None = None
     chooses_wires: bool = False
     """Whether no wire was named, so that another may serve where the best cannot."""
-    compared: Caches | None = None
-    """The notes of simulated ranks, which share them, of gradients to compare; else None."""
+    compared: dict[str, str] | None = None
+    """The gradients of simulated ranks to compare, which share them; else None."""
+    num_compared: Counter[Any] = field(default_factory=Counter, init=False, repr=False)
+    """How many gradients this rank, a process, has compared, by call, shape and dtype."""
     process_id: int = field(default_factory=os.getpid, init=False)
     thread_id: int = field(default_factory=threading.get_ident, init=False)
     is_closed: bool = field(default=False, init=False)

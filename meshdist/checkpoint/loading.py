@@ -76,8 +76,9 @@ def load(
         summed in batches.
 
     Raises:
-        CheckpointError: no checkpoint, or it is damaged; names that it lacks; a disk that fails:
-            then the state is undefined, as where an object's ``load_state_dict`` raises on a rank.
+        CheckpointError: no checkpoint, or it is damaged; names that it lacks; tied arrays that have
+            different values there; a disk that fails: then the state is undefined, as where an
+            object's ``load_state_dict`` raises on a rank.
         ShapeError: an array has another shape there. DtypeError: another dtype.
         AgreementError: ranks call otherwise. ArgumentError: ``only`` fits no name.
 
@@ -196,6 +197,36 @@ class _ArrayReader:
                 )
         for name, box in self._boxes.items():
             self._source.check(name, box)
+        for names in _sharing_memory(self._entries):
+            self._check_tied(names)
+
+    def _check_tied(self, names: Sequence[str]) -> None:
+        """Raise if arrays whose memory overlaps cannot all have the checkpoint's values."""
+        tensors = [self._entries[name].tensor for name in names]
+        arrays = self._source.manifest.arrays
+        sums = [[(piece.box, piece.crc32) for piece in arrays[name].pieces] for name in names]
+        are_one = all(tensor.is_set_to(tensors[0]) for tensor in tensors)
+        if are_one and all(each == sums[0] for each in sums) and None not in dict(sums[0]).values():
+            return
+        # They are read into other memory that overlaps likewise: nothing has changed yet.
+        first = min(tensor.data_ptr() for tensor in tensors) // 16 * 16
+        memory = torch.empty(max(map(_end, tensors)) - first, dtype=torch.uint8)
+        filled = []
+        for name, tensor in zip(names, tensors, strict=True):
+            line = memory[tensor.data_ptr() - first : _end(tensor) - first].view(tensor.dtype)
+            saved = self._source.read(name, self._entries[name].box(self._members.rank))
+            filled.append((line.as_strided(tensor.shape, tensor.stride()).copy_(saved), saved))
+        pairs = zip(names, filled, strict=True)
+        lost = [name for name, (view, saved) in pairs if not torch.equal(_bits(view), _bits(saved))]
+        if lost:
+            raise CheckpointError(
+                f"{self._members.call}: arrays of the state share memory, and have different "
+                "values in the checkpoint",
+                where=self._source.folder,
+                expected="equal values of tied arrays",
+                found=f"{first_texts(names, ', ')}; loading would overwrite {lost[0]}",
+                fix=f"untie them before the load, or leave {lost[0]} out: only=",
+            )
 
     def verify(self) -> None:
         """Raise if bytes do not match their checksum; each rank reads its share of the pieces."""
@@ -284,6 +315,33 @@ class _ArrayReader:
                 ) from error
 
         self._members.all_do(read_here)
+
+
+def _end(x: torch.Tensor) -> int:
+    """Return the address behind the last element of ``x``, which has elements."""
+    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return x.data_ptr() + (last + 1) * x.dtype.itemsize
+
+
+def _bits(x: torch.Tensor) -> torch.Tensor:
+    return x.reshape(-1).view(torch.uint8)
+
+
+def _sharing_memory(entries: Mapping[str, StateArray]) -> Iterator[list[str]]:
+    """Yield the names of arrays whose memory overlaps on this rank."""
+    tensors = {name: x.tensor for name, x in entries.items() if x.tensor.numel()}
+    names = sorted(tensors, key=lambda name: (str(tensors[name].device), tensors[name].data_ptr()))
+    found, device, end = list[str](), None, 0
+    for name in names:
+        tensor = tensors[name]
+        if tensor.device != device or tensor.data_ptr() >= end:
+            if len(found) > 1:
+                yield found
+            found, device, end = [], tensor.device, 0
+        found.append(name)
+        end = max(end, _end(tensor))
+    if len(found) > 1:
+        yield found
 
 
 def _batches(entries: Mapping[str, StateArray]) -> Iterator[dict[str, StateArray]]:

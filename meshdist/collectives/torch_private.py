@@ -31,6 +31,9 @@ outside_transforms = _C._DisableFuncTorch
 current_task = _C._current_graph_task_id
 """The function that gives the number of the backward that this thread runs, or -1."""
 
+keeps_graph = _C._autograd._get_current_graph_task_keep_graph
+"""The function that says whether the backward that this thread runs keeps its graph."""
+
 is_wrapped = _C._functorch.is_functorch_wrapped_tensor
 """Whether a transform of torch.func has wrapped a tensor."""
 
@@ -86,6 +89,11 @@ def storage_uses(tensor: torch.Tensor) -> int:
     """Return how many tensors and arrays share the memory of ``tensor``, itself among them."""
     # The storage that is made here to ask counts as well.
     return int(_C._storage_Use_Count(tensor.untyped_storage()._cdata)) - 1
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Return autograd's count of writes to ``tensor``; -1 for an uncounted inference tensor."""
+    return -1 if tensor.is_inference() else tensor._version
 
 
 def hidden_from_modes(function: _F) -> _F:

@@ -188,7 +188,7 @@ def _summed(
 def _listed(parameters: Any) -> list[torch.Tensor]:
     """Return the parameters, each once; raise for anything but tensors with dense gradients."""
     if isinstance(parameters, torch.Tensor):
-        return [parameters]
+        parameters = [parameters]
     if isinstance(parameters, nn.Module) or not isinstance(parameters, Iterable):
         raise KindError(
             "clip_grad_norm_ takes parameters",

@@ -37,6 +37,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..collectives.objects import all_gather_object
+from ..collectives.torch_private import version_of
 from ..error_text import first_texts, ranks_text
 from ..errors import GradientError
 from ..functional.axis_types import shown
@@ -55,7 +56,7 @@ def mark_local(parameters: Iterable[torch.Tensor], ranks: Sequence[int]) -> None
     """Mark gradients as this rank's own, which ``ranks`` should have averaged and did not."""
     for parameter in parameters:
         if (grad := parameter.grad) is not None:
-            grad.__dict__[_LOCAL] = tuple(ranks), grad._version
+            grad.__dict__[_LOCAL] = tuple(ranks), version_of(grad)
 
 
 @untraced
@@ -70,7 +71,7 @@ def local_ranks(grad: torch.Tensor | None) -> tuple[int, ...]:
     """Return the ranks of a gradient's ``mark_local``; () if unmarked, None, or written since."""
     noted: tuple[tuple[int, ...], int] | None = None if grad is None else grad.__dict__.get(_LOCAL)
     # What has been written to since is the program's, as where it sums by itself.
-    return noted[0] if noted and grad is not None and noted[1] == grad._version else ()
+    return noted[0] if noted and grad is not None and noted[1] == version_of(grad) else ()
 
 
 class NormParameter(NamedTuple):

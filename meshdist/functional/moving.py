@@ -32,7 +32,7 @@ from ..errors import ArgumentError, DtypeError, KindError, ShapeError
 from ..groups.process_group import ProcessGroup
 from ..runtime.memory import new_like
 from .linear_function import LinearFunction, cut, get_dim, stack_blocks
-from .reducing import check_gradient
+from .reducing import InvariantFunction, check_gradient
 
 _NUMBERS = ("input_offsets", "send_sizes", "output_offsets", "recv_sizes")
 _FAULTS = (
@@ -399,7 +399,7 @@ class _Ppermute(LinearFunction):
         return call_function(_Ppermute, grad, group, inverse, title), None, None, None
 
 
-class _Pbroadcast(LinearFunction):
+class _Pbroadcast(InvariantFunction):
     """The autograd function of a broadcast from a source to all members."""
 
     @staticmethod

@@ -14,9 +14,9 @@ Over the ranks of a group a value is varying, invariant, unreduced or reduced (V
     all_gather     V -> I              own slice (free)
     psum_scatter   V -> V; U -> V      all_gather, V -> V; V -> R
 
-"Free" means that nothing is sent. The verbs trust the caller about the kinds; at debug level
-DETAIL the backward of an invariant result checks that its gradient is invariant. A kind is what
-the program means, not a property of the numbers: verbs that differ in kinds alone share a function.
+"Free" means that nothing is sent. The verbs trust the caller about the kinds; the backward of an
+invariant result compares its gradient between ranks (``value_checks``). A kind is what the program
+means, not a property of the numbers: verbs that differ in kinds alone share a function.
 
 Every verb returns a new tensor that shares no memory with its argument, also where this rank is
 alone in the group. Backward uses the group that forward used, whatever mesh is in force by then,
@@ -44,7 +44,7 @@ from ..reduce_ops import ReduceKind, ReduceOp
 from ..runtime.memory import new_like
 from .axis_types import CASTS, GATHERED, KINDS
 from .linear_function import LinearFunction, cut, get_dim, keep_line, note_complete, stack_blocks
-from .value_checks import check_invariant, note_leaves
+from .value_checks import PVARY_FIX, check_invariant, compare_reached, keep_number
 
 
 def psum(x: torch.Tensor, group: ProcessGroup, *, leaf_name: str = "x") -> torch.Tensor:
@@ -157,7 +157,17 @@ def _extreme(
     return call_function(_Extreme, x, group, op, verb, title)
 
 
-class _Psum(LinearFunction):
+class InvariantFunction(LinearFunction):
+    """A linear verb whose result is equal on every rank, and so must its gradient be."""
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        """Store what any linear verb stores, and the number of the call."""
+        LinearFunction.setup_context(ctx, inputs, output)
+        keep_number(ctx, *inputs[:2])
+
+
+class _Psum(InvariantFunction):
     @staticmethod
     def forward(x: torch.Tensor, group: ProcessGroup, title: str) -> torch.Tensor:
         if x.dtype is torch.bool:  # the sum is a count
@@ -213,6 +223,7 @@ class _Extreme(Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
         x, ctx.group, _, ctx.verb, ctx.title = inputs
         keep_line(ctx, x, ctx.group)
+        keep_number(ctx, x, ctx.group)
         ctx.save_for_backward(x, output)
         ctx.save_for_forward(x, output)
 
@@ -272,7 +283,7 @@ class _PsumScatter(LinearFunction):
         return call_function(_AllGather, grad, *ctx.rest), None, None
 
 
-class _AllGatherInvariant(_AllGather):
+class _AllGatherInvariant(InvariantFunction, _AllGather):
     """An ``_AllGather`` whose result is invariant, so that its gradient is equal on every rank."""
 
     @staticmethod
@@ -297,16 +308,16 @@ class _OwnSlice(LinearFunction):
 
 
 def check_gradient(node: Any, grad: torch.Tensor, group: ProcessGroup, verb: str) -> None:
-    """Note that a backward reached ``verb``'s ``node``; at DETAIL compare ``grad`` on ranks."""
-    note_leaves(node, group)
+    """Note that a backward reached ``verb``'s ``node``; compare ``grad`` on ranks."""
     note_complete(node, group)
-    if get_debug_level() == DebugLevel.DETAIL:
+    if get_debug_level() != DebugLevel.DETAIL:
+        compare_reached(node, grad.detach(), group, verb)
+    else:
         check_invariant(
             grad.detach(),
             group,
             f"the gradient that reaches {verb}",
             where=f"backward of {verb}, gradient of {describe(grad)}",
             expected=f"equal gradients, since the result of {verb} is equal on every rank",
-            fix=f"where a result of {verb} meets values that vary along the axis, as a shard of "
-            "weights does, mark it first: y = lax.pvary(y, axis)",
+            fix=PVARY_FIX.format(verb=verb),
         )

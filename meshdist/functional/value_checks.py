@@ -1,48 +1,50 @@
-"""Whether tensors are equal on all members of a group, and whether leaves get equal gradients.
+"""Compare tensors between the members of a group, and gradients that must be equal on all.
 
 Half of a floating dtype's digits must agree, measured by the tensor's largest value: equal
 computations may still add in another order. Other dtypes must agree wholly. NaN equals NaN, and
 infinity equals infinity of its sign.
 
-Gradients of leaves are compared by ``simulate``. Where an equal value meets a varying value a cast
-is due (``lax.pvary``), whose backward sums; a forgotten cast leaves each rank with its own part of
-a leaf's gradient. So in a world that compares gradients the backward of every verb whose result is
-invariant notes the leaves below it, and so does a typed backward from its losses. When the backward
-has ended, the rank adds their values and gradients to the notes of all ranks, and the last member
-of the verb's group to come compares. Nothing is sent, and no rank waits. Leaves may also part
-behind a backward, as by clipping with the norm of each rank's own gradients; they lack no cast. So
-the values that the last backward left are compared first. The name of a leaf is the program's: the
-variable, parameter or part of a tree that holds it.
+The result of a call such as psum is equal on all ranks, so its gradient must be, too. It is not if
+the result met a varying value without a cast (``lax.pvary``), whose backward sums. So each backward
+compares a sketch of this gradient: its norm and two products, in which rounding changes as few
+digits as in the gradient itself. A sketch has the key of the forward's call, by its number on the
+communicator, and of the backward, by its number on the node. No rank waits: the first rank leaves
+its sketch under the key, and each later rank compares its own with it and raises.
+
+Drawn case: y = x.exp() / psum(x.exp().sum()) on 2 ranks, call 7 of the communicator "tp".
+
+    rank    the gradient that reaches psum    under tp/gradient/7/1
+    0       -0.8                              leaves "0 0.8 -0.8 -0.43"
+    1       -2.1                              finds it, and raises at the end of its backward
+
+Simulated ranks compare all gradients, in memory that they share. Processes compare the first
+gradients of each shape, by one request to the store each.
 """
 
 from __future__ import annotations
 
-import sys
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
 from types import FrameType
-from typing import Any, TypeAlias
+from typing import Any
 from zlib import crc32
 
 import optree
 import torch
 from torch.autograd import Variable
-from torch.utils.weak import WeakIdKeyDictionary
 
 from ..arrays import describe
 from ..bootstrap.world import World
 from ..checking.debug_levels import DebugLevel, get_debug_level
-from ..checking.program import call_site, program_frame, show_site
+from ..checking.program import call_site, show_site
 from ..collectives.objects import all_gather_object
-from ..collectives.torch_private import are_transforms_active, hidden_from_modes
+from ..collectives.torch_private import are_transforms_active, hidden_from_modes, keeps_graph
 from ..collectives.verbs import all_gather_into_tensor, broadcast
 from ..dtypes import DTYPES
-from ..error_text import first_texts, grouped_text, ranks_text
-from ..errors import GradientError, UnequalError
+from ..error_text import grouped_text, ranks_text
+from ..errors import GradientError, StoreError, UnequalError
 from ..groups.process_group import ProcessGroup
 from ..mesh.device_mesh import DeviceMesh
-from .axis_types import ATTRIBUTE, INVARIANT, kinds_in
 
 
 def check_invariant(
@@ -249,249 +251,89 @@ def _parts(name: str, tree: Any) -> Iterator[tuple[str, torch.Tensor]]:
             yield from _parameters(path.codify(name), leaf)
 
 
-_KEPT_BACKWARDS = 8
-"""A rank keeps the notes of so many backwards for members that have yet to end the first."""
+PVARY_FIX = (
+    "where a result of {verb} meets values that vary along the axis, as a shard of weights does, "
+    "cast it first: y = lax.pvary(y, axis)"
+)
+
+_COMPARED_OF_EACH = 64
+"""How many gradients of one call, shape and dtype processes compare at most."""
+_COMPARED_IN_ALL = 4096
+"""How many gradients processes compare at most, and simulated ranks note at a time."""
 
 
-@dataclass(frozen=True)
-class _LeafNote:
-    """A leaf on a rank: its value before a backward, and its gradient behind.
-
-    Args:
-        gradient: a copy; None stands for zeros.
-        grad: the gradient itself, which the program may change.
-        left: checksums of the value and gradient of the leaf's last note.
-        changed: the distance by which the last note's ``grad`` was changed since.
-    """
-
-    value: torch.Tensor
-    gradient: torch.Tensor | None
-    grad: torch.Tensor | None
-    left: str
-    changed: float
+def keep_number(node: Any, x: torch.Tensor, group: ProcessGroup) -> None:
+    """Store on ``node`` the number of the call that it has just made, equal on all members."""
+    if x.requires_grad and group.size() > 1 and not are_transforms_active():
+        channel = group.open_channel(x.device.type)
+        node.number = f"{channel.opened.label}/gradient/{channel.recorder.sequence}"
 
 
-class _ObservedLeaf:
-    """A leaf in a running backward, with a hook that records its gradient."""
-
-    def __init__(self, tensor: torch.Tensor, last: _LeafNote | None) -> None:
-        self.tensor, self._left, self._changed = tensor, "", 0.0
-        if last is not None and last.grad is not None and last.gradient is not None:
-            self._left = f"{host_checksum(last.value)} {host_checksum(last.gradient)}"
-            self._changed = relative_distance(last.grad.detach().to_dense(), last.gradient)
-        self._value = tensor.detach().clone()
-        self._before = self._state()
-        self._arrived: torch.Tensor | None = None
-        self._hook = tensor.register_hook(partial(setattr, self, "_arrived"))
-
-    def _state(self) -> tuple[int, int]:
-        grad = self.tensor.grad
-        return id(grad), -1 if grad is None else grad._version
-
-    def note(self) -> _LeafNote:
-        """Remove the hook, and return the leaf's value and gradient after the backward."""
-        # `.grad` where the backward wrote it, since wrappers may have summed it; else the gradient
-        # that arrived, as for torch.autograd.grad.
-        self._hook.remove()
-        grad = self.tensor.grad
-        if grad is None or self._state() == self._before:
-            grad = self._arrived
-        dense = None if grad is None else grad.detach().to_dense().clone()
-        return _LeafNote(self._value, dense, grad, self._left, self._changed)
-
-
-@dataclass
-class _Below:
-    """The leaves in the graph below one group's verbs that a backward has reached."""
-
-    group: ProcessGroup
-    nodes: set[Any] = field(default_factory=set)
-    leaves: dict[int, torch.Tensor] = field(default_factory=dict)
-
-    def add(self, verb: Any) -> Iterator[torch.Tensor]:
-        """Keep and yield the new leaves below node ``verb`` whose gradients must be equal."""
-        open_nodes = [verb]
-        while open_nodes:
-            for node, _ in open_nodes.pop().next_functions:
-                if node is None or node in self.nodes:
-                    continue
-                self.nodes.add(node)
-                open_nodes.append(node)
-                leaf = getattr(node, "variable", None)
-                if leaf is None:
-                    continue
-                # By its type, the gradient may differ along some axes.
-                own = kinds_in(leaf.__dict__.get(ATTRIBUTE, INVARIANT))
-                if own.keys().isdisjoint(self.group.axis_names):
-                    self.leaves[id(leaf)] = leaf
-                    yield leaf
-
-
-@dataclass
-class _ObservedBackward:
-    """The leaves observed in a running backward of this rank."""
-
-    below: dict[tuple[int, ...], _Below] = field(default_factory=dict)
-    leaves: dict[int, _ObservedLeaf] = field(default_factory=dict)
-    is_typed: bool = False
-
-
-_Ended: TypeAlias = dict[tuple[tuple[int, ...], int], dict[int, dict[str, _LeafNote]]]
-
-
-@dataclass
-class GradientNotes:
-    """The notes of ended backwards that all ranks of a world share."""
-
-    backwards: dict[tuple[int, int], _ObservedBackward] = field(default_factory=dict)
-    """The backwards that run, by rank and autograd's number."""
-    last: dict[int, WeakIdKeyDictionary] = field(default_factory=dict)
-    """The notes of the leaves of each rank's last backward, by rank."""
-    ended: _Ended = field(default_factory=dict)
-    """The notes of ended backwards: by group and number, then by member, then by leaf's name."""
-
-
-def note_leaves(verb: Any, group: ProcessGroup, *, is_typed: bool = False) -> None:
-    """Observe the leaves below node ``verb`` if gradients are compared; ``is_typed``: in typed."""
-    compared = group.world.compared
-    if compared is None or group.size() == 1 or are_transforms_active():
+def compare_reached(node: Any, grad: torch.Tensor, group: ProcessGroup, verb: str) -> None:
+    """Raise at the end of this backward if another rank's gradient of ``node``'s result differs."""
+    # No rank waits for another: each asks for the sketch of the first rank, or leaves its own. So
+    # operands that need no gradient on some ranks, and backwards of some ranks alone, hang nothing.
+    number, world = getattr(node, "number", None), group.world
+    if number is None or are_transforms_active():
         return
-    notes, rank = compared.of(GradientNotes), group.world.rank
-    key = (rank, torch._C._current_graph_task_id())
-    last = notes.last.setdefault(rank, WeakIdKeyDictionary())
-    backward = notes.backwards.get(key)
-    if backward is None:
-        backward = notes.backwards[key] = _ObservedBackward()
-
-        def ends() -> None:
-            _compare(notes.backwards.pop(key), notes.ended, last)
-
-        # What wrappers do at the end of a backward is queued before its second round begins.
-        engine = Variable._execution_engine
-        engine.queue_callback(lambda: engine.queue_callback(ends))
-    backward.is_typed |= is_typed
-    below = backward.below.setdefault(group.ranks, _Below(group))
-    for leaf in below.add(verb):
-        if id(leaf) not in backward.leaves:
-            backward.leaves[id(leaf)] = _ObservedLeaf(leaf, last.get(leaf))
-
-
-def _compare(backward: _ObservedBackward, ended: _Ended, last: WeakIdKeyDictionary) -> None:
-    """Add this rank's ``backward`` to ``ended``; raise if all members' are there and differ.
-
-    Args:
-        ended: of all ranks, which are simulated and share it.
-        last: of this rank: the latest note of each leaf, set here and read in later backwards.
-    """
-    names = names_of(
-        (leaf.tensor for leaf in backward.leaves.values()), program_frame(sys._getframe())
-    )
-    own = {key: leaf.note() for key, leaf in backward.leaves.items()}
-    last.update({leaf.tensor: own[key] for key, leaf in backward.leaves.items()})
-    for ranks, below in backward.below.items():
-        world = below.group.world
-        count = world.next_number(("backward over", ranks))
-        ended.pop((ranks, count - _KEPT_BACKWARDS), None)
-        of_members = ended.setdefault((ranks, count), {})
-        of_members[world.rank] = {
-            names.get(key, f"leaf {place} of the graph"): own[key]
-            for place, key in enumerate(below.leaves)
-        }
-        if len(of_members) == len(ranks):
-            del ended[ranks, count]
-            of_members = {rank: of_members[rank] for rank in ranks}
-            _compare_members(of_members, below.group, is_typed=backward.is_typed)
-
-
-def _compare_members(
-    of_members: Mapping[int, Mapping[str, _LeafNote]], group: ProcessGroup, *, is_typed: bool
-) -> None:
-    lines, parted, wrong = list[str](), list[str](), ""
-    for name in dict.fromkeys(name for leaves in of_members.values() for name in leaves):
-        held = {rank: leaves[name] for rank, leaves in of_members.items() if name in leaves}
-        text, count = f"{name}, {describe(next(iter(held.values())).value)}: ", len(lines)
-        for ranks in _ranks_with_equal_values(held):
-            far = _far({rank: held[rank] for rank in ranks})
-            if far:
-                wrong = wrong or name
-                lines.append(text + difference_text(far, ranks[0]))
-        parted += [
-            text + divergence
-            for divergence in _divergences(held, has_far_gradients=len(lines) > count)
-        ]
-    if not lines and not parted:
+    if grad.is_cuda and torch.cuda.is_current_stream_capturing():
         return
-    axes = group.axis_names
-    axis = repr(axes[0] if len(axes) == 1 else axes) if axes else "axis"
-    if parted:
-        raise GradientError(
-            f"leaves that were equal over {group.name} when the last backward ended have parted",
-            where=f"before the backward at {show_site(call_site())}",
-            expected="leaves that stay equal, as their gradients were",
-            found=first_texts(parted),
-            fix="look at what each rank does by itself behind a backward: torch's "
-            "clip_grad_norm_ takes the norm of its own gradients, md.clip_grad_norm_ that of all; "
-            "a learning rate, or weights that it loads",
-        )
-    mend = f"cast where it meets values that vary: lax.pvary({wrong}, {axis})\n"
-    if is_typed:
-        mend = f"say which data differ, where they enter: md.annotate(batch, varying={axis})\n"
-    raise GradientError(
-        f"leaves that are equal over {group.name} have gradients that are not",
-        where=f"behind the backward at {show_site(call_site())}",
-        expected="equal gradients, as leaves that are equal along an axis are invariant there",
-        found=first_texts(lines),
-        fix=f"{mend}or, where equal numbers are chance, as zeros of a shard: "
-        f"md.annotate({wrong}, varying={axis})\n"
-        f"or, where gradients are summed later: md.annotate({wrong}, reduced={axis})",
+    if world.compared is None:
+        counts, kind = world.num_compared, (verb, grad.shape, grad.dtype)
+        if counts[kind] >= _COMPARED_OF_EACH or counts["all"] >= _COMPARED_IN_ALL:
+            return
+        counts.update((kind, "all"))
+    node.times = getattr(node, "times", 0) + 1
+    what = f"{verb}, gradient of {describe(grad)}"
+    # The pass of a retained graph that is this rank's alone is compared with none that frees it.
+    key = f"{number}/{node.times}/{keeps_graph()}/{what}"
+    sketch = _sketch(grad)
+    mine = " ".join(map(repr, (world.rank, *sketch)))
+    if world.compared is None:
+        try:
+            first = world.store.compare_set(key, "", mine).decode()
+        except StoreError:  # open groups outlive the process that serves the store
+            return
+    else:
+        first = world.compared.setdefault(key, mine)
+        if len(world.compared) > _COMPARED_IN_ALL:
+            del world.compared[next(iter(world.compared))]
+    rank, *numbers = first.split()
+    far = _sketch_distance(sketch, [*map(float, numbers)])
+    if far <= tolerance(grad):
+        return
+    error = GradientError(
+        f"the gradient that reaches {verb} over {group.name} is not the same on every rank",
+        where=f"backward of {what}",
+        expected=f"equal gradients, since the result of {verb} is equal on every rank",
+        found=f"rank {world.rank} differs from rank {rank}, by {far:.2g} of its norm",
+        fix=PVARY_FIX.format(verb=verb),
     )
 
+    def report() -> None:
+        raise error
 
-def _divergences(held: Mapping[int, _LeafNote], *, has_far_gradients: bool) -> Iterator[str]:
-    """Yield a text for each set of ranks whose equal leaf values diverged after the last backward.
+    # What wrappers do and raise at the end of a backward is queued before its second round begins.
+    engine = Variable._execution_engine
+    engine.queue_callback(lambda: engine.queue_callback(report))
 
-    Args:
-        has_far_gradients: whether the gradients of this backward differ; then a text comes, too,
-            for equal values whose gradients changed by different amounts.
+
+def _sketch(x: torch.Tensor) -> list[float]:
+    """Return the norm of a tensor, and its products with two vectors: equal tensors' are equal.
+
+    Example:
+        >>> [round(number, 3) for number in _sketch(torch.tensor([3.0, 4.0]))]
+        [5.0, 7.0, -0.044]
     """
-    for left in {note.left for note in held.values() if note.left}:
-        same = {rank: note for rank, note in held.items() if note.left == left}
-        (first, base), *_ = same.items()
-        apart = {rank: relative_distance(note.value, base.value) for rank, note in same.items()}
-        far = {rank: distance for rank, distance in apart.items() if distance}
-        changes = {rank: f"{note.changed:.4g}" for rank, note in same.items()}
-        if far or (has_far_gradients and len({*changes.values()}) > 1):
-            by_rank = grouped_text(changes.items(), separator=", ")
-            value = difference_text(far, first) if far else "equal"
-            yield f"{value}; its gradient changed since by {by_rank} of its largest value"
+    line = (torch.view_as_real(x) if x.is_complex() else x).reshape(-1).double()
+    waves = torch.arange(1, len(line) + 1, dtype=line.dtype, device=line.device).cos()
+    found: list[float] = torch.stack([line.norm(), line.sum(), line @ waves]).tolist()
+    return found
 
 
-def _ranks_with_equal_values(held: Mapping[int, _LeafNote]) -> list[list[int]]:
-    """Return the lists of two or more ranks whose values are equal within a tolerance."""
-    found: list[list[int]] = []
-    for rank, note in held.items():
-        for ranks in found:
-            first = held[ranks[0]].value
-            if (first.shape, first.dtype) == (
-                note.value.shape,
-                note.value.dtype,
-            ) and relative_distance(note.value, first) <= tolerance(first):
-                ranks.append(rank)
-                break
-        else:
-            found.append([rank])
-    return [ranks for ranks in found if len(ranks) > 1]
-
-
-def _far(held: Mapping[int, _LeafNote]) -> dict[int, float]:
-    """Return, by rank, the distance of gradients that differ from the first rank's."""
-    gradients = [
-        torch.zeros_like(note.value) if note.gradient is None else note.gradient
-        for note in held.values()
-    ]
-    limit = tolerance(gradients[0])
-    distances = {
-        rank: relative_distance(gradient, gradients[0])
-        for rank, gradient in zip(held, gradients, strict=True)
-    }
-    return {rank: distance for rank, distance in distances.items() if distance > limit}
+def _sketch_distance(mine: Sequence[float], first: Sequence[float]) -> float:
+    """Return how far two sketches differ, relative to the first's norm; NaN and infinity equal."""
+    if mine == first or not (math.isfinite(mine[0]) or math.isfinite(first[0])):
+        return 0.0
+    gap = max(abs(here - there) for here, there in zip(mine, first, strict=True))
+    return gap / first[0] if first[0] and math.isfinite(gap) else math.inf

@@ -26,8 +26,8 @@ class GatheredOperand:
     ) -> None:
         self.memory = whole.untyped_storage().data_ptr()
         # Detached, it keeps the memory that was gathered, whatever `shard.data =` sets later; both
-        # count the same versions.
-        self._shard = shard.detach()
+        # count the same versions. An inference tensor counts none: a copy cannot be written to.
+        self._shard = shard.clone() if shard.is_inference() else shard.detach()
         self._was_at = self._shard._version
         self._transfer = get_transfer(plan, mesh)
         self._where = plan.title

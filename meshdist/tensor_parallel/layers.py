@@ -25,7 +25,7 @@ Drawn case: the words ``column`` and ``row`` on an axis 'tp' of 2 ranks. Rank 0 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, ClassVar
@@ -40,6 +40,7 @@ from ..errors import ArgumentError, ShapeError
 from ..functional.axis_types import SPEC_ATTRIBUTE, SUMMED_BY_USES, axes_of_kind
 from ..mesh.device_mesh import DeviceMesh
 from ..mesh.placement import balanced_boundaries
+from ..runtime.untraced import untraced
 from ..sharding.einsums import einsum
 from ..sharding.marked_operands import axes_of_leaves
 from ..sharding.placing import reshard
@@ -102,6 +103,7 @@ class ColumnParallelLinear(SplitLayer, nn.Linear):
 
     specs = MappingProxyType({"weight": "f@{tp} d", "bias": "f@{tp}"})
 
+    @untraced
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return this rank's features of the output, or all of them."""
         self.ready()
@@ -134,6 +136,7 @@ class RowParallelLinear(SplitLayer, nn.Linear):
 
     specs = MappingProxyType({"weight": "f d@{tp}"})
 
+    @untraced
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the output, whole or this rank's part of the sequence."""
         self.ready()
@@ -170,6 +173,7 @@ class VocabParallelEmbedding(SplitLayer, nn.Embedding):
 
     specs = MappingProxyType({"weight": "v@{tp} d"})
 
+    @untraced
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Return the rows of the indices, whole or this rank's part of the sequence."""
         self.ready()
@@ -244,8 +248,9 @@ def check_length(y: torch.Tensor, mesh: DeviceMesh) -> None:
 def gathered_sequence(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     """Return the whole sequence: all ranks' parts ``x``, joined along the dim before the last."""
     # The projections q, k and v of one activation share one gather, which is kept while the
-    # activation lives. A leaf, which is no activation, is gathered anew.
-    if (x.is_leaf and x.requires_grad) or are_transforms_active():
+    # activation lives. A leaf, which is no activation, is gathered anew, and so is an inference
+    # tensor: torch does not count the writes to it.
+    if x.is_inference() or (x.is_leaf and x.requires_grad) or are_transforms_active():
         return _gathered(x, mesh)
     return mesh.caches.of(_KeptGathers).get(x, mesh)
 
@@ -305,24 +310,33 @@ class UseHook:
     mesh: DeviceMesh
 
 
-class EnterReduced(UseHook):
-    """A hook before a forward that shows the module parameters with summed gradients."""
+@dataclass(frozen=True)
+class ReducedForward(UseHook):
+    """A module's ``forward`` that shows the module parameters with summed gradients.
 
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        """Set attributes that hide the module's parameters by their summed variants."""
-        for name, parameter in module.named_parameters(recurse=False):
-            used = with_summed_gradient(parameter, self.mesh)
-            if used is not parameter:
-                module.__dict__[name] = used
+    Args:
+        module: the module, which has this as an attribute ``forward``.
+        forward: what it replaces.
+    """
 
+    module: nn.Module
+    forward: Callable[..., Any]
 
-class LeaveReduced(UseHook):
-    """A hook after a forward that deletes what ``EnterReduced`` set: the parameters show again."""
-
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Delete the attributes that hide the module's parameters."""
-        for name, _ in module.named_parameters(recurse=False):
-            module.__dict__.pop(name, None)
+    @untraced
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward while attributes hide the module's parameters by summed variants."""
+        attributes, aliases = self.module.__dict__, dict[str, torch.Tensor]()
+        for name, parameter in self.module.named_parameters(recurse=False, remove_duplicate=False):
+            if name not in attributes:  # else the forward called itself: the outer alias serves
+                used = with_summed_gradient(parameter, self.mesh)
+                if used is not parameter:
+                    aliases[name] = used
+        try:
+            attributes.update(aliases)
+            return self.forward(*args, **kwargs)
+        finally:  # also after Ctrl-C, for which torch runs no hooks
+            for name in aliases:
+                attributes.pop(name, None)
 
 
 class CutSequence(UseHook):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from ..arrays import describe
 from ..checking.program import one_frame
-from ..errors import ArgumentError, ShapeError
+from ..errors import ArgumentError, DtypeError, ShapeError
 from ..groups.process_group import resolve_group
 from ..lax.axes import AxisName, get_axes
 from ..lax.reducing import pmax, psum
@@ -37,7 +38,8 @@ def cross_entropy(
     Args:
         logits: this rank's classes, shape [..., classes], of any floating dtype, as the output of a
             ``column`` head. The classes are the last dim, also where there are more than two.
-        target: the indices of classes, shape [...], equal on all ranks along the axis.
+        target: the indices of classes, shape [...], of any integer dtype, equal on all ranks along
+            the axis.
         axis_name: the axis that cuts the classes: of the mesh in force, or itself, as
             ``mesh["tp"]``.
         num_classes: how many classes all ranks have together; None where all have equally many.
@@ -58,8 +60,9 @@ def cross_entropy(
 
     Raises:
         ShapeError: a target of another shape, or logits that are not this rank's part of
-            ``num_classes``. ArgumentError: an unknown reduction, a smoothing outside of 0 to 1;
-            on the CPU, a target outside of the classes.
+            ``num_classes``. DtypeError: targets that are no integers.
+        ArgumentError: an unknown reduction, a smoothing outside of 0 to 1; on the CPU, a target
+            outside of the classes.
         AgreementError: ranks have different numbers of classes, and ``num_classes`` is None.
 
     Example:
@@ -80,21 +83,24 @@ def cross_entropy(
     _check(logits, target, label_smoothing, reduction)
     if logits.dtype in (torch.float16, torch.bfloat16):
         logits = logits.float()
+    target = target.long()
     counts = target != ignore_index
     index, is_mine = local_index(
         target.where(counts, 0), start, stop, size, "cross_entropy, target"
     )
-    picked = logits.gather(-1, index[..., None])[..., 0].masked_fill(~is_mine, 0)
     # Members compare the names of what they send: they must agree on how many classes there are.
     name = f"logits of {size} classes"
     if num_classes is None:
         name += " (uneven parts need num_classes=)"
     largest = pmax({name: logits.detach().amax(-1)}, axes)[name]
-    parts = [(logits - largest[..., None]).exp().sum(-1), picked]
+    # What is common to all logits of a place goes before sums and differences round it.
+    logits = logits - largest[..., None]
+    picked = logits.gather(-1, index[..., None])[..., 0].masked_fill(~is_mine, 0)
+    parts = [logits.exp().sum(-1), picked]
     if label_smoothing:
         parts.append(logits.sum(-1))
     total, of_target, *of_all = psum({name: torch.stack(parts)}, axes)[name].unbind()
-    losses = total.log() + largest - (1 - label_smoothing) * of_target
+    losses = total.log() - (1 - label_smoothing) * of_target
     if label_smoothing:
         losses = losses - label_smoothing / size * of_all[0]
     losses = losses.masked_fill(~counts, 0)
@@ -141,6 +147,13 @@ def _check(
             expected=f"a target of shape {tuple(logits.shape[:-1])}: the classes are the last dim",
             found=f"logits of shape {tuple(logits.shape)}, target of shape {tuple(target.shape)}",
             fix="targets are indices, not probabilities" if is_other else None,
+        )
+    if target.is_floating_point() or target.is_complex() or target.dtype is torch.bool:
+        raise DtypeError(
+            "cross_entropy takes indices of classes as targets",
+            expected="a target of an integer dtype",
+            found=describe(target),
+            fix="target.long()",
         )
     if reduction not in _REDUCTIONS:
         raise ArgumentError(

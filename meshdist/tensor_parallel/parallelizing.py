@@ -31,9 +31,8 @@ from ..typed_contexts.annotations import annotate
 from .layers import (
     ColumnParallelLinear,
     CutSequence,
-    EnterReduced,
     GatherSequence,
-    LeaveReduced,
+    ReducedForward,
     SplitLayer,
     UseHook,
     note_summed,
@@ -51,6 +50,11 @@ _READ_BY_PARENTS = (nn.TransformerEncoderLayer, nn.MultiheadAttention)
 _MAKES_HEADS = re.compile(r"(w|to_|c_)?(q|k|v|qkv|kv|query|key|value)(_?(proj|lin|linear))?")
 """The names of layers whose features are heads."""
 
+_PACKED = re.compile(
+    r"(to_|c_)?(qkv|kv|query_key_value|key_value|gate_up)(_?(proj|lin|linear))?"
+    r"|Wqkv|Wkv|W_pack|c_attn|in_proj"
+)
+"""The names of layers that pack several projections."""
 
 _WHOLE_NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """The dtype of whole numbers with so many bytes."""
@@ -150,11 +154,12 @@ def _check(each: Assignment, modules: Mapping[str, nn.Module], axis: str, parts:
         _check_class(each, word.takes, own)
         _check_size(each, getattr(module, word.cut), axis, parts)
         _check_around(each, modules, axis, parts)
-    elif each.word == "reduced" and not own:
+    elif each.word == "reduced" and (not own or _computes_parameters(module)):
         raise KindError(
-            f"parallelize: {name}, a {type(module).__name__}, has no parameters of its own",
+            f"parallelize: {name}, a {type(module).__name__}, has no plain parameters",
             where=where,
-            expected="a module with parameters, such as a norm",
+            expected="a module with plain parameters, such as a norm",
+            fix="remove weight_norm, spectral_norm or pruning first" if own else None,
         )
     for leaf, parameter in own.items():
         if parameter.__dict__.keys() & {RANKS_OF_OWNER, REDUCED_BY_OWNER}:
@@ -171,6 +176,12 @@ def _check(each: Assignment, modules: Mapping[str, nn.Module], axis: str, parts:
                 where=where,
                 fix="optimizer.zero_grad(), or module.zero_grad(), first",
             )
+
+
+def _computes_parameters(module: nn.Module) -> bool:
+    """Return whether a module's weights are computed of parameters, as under weight_norm."""
+    computed = [x for x in vars(module).values() if isinstance(x, torch.Tensor) and x.requires_grad]
+    return bool(computed) or nn.utils.parametrize.is_parametrized(module)
 
 
 def _check_class(each: Assignment, takes: type[nn.Module], own: Mapping[str, Any]) -> None:
@@ -372,6 +383,8 @@ def parallelize(module: M, mesh: DeviceMesh, plan: Mapping[str, str], *, check: 
     for each in assigned:
         _change(each, mesh)
     _warn_of_norms(module, assigned, axis)
+    if mesh.size() > 1:
+        _warn_of_packed(assigned)
     return module
 
 
@@ -433,6 +446,29 @@ def _warn_of_norms(model: nn.Module, assigned: list[Assignment], axis: str) -> N
         )
 
 
+def _warn_of_packed(assigned: list[Assignment]) -> None:
+    """Warn of layers that are cut by outputs and named like packed projections."""
+    packed = [
+        each.name
+        for each in assigned
+        if WORDS[each.word].becomes is ColumnParallelLinear
+        and "whole" not in each.word
+        and _PACKED.fullmatch(each.name.rpartition(".")[2])
+    ]
+    if packed:
+        warn_caller(
+            explain_text(
+                "parallelize: a column layer is named like a packed projection",
+                expected="features that lie head after head: where q, k and v lie one after the "
+                "other, chunk(3) of a rank's part mixes them",
+                found=first_texts(packed, ", "),
+                fix="split it into a layer for each projection, or make it 'column_whole'; if its "
+                "features lie head after head, give the layer another name, or\n"
+                "warnings.filterwarnings('ignore', '.*named like a packed projection')",
+            )
+        )
+
+
 def _axis_of(mesh: object) -> str:
     if not isinstance(mesh, DeviceMesh):
         raise KindError(
@@ -465,8 +501,7 @@ def _change(each: Assignment, mesh: DeviceMesh) -> None:
     elif word == "reduced":
         for parameter in module.parameters(recurse=False):
             note_summed(parameter, mesh)
-        module.register_forward_pre_hook(EnterReduced(word, mesh))
-        module.register_forward_hook(LeaveReduced(word, mesh), always_call=True)
+        module.__dict__["forward"] = ReducedForward(word, mesh, module, module.forward)
     else:
         hook = CutSequence if word == "cut_sequence" else GatherSequence
         module.register_forward_hook(hook(word, mesh))
@@ -531,8 +566,8 @@ def _parallelized(module: nn.Module) -> Iterator[tuple[str, Assignment]]:
 
 
 def _uses_of(module: nn.Module) -> list[UseHook]:
-    hooks: list[object] = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
-    return [hook for hook in hooks if isinstance(hook, UseHook)]
+    found: list[object] = [module.forward, *module._forward_hooks.values()]
+    return [use for use in found if isinstance(use, UseHook)]
 
 
 def _explained(each: Assignment) -> str:

@@ -56,7 +56,7 @@ import torch
 from torch.autograd import Function
 
 from ..collectives.flat_sums import reduce_together, sparse_psum
-from ..collectives.torch_private import call_function
+from ..collectives.torch_private import call_function, version_of
 from ..functional.axis_types import kinds_in
 from ..functional.linear_function import keep_line, note_complete
 from ..functional.reducing import psum
@@ -295,13 +295,13 @@ class _KeptCast:
 
     def __init__(self, x: torch.Tensor, alias: torch.Tensor) -> None:
         self.alias = alias
-        self._was_at = x._version
+        self._was_at = version_of(x)
         self._was_leaf = x.is_leaf
 
     def is_of(self, x: torch.Tensor) -> bool:
         """Return whether ``x`` is unchanged since the cast was made."""
         # `.data =` and `detach_` do not count as a new version.
-        if x._version != self._was_at or x.is_leaf is not self._was_leaf:
+        if version_of(x) != self._was_at or x.is_leaf is not self._was_leaf:
             return False
         return x.layout is not torch.strided or self.alias.is_set_to(x)
 

@@ -17,8 +17,6 @@ from ..functional.axis_types import (
     kinds_in,
     with_kinds,
 )
-from ..functional.value_checks import note_leaves
-from ..groups.process_group import resolve_group
 from .context import Backwards, ContextMode
 from .detail_checks import check_gradient_of, check_loss
 from .provenance import varying_loss
@@ -41,7 +39,7 @@ def run_backward(mode: ContextMode, call: Callable[..., Any], args: Any, kwargs:
     leaf = mode.casts.find_leaf_over(mode.owners) if mode.owners else None
     if leaf is not None:
         raise foreign_leaf(leaf, mode.owners, mode.mesh, "backward")
-    with _noted(mode, losses):
+    with _running(mode):
         result = call(*args, **kwargs)
     for leaf in mode.leaves.values():
         check_gradient_of(leaf, leaf.grad, gradient_type_of(leaf), mode.mesh)
@@ -54,7 +52,7 @@ def run_grad(mode: ContextMode, call: Callable[..., Any], args: Any, kwargs: Any
     inputs = _listed(argument((1, "inputs"), args, kwargs))
     place = (2, "grad_outputs")
     args, kwargs = _checked_arguments(mode, "autograd.grad", losses, place, args, kwargs)
-    with _noted(mode, losses):
+    with _running(mode):
         found = call(*args, **kwargs)
     for x, grad in zip(inputs, found, strict=True):
         if mode.is_checked and x.is_leaf:
@@ -65,17 +63,8 @@ def run_grad(mode: ContextMode, call: Callable[..., Any], args: Any, kwargs: Any
 
 
 @contextmanager
-def _noted(mode: ContextMode, losses: Sequence[Any]) -> Iterator[None]:
-    """Make ``mode`` the running backward's context inside; note leaves for value comparison."""
-    axes = () if mode.mesh.world.compared is None else mode.mesh.axis_names
-    groups = [resolve_group(mode.mesh[axis]) for axis in axes]
-
-    def note(node: Any) -> None:
-        for group in groups:
-            note_leaves(node, group, is_typed=True)
-
-    nodes = [(loss, loss.grad_fn) for loss in losses if getattr(loss, "grad_fn", None) is not None]
-    hooks = [loss.register_hook(lambda _, node=node: note(node)) for loss, node in nodes]
+def _running(mode: ContextMode) -> Iterator[None]:
+    """Make ``mode`` the context of the backward that runs inside."""
     state = mode.mesh.caches.of(Backwards)
     state.running = mode
     try:
@@ -83,8 +72,6 @@ def _noted(mode: ContextMode, losses: Sequence[Any]) -> Iterator[None]:
     finally:
         state.running = None
         mode.casts.forget_leaves()
-        for hook in hooks:
-            hook.remove()
 
 
 def _listed(given: Any) -> list[Any]:

@@ -14,7 +14,7 @@ import torch
 import torch.autograd.profiler as profiler
 
 from ..arguments import get_whole_number
-from ..bootstrap.world import Caches, World, find_world, world_here
+from ..bootstrap.world import World, find_world, world_here
 from ..checking.program import end_here, enter_program
 from ..errors import ArgumentError, KindError, WorldError
 from ..groups.communicators import get_registry
@@ -35,8 +35,6 @@ def simulate(
     ranks: int | tuple[int, ...],
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
-    *,
-    compare_gradients: bool = False,
 ) -> list[T]:
     """Call ``fn(*args, **kwargs)`` on every rank of a world that lies in this process.
 
@@ -52,8 +50,6 @@ def simulate(
         ranks: how many ranks, or the shape of the mesh they fill.
         args: positional arguments; each rank gets a deep copy, tensors included.
         kwargs: keyword arguments, copied likewise.
-        compare_gradients: whether to look for forgotten casts: behind each backward, leaves below
-            the verbs of ``lax`` that are equal along the verb's axis must have equal gradients.
 
     Returns:  what ``fn`` returned, by rank; None of a rank that called ``sys.exit()`` or
         ``sys.exit(0)``.
@@ -64,8 +60,8 @@ def simulate(
 
     Raises:
         ArgumentError, KindError: bad arguments, before any rank starts.
-        GradientError: with ``compare_gradients``, on the rank that ends its backward last: the
-            leaves, by name, whose gradients differ.
+        GradientError: a gradient that reaches a verb of ``lax`` whose result is equal on every rank
+            differs between ranks: a cast (``lax.pvary``) is forgotten.
         WorldError: another thread simulates ranks.
         The first exception of a rank itself, with the rank in its attribute ``rank``; the other
         ranks are ended before. So is the SystemExit of ``sys.exit`` with another code, which ends
@@ -94,7 +90,7 @@ def simulate(
     copies = [_copy_arguments(args, kwargs or {}, rank, size) for rank in range(size)]
     scheduler: Scheduler[T] = Scheduler(size)
     store = SimulatedStore()
-    compared = Caches() if compare_gradients else None
+    compared: dict[str, str] = {}
     running: dict[int, World] = {}
 
     def program_of_rank(rank: int) -> T:

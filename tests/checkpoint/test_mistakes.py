@@ -21,6 +21,7 @@ from meshdist.errors import (
     ShapeError,
 )
 from tests.pool import Pool
+from tests.verbs.cases import WIRES
 
 
 def mesh_of(size: int = 2) -> md.DeviceMesh:
@@ -231,3 +232,46 @@ def test_a_name_that_open_does_not_have(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError) as caught:
         found.shape("n")
     assert caught.value.found == "a leaf of this name: .leaves"
+
+
+def load_into_tied_arrays(path: Path) -> list[Any]:
+    """Load arrays that differ into tied ones; return the errors' fields, and what changed."""
+    one, view = torch.zeros(4), torch.zeros(6)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight = model[0].weight
+    before = model[0].weight.detach().clone()
+    told = []
+    for state in (
+        {"a": one, "b": one},
+        {"a": view[:4], "b": view[2:]},
+        {"model": dict(model.state_dict(keep_vars=True))},
+    ):
+        with pytest.raises(CheckpointError) as caught:
+            md.checkpoint.load(state, path)
+        told.append((caught.value.summary, caught.value.found, caught.value.fix))
+    changed = bool(one.any() or view.any()) or not torch.equal(model[0].weight.detach(), before)
+    md.checkpoint.load({"a": one, "b": one}, path, only="b")
+    md.checkpoint.load({"equal": view[:4], "a": view[:4], "first": view[:2]}, path)
+    return [*told, changed, one.tolist(), view.tolist()]
+
+
+@pytest.mark.parametrize("wire", ["simulated", "gloo", "shm"])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_two_values_for_tied_arrays(tmp_path: Path, pool: Pool, wire: str, size: int) -> None:
+    a, weight = torch.arange(1.0, 5), torch.ones(4, 4)
+    linear = {"weight": weight, "bias": weight[0]}
+    model = {"0": linear, "1": {"weight": 2 * weight, "bias": weight[0]}}
+    state = {"a": a, "b": a + 1, "equal": a.clone(), "first": a[:2], "model": model}
+    md.checkpoint.save(state, tmp_path / "one")
+    summary = (
+        "checkpoint.load: arrays of the state share memory, and have different values in the "
+        "checkpoint"
+    )
+    fix = "untie them before the load, or leave {} out: only="
+    pair, tied = ("a, b", "a"), ("model.0.weight, model.1.weight", "model.0.weight")
+    expected = [
+        (summary, f"{names}; loading would overwrite {lost}", fix.format(lost))
+        for names, lost in (pair, pair, tied)
+    ]
+    expected += [False, [2.0, 3, 4, 5], [1.0, 2, 3, 4, 0, 0]]
+    assert WIRES[wire](pool, load_into_tied_arrays, size, tmp_path / "one") == [expected] * size

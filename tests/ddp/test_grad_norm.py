@@ -462,7 +462,7 @@ def test_replicas_that_are_clipped_so_stay_equal() -> None:
                     each.grad.zero_()
         return whole.tolist()
 
-    found = md.simulate(program, 4, compare_gradients=True)
+    found = md.simulate(program, 4)
     assert found == [found[0]] * 4
 
 
@@ -679,6 +679,21 @@ def test_a_skipped_backward_of_a_wrapper_leaves_gradients_unreduced() -> None:
         assert text.startswith("clip_grad_norm_ of a gradient that is unreduced over 'dp'\n")
 
 
+def test_a_backward_in_inference_mode_leaves_gradients_local() -> None:
+    def body(mesh: md.DeviceMesh) -> Any:
+        model = md.DDP(nn.Linear(2, 1), device_mesh=mesh["dp"])
+        with model.no_sync():
+            loss = model(torch.ones(1, 2)).sum()
+            with torch.inference_mode():
+                loss.backward()
+        assert all(p.grad.is_inference() for p in model.parameters())
+        cut = md.annotate(parameter_of(torch.ones(4, 2)), "f@dp d", mesh=mesh)
+        return md.clip_grad_norm_([*model.parameters(), cut], 1.0, mesh=mesh)
+
+    for text in refused(GradientError, body):
+        assert "no_sync" in text
+
+
 def test_parameters_that_are_cut_without_a_mesh() -> None:
     parameter = md.annotate(parameter_of(torch.ones(4, 2)), "f@tp d")
     with pytest.raises(MeshError) as caught:
@@ -788,13 +803,14 @@ def test_sparse_gradients() -> None:
     parameter = nn.Parameter(torch.ones(3, 2))
     with torch.sparse.check_sparse_tensor_invariants():
         parameter.grad = torch.sparse_coo_tensor([[0]], torch.ones(1, 2), (3, 2))
-    with pytest.raises(KindError) as caught:
-        md.clip_grad_norm_([parameter], 1.0)
-    assert str(caught.value) == (
-        "clip_grad_norm_ takes dense gradients\n"
-        "  found:    parameter 0, float32[3, 2], whose gradient is torch.sparse_coo\n"
-        "  fix:      parameter.grad = parameter.grad.to_dense()"
-    )
+    for parameters in ([parameter], parameter):
+        with pytest.raises(KindError) as caught:
+            md.clip_grad_norm_(parameters, 1.0)
+        assert str(caught.value) == (
+            "clip_grad_norm_ takes dense gradients\n"
+            "  found:    parameter 0, float32[3, 2], whose gradient is torch.sparse_coo\n"
+            "  fix:      parameter.grad = parameter.grad.to_dense()"
+        )
 
 
 def test_an_empty_generator() -> None:

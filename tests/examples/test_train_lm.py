@@ -63,7 +63,7 @@ def plain_logits(weights: dict[str, torch.Tensor], tokens: torch.Tensor, heads: 
 
     layer = 1
     while f"{layer}.norm1.weight" in weights:
-        qkv = linear(norm(x, f"{layer}.norm1"), f"{layer}.attention.qkv")
+        qkv = linear(norm(x, f"{layer}.norm1"), f"{layer}.attention.heads")
         outs = []
         for head in qkv.split(3 * head_width, -1):
             q, k, v = head.split(head_width, -1)

@@ -279,6 +279,22 @@ def test_gathered_again_from_the_memory_that_was_gathered() -> None:
     assert on_ranks(body, 2) == [True, True]
 
 
+def test_an_inference_tensor_is_gathered_again_as_it_was() -> None:
+    def body(mesh: Any) -> Any:
+        with torch.inference_mode():
+            x = torch.ones(2, 4) * (1 + md.get_rank())
+        w = leaf(4, 3)
+        y = md.einsum("b@dp d, d f@dp -> b f@dp", x, w, mesh=mesh, regather=True)
+        with torch.inference_mode():
+            x.mul_(5)  # which torch does not count
+        y.sum().backward()
+        return w.grad.unique().tolist()
+
+    for size in (2, 3, 5):
+        total = size * (size + 1.0)
+        assert on_ranks(body, size) == [[total]] * size
+
+
 def test_inside_a_transform_all_is_kept() -> None:
     def body(mesh: Any) -> Any:
         def loss(w: torch.Tensor) -> torch.Tensor:

@@ -15,11 +15,13 @@ from meshdist.errors import (
     AgreementError,
     ArgumentError,
     AxisTypeError,
+    DtypeError,
     MeshdistError,
     ShapeError,
 )
 from meshdist.tensor_parallel import cross_entropy
 from tests.pool import Pool
+from tests.verbs.cases import WIRES
 
 CPU = [torch.profiler.ProfilerActivity.CPU]
 
@@ -132,7 +134,57 @@ def test_huge_logits_stay_finite() -> None:
     assert md.simulate(program, 2) == [0.0, 0.0]
 
 
+def losses_with_an_offset(offset: float) -> list[tuple[float, float]]:
+    """Return, for each smoothing, the error of this loss and that of torch's, in float32."""
+    tp = md.get_world_size()
+    whole, target = draw((6,), 2 * tp, -100)
+    whole = (whole + offset).float()
+    mesh = mesh_of(tp)
+    mine = md.shard(whole, "n c@tp", mesh)
+    found = []
+    for smoothing in (0.0, 0.1):
+        options: Any = {"label_smoothing": smoothing}
+        exact = F.cross_entropy(whole.double(), target, **options)
+        losses = (
+            cross_entropy(mine, target, mesh["tp"], **options),
+            F.cross_entropy(whole, target, **options),
+        )
+        found.append(tuple((loss - exact).abs().item() for loss in losses))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("wire", "size"), [*(("simulated", n) for n in (1, 2, 3, 5)), ("gloo", 2), ("shm", 3)]
+)
+@pytest.mark.parametrize("offset", [1e4, -1e6])
+def test_a_common_offset_costs_no_digits(pool: Pool, wire: str, size: int, offset: float) -> None:
+    for errors in WIRES[wire](pool, losses_with_an_offset, size, offset):
+        for mine, torchs in errors:
+            assert mine <= torchs + 4e-6  # a few roundings of a loss of about 10
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32])
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_targets_of_other_integers(dtype: torch.dtype, size: int) -> None:
+    def program() -> None:
+        mesh = mesh_of(size)
+        whole, target = draw((6,), 4 * size, 0)
+        mine = md.shard(whole, "n c@tp", mesh)
+        loss = cross_entropy(mine, target.to(dtype), mesh["tp"], ignore_index=0)
+        torch.testing.assert_close(loss, F.cross_entropy(whole, target, ignore_index=0))
+
+    md.simulate(program, size)
+
+
 WRONG: dict[str, tuple[Any, type[MeshdistError], str]] = {
+    "targets that are no integers": (
+        lambda x, mesh: cross_entropy(x, torch.zeros(2), mesh["tp"]),
+        DtypeError,
+        "cross_entropy takes indices of classes as targets\n"
+        "  expected: a target of an integer dtype\n"
+        "  found:    shape (2,), float32\n"
+        "  fix:      target.long()",
+    ),
     "another shape": (
         lambda x, mesh: cross_entropy(x, torch.zeros(2, 3, dtype=torch.int64), mesh["tp"]),
         ShapeError,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -354,9 +355,31 @@ REFUSED: dict[
         {"0": "reduced"},
         KindError,
         [
-            "parallelize: 0, a ReLU, has no parameters of its own",
+            "parallelize: 0, a ReLU, has no plain parameters",
             "  where:    '0': 'reduced'",
-            "  expected: a module with parameters, such as a norm",
+            "  expected: a module with plain parameters, such as a norm",
+        ],
+    ),
+    "a computed weight to reduce": (
+        lambda: nn.Sequential(_weight_norm(nn.Linear(4, 4))),
+        {"0": "reduced"},
+        KindError,
+        [
+            "parallelize: 0, a Linear, has no plain parameters",
+            "  where:    '0': 'reduced'",
+            "  expected: a module with plain parameters, such as a norm",
+            "  fix:      remove weight_norm, spectral_norm or pruning first",
+        ],
+    ),
+    "a parametrized weight to reduce": (
+        lambda: nn.Sequential(parametrizations.weight_norm(nn.Linear(4, 4))),
+        {"0": "reduced"},
+        KindError,
+        [
+            "parallelize: 0, a ParametrizedLinear, has no plain parameters",
+            "  where:    '0': 'reduced'",
+            "  expected: a module with plain parameters, such as a norm",
+            "  fix:      remove weight_norm, spectral_norm or pruning first",
         ],
     ),
     "twice": (
@@ -600,6 +623,25 @@ def test_norms_that_a_plan_with_a_cut_sequence_leaves_out_are_warned_of() -> Non
         assert "'reduced' for each norm whose input is cut over 'tp'" in text
         assert "found:    layers.0.norm1, layers.0.norm2, norm\n" in text
         assert "md.annotate(model, {'norm.*': '...'}, mesh=mesh)" in text
+
+
+@pytest.mark.parametrize("name", ["qkv", "c_attn", "in_proj", "Wqkv", "query_key_value", "to_kv"])
+def test_a_column_that_is_named_like_a_packed_projection(name: str) -> None:
+    def program(size: int, name: str, word: str) -> None:
+        md.seed(0)
+        model = nn.Sequential(OrderedDict({name: nn.Linear(6, 12)}))
+        md.parallelize(model, mesh_of(size), {name: word})
+
+    for size, other, word in ((1, name, "column"), (2, "up", "column"), (2, name, "column_whole")):
+        md.simulate(program, size, args=(size, other, word))  # a warning is an error here
+    for word in ("column", "column_sequence"):
+        with pytest.warns(UserWarning, match="packed projection") as told:
+            md.simulate(program, 2, args=(2, name, word))
+        text = str(told[0].message)
+        assert text.startswith("parallelize: a column layer is named like a packed projection\n")
+        assert f"found:    {name}\n" in text
+        assert "split it into a layer for each projection, or make it 'column_whole'" in text
+        assert "'.*named like a packed projection'" in text
 
 
 @pytest.mark.parametrize(

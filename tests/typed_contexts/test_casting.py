@@ -150,6 +150,17 @@ def test_nothing_is_cast_without_gradients() -> None:
     assert on_line(body)[0] == (0, ["float64[3]{V:dp}"] * 3)
 
 
+def test_an_inference_tensor_as_a_leaf() -> None:
+    def body(mesh: md.DeviceMesh) -> Any:
+        with torch.inference_mode():
+            w = torch.ones(3, dtype=F64, requires_grad=True)
+        with md.typed(mesh):
+            lax.psum((w + mine(mesh, 3)).sum() + (w - mine(mesh, 3)).sum(), "dp").backward()
+        return w.grad.tolist()
+
+    assert on_line(body) == [[4.0] * 3] * 2
+
+
 def test_an_alias_shares_memory_and_lets_nobody_write() -> None:
     def body(mesh: md.DeviceMesh) -> Any:
         w = torch.ones(3, dtype=F64, requires_grad=True)
