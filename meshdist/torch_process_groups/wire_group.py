@@ -237,9 +237,8 @@ class WireGroup(_TorchsGroup):  # type: ignore[misc]
         waits = not (asked.is_async or asked.timeout or profiler._is_profiler_enabled)
         start = partial(form.run, **given, group=inner, async_op=not waits)
         result = [written] if isinstance(written, torch.Tensor) else list(written or ())
-        if result and form.is_nested:
-            result = [result]
-        return self._run(verb, asked, start, [noted], result)
+        num_blocks = self.inner.size() if form.gathers_one else 0
+        return self._run(verb, asked, start, [noted], result, num_blocks=num_blocks)
 
     def _run(
         self,
@@ -249,6 +248,7 @@ class WireGroup(_TorchsGroup):  # type: ignore[misc]
         noted: Sequence[Any],
         result: list[Any],
         title: str = "",
+        num_blocks: int = 0,
     ) -> TorchWork:
         """Start a verb, wait for it unless the call is asynchronous, and return its Work for torch.
 
@@ -256,6 +256,7 @@ class WireGroup(_TorchsGroup):  # type: ignore[misc]
             noted: the tensors that a profile shows, some in lists.
             result: the result of the Work.
             title: the name of the verb in a profile, in place of ``verb``.
+            num_blocks: as in ``TorchWork``.
         """
         is_recorded = profiler._is_profiler_enabled
         records = begin_record(f"{self._wire.name}:{title or verb}", noted) if is_recorded else []
@@ -263,7 +264,8 @@ class WireGroup(_TorchsGroup):  # type: ignore[misc]
             started = run_unnested(verb, start)
             if started is not None and asked.timeout is not None:
                 bound(started, asked.timeout)
-            work = TorchWork(() if started is None else (started,), result, self._completer)
+            works = () if started is None else (started,)
+            work = TorchWork(works, result, self._completer, num_blocks=num_blocks)
             if is_recorded:
                 work.end_with(records, asked.is_async)
         except BaseException:
@@ -396,7 +398,7 @@ class _TorchForm(NamedTuple):
         tensors: its parameters of tensors, first the parameter that it writes.
         noted: the parameter that a profile shows.
         has_blocks: whether it has one larger tensor, with a block for each member.
-        is_nested: whether torch's result is a list of the list that it writes.
+        gathers_one: whether it gathers into one tensor; the result is this tensor's blocks.
         is_sum: whether it reduces one tensor for all members, which may be sparse.
     """
 
@@ -404,7 +406,7 @@ class _TorchForm(NamedTuple):
     tensors: tuple[str, ...]
     noted: str
     has_blocks: bool
-    is_nested: bool
+    gathers_one: bool
     is_sum: bool
 
 
@@ -416,6 +418,6 @@ def _form_of(verb: str) -> _TorchForm:
     tensors = row.named(Role.IN_PLACE, Role.OUTPUT, Role.INPUT)
     noted = tensors[0] if carrier.root == "from" else "".join(tensors[-1:])
     has_blocks = row.is_plain and forms == (Form.ONE, Form.ONE)
-    is_nested = row.is_plain and forms in ((Form.ONE, Form.EACH), (Form.ONE, Form.AT_ROOT))
+    gathers_one = has_blocks and not row.reduces and not row.named(Role.SIZES)
     is_sum = forms == (Form.IN_PLACE, Form.ONE) and not carrier.root
-    return _TorchForm(run, tensors, noted, has_blocks, is_nested, is_sum)
+    return _TorchForm(run, tensors, noted, has_blocks, gathers_one, is_sum)
