@@ -216,6 +216,7 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "inner_group",
             "works",
             "wire_group",
+            "functional_ops",
             "creating",
             "offering",
         ),

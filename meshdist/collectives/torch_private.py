@@ -10,7 +10,7 @@ import torch
 from torch import _C, _ops
 from torch.autograd import Function, function as function_module
 from torch.nn.modules._functions import BackwardHookFunction as BackwardHookFunction
-from torch.utils import _foreach_utils
+from torch.utils import _foreach_utils, _python_dispatch
 
 from ..checking.program import end_here
 from ..errors import MeshdistError
@@ -48,6 +48,12 @@ num_modes = _C._len_torch_function_stack
 
 mode_at = _C._get_function_stack_at
 """The function that gives such a mode by its number, the outermost first."""
+
+num_dispatch_modes = _C._len_torch_dispatch_stack
+"""How many modes that see the dispatched operators this thread is inside."""
+
+without_dispatch_modes = _python_dispatch._disable_current_modes
+"""A context outside of these modes."""
 
 SingleLevelFunction = function_module._SingleLevelFunction
 """The class of torch whose ``apply`` that of every custom Function looks up at each call."""

@@ -13,14 +13,14 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from functools import cache, partial, wraps
+from functools import cache, cached_property, partial, wraps
 from inspect import unwrap
 from typing import Any, NamedTuple
 
 import torch
 import torch.autograd.profiler as profiler
 import torch.distributed as torch_distributed
-from torch._C._distributed_c10d import Backend
+from torch._C._distributed_c10d import Backend, FakeProcessGroup
 from torch.distributed import PrefixStore, Store, distributed_c10d as c10d
 
 from ..checking.program import never_nested, run_unnested
@@ -30,6 +30,7 @@ from ..collectives.monitored_barrier import MonitoredBarrier
 from ..collectives.point_to_point import open_channel, prepare_message
 from ..collectives.prepare import prepare
 from ..collectives.roots import find_peer
+from ..collectives.torch_private import num_dispatch_modes, without_dispatch_modes
 from ..errors import BackendError, CollectiveTimeoutError
 from ..groups.verb_methods import Asked, VerbMethods, read_options, verbs
 from ..reduce_ops import ReduceOp, split_premul
@@ -62,7 +63,7 @@ class _BackendForHooks(Backend):
 
 
 def _for_its_wire(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a verb so that torch's own group runs it, by ``name``, for devices the wire lacks."""
+    """Wrap verb ``name``: torch runs it for devices that the wire lacks, dispatch modes see it."""
 
     @wraps(method)
     def called(self: WireGroup, *given: Any, **named: Any) -> Any:
@@ -71,7 +72,15 @@ def _for_its_wire(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         if not isinstance(x, torch.Tensor):  # seldom
             x = next(tensors_of((*given, *named.values())), None)
         if x is None or x.is_cpu or x.device.type in self._wire.device_types:
-            return method(self, *given, **named)
+            if not num_dispatch_modes():
+                return method(self, *given, **named)
+            # A copy, as our verb writes into the tensors, and torch's fake backend does, too.
+            with without_dispatch_modes():
+                shown = _copied(given), {key: _copied(value) for key, value in named.items()}
+                work = method(self, *given, **named)
+            if hasattr(_TorchsGroup, name):
+                getattr(self._shown, name)(*shown[0], **shown[1])
+            return work
         return getattr(self._other(x.device.type), name)(*given, **named)
 
     return called
@@ -159,6 +168,19 @@ class WireGroup(_TorchsGroup):  # type: ignore[misc]
 
     def _get_sequence_number_for_group(self) -> int:
         return self.inner.recorder.sequence
+
+    @cached_property
+    def _shown(self) -> Any:
+        """A group of torch's that carries nothing, for modes: its calls pass torch's dispatcher."""
+        # A Python group overrides the C++ methods that call the dispatcher. Behind the dispatcher
+        # only a C++ backend can follow.
+        place = self.rank(), self.size()
+        shown, none_of_torchs = _TorchsGroup(*place), _TorchsGroup.BackendType.UNDEFINED
+        for kind in self._wire.device_types:
+            backend = FakeProcessGroup._create_internal(*place)
+            shown._register_backend(torch.device(kind), none_of_torchs, backend)
+        shown._set_group_name(self._group_name)
+        return shown
 
     # -- several as one --------------------------------------------------------------------------
 
@@ -381,6 +403,13 @@ def _bare(given: Any) -> Any:
     if isinstance(given, torch.Tensor):
         return (given if type(given) is torch.Tensor else given.detach()).data
     return list(map(_bare, given)) if isinstance(given, (list, tuple)) else given
+
+
+def _copied(given: Any) -> Any:
+    """Return ``given`` with copies of the tensors in it, which may be in lists."""
+    if isinstance(given, torch.Tensor):
+        return given.detach().clone()
+    return list(map(_copied, given)) if isinstance(given, (list, tuple)) else given
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
