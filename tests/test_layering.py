@@ -47,6 +47,7 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "bounded_calls",
             "memory",
             "torch_worlds",
+            "torch_hooks",
             "generators",
             "untraced",
         ),

@@ -168,7 +168,7 @@ class Scheduler(Generic[T]):
         threads = [
             threading.Thread(
                 target=self._live,
-                args=(rank, body, callers.dtype),
+                args=(rank, body, callers),
                 name=f"simulated rank {rank.index}",
                 daemon=True,
             )
@@ -248,13 +248,13 @@ class Scheduler(Generic[T]):
                     self._running.is_over = True
                     self._resume(self._choose(self._running.index))
 
-    def _live(self, rank: Rank, body: Callable[[int], T], dtype: torch.dtype) -> None:
-        """Run ``body`` here with default ``dtype`` once the rank may run; then let the next run."""
+    def _live(self, rank: Rank, body: Callable[[int], T], callers: ProcessState) -> None:
+        """Run ``body`` here once the rank may run; then let the next run."""
         try:
             rank.may_run.acquire()
             if not rank.is_released:
                 _here.rank = rank
-                self._call(rank, body, dtype)
+                self._call(rank, body, callers)
             with self._switching:
                 rank.is_over = True
                 if self._failure is not None:
@@ -263,9 +263,10 @@ class Scheduler(Generic[T]):
         except RankReleased:
             pass
 
-    def _call(self, rank: Rank, body: Callable[[int], T], dtype: torch.dtype) -> None:
-        if torch.get_default_dtype() is not dtype:
-            torch.set_default_dtype(dtype)
+    def _call(self, rank: Rank, body: Callable[[int], T], callers: ProcessState) -> None:
+        if torch.get_default_dtype() is not callers.dtype:
+            torch.set_default_dtype(callers.dtype)
+        callers.hooks.restore()
         start_as(rank.index)
         try:
             # A context of its own, and the backward on this thread on every device: the engine's
