@@ -163,8 +163,9 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
     },
     {
         "collectives": (
-            "roots",
             "marks",
+            "torch_private",
+            "roots",
             "collective",
             "prepare",
             "verbs",
@@ -174,7 +175,6 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "object_rounds",
             "objects",
             "monitored_barrier",
-            "torch_private",
             "shared_buffers",
             "flat_sums",
         ),

@@ -110,3 +110,16 @@ def hidden_from_modes(function: _F) -> _F:
             raise
 
     return cast(_F, untraced(call))
+
+
+def untransformed(function: _F) -> _F:
+    """Return ``function`` wrapped so that it makes plain tensors inside torch.func, too."""
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not are_transforms_active():
+            return function(*args, **kwargs)
+        with outside_transforms():
+            return function(*args, **kwargs)
+
+    return cast(_F, call)
