@@ -15,6 +15,7 @@ from torch.nn.modules.module import (
     register_module_full_backward_pre_hook,
 )
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.module_tracker import ModuleTracker
 
@@ -178,6 +179,32 @@ def test_global_hooks_belong_to_the_rank(size: int) -> None:
         assert mine == [f"to {rank}", f"from {rank}", f"in {rank}", "stepped"]
         assert (parents, flops) == (["Global"], ["8"])
     assert noted == ["the caller's"] * 3 * size
+
+
+class Operators(TorchDispatchMode):
+    """Notes the operators that pass it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_dispatch_modes_belong_to_the_rank() -> None:
+    x, y = torch.ones(2), torch.ones(2)
+
+    def program() -> list[str]:
+        with Operators() as operators:
+            x.add_(1) if md.get_rank() else x.mul_(1)
+            md.barrier()  # which lets the other ranks run
+            y.mul_(1)
+        return operators.seen
+
+    found = md.simulate(program, 3)
+    assert found == [[f"aten.{name}_.Tensor", "aten.mul_.Tensor"] for name in ("mul", "add", "add")]
 
 
 def test_hooks_that_a_rank_leaves_end_with_the_ranks() -> None:

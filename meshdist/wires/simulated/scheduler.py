@@ -12,11 +12,12 @@ import ctypes
 import sys
 import threading
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from queue import Empty, SimpleQueue
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ...checking.program import call_site, is_between, show_site
 from ...error_text import grouped_text
@@ -291,11 +292,13 @@ class Scheduler(Generic[T]):
             chosen = self._choose(rank.index)
             assert chosen is not None  # the rank that calls is not over
             if chosen is not rank:
-                state = ProcessState()
+                with _hidden_from_dispatch_modes():
+                    state = ProcessState()
                 self._resume(chosen)
         if chosen is not rank:
             rank.may_run.acquire()
-            state.restore()
+            with _hidden_from_dispatch_modes():
+                state.restore()
         interruption, rank.interruption = rank.interruption, None
         if interruption is not None:
             raise interruption
@@ -349,6 +352,11 @@ class Scheduler(Generic[T]):
                 rank.is_released = True
                 if rank.interruption is None:
                     rank.interruption = RankReleased()
+
+
+def _hidden_from_dispatch_modes() -> AbstractContextManager[Any]:
+    # Taking and setting the state of generators runs operators of torch.
+    return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()
 
 
 def _let_pending_exceptions_out() -> None:
