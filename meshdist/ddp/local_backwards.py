@@ -42,25 +42,21 @@ class LocalBackwards:
         self._first_number = 0
         # The numbers of the nodes that the last synchronised forwards made.
         self._forwards: deque[range] = deque(maxlen=_NUM_FORWARDS)
-        self._looked_task = NO_TASK
 
     def forward_begins(self) -> None:
         """Note the first node of a synchronised forward."""
         self._first_number = next_number()
 
     def passes_forward(self) -> bool:
-        """Return whether this backward passes a synchronised forward; look once per backward."""
-        if self._looked_task == current_task():
-            return False
-        self._looked_task = current_task()
-        return is_made_within(self._forwards)
+        """Return whether this backward passes a synchronised forward; False once one is kept."""
+        return self._early_task != current_task() and is_made_within(self._forwards)
 
     def forward_ends(self, *, sees_outputs: bool) -> None:
         """Expect an averaged backward, of outputs if ``sees_outputs``."""
-        self._forwards.append(range(self._first_number, next_number()))
         self.takes_any = not sees_outputs
         if current_task() == NO_TASK:
             self.is_averaged_expected = True
+            self._forwards.append(range(self._first_number, next_number()))
 
     def output_is_reached(self, ends: Callable[[], None]) -> None:
         """Note that this backward reached a ``no_sync`` output; call ``ends`` as it ends."""
