@@ -63,10 +63,10 @@ def as_wire_tensor(
         keeps_layout: whether a tensor without gaps in memory travels as it lies; others travel as
             contiguous copies, from which the verb copies back what it wrote.
     """
-    if are_transforms_active():
-        _check_unwrapped(x, argument, verb)
     if forward_ad._current_level >= 0:
         _check_no_tangent(x, argument, verb)
+    if are_transforms_active():
+        _check_unwrapped(x, argument, verb)
     tensor = as_tensor(x, argument=argument, verb=verb, writable=writable)
     check_stored(tensor, argument, verb)
     if writable:
