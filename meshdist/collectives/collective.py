@@ -56,7 +56,10 @@ class VerbCall(PreparedCall):
         """Return the tensor sent for ``x``; note ``x`` as a result if the verb writes it."""
         is_plain = forward_ad._current_level < 0 and type(x) is _Tensor and x.layout is _STRIDED
         is_plain = is_plain and not x.requires_grad and x.is_contiguous() and not x.is_nested
-        is_plain = is_plain and (x.data_ptr() or not x.numel())
+        try:
+            is_plain = is_plain and (x.data_ptr() or not x.numel())
+        except RuntimeError:  # as inside a transform of torch.func
+            is_plain = False
         data: torch.Tensor = x
         buffer: torch.Tensor = x
         if not is_plain or x.is_conj() or x.is_neg() or x.dtype in QUANTIZED:  # seldom

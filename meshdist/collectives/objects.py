@@ -33,6 +33,7 @@ from .object_rounds import (
 )
 from .point_to_point import ANSWER_TAG, check_not_me, open_channel, prepare_message
 from .roots import find_peer, get_peer, get_root
+from .torch_private import untransformed
 
 __all__ = [
     "all_gather_object",
@@ -48,6 +49,7 @@ _MARK = int.from_bytes(b"objects\0", "little")
 """The first number of every list of objects that is sent, which tells it from other messages."""
 
 
+@untransformed
 @verb()
 def all_gather_object(object_list: list[Any], obj: Any, group: GroupLike = None) -> None:
     """Every member's list holds all members' objects, in group order.
@@ -85,6 +87,7 @@ def all_gather_object(object_list: list[Any], obj: Any, group: GroupLike = None)
     object_list[:size] = [rounds.unpack(part, member)[0] for member, part in enumerate(parts)]
 
 
+@untransformed
 @verb()
 def gather_object(
     obj: Any,
@@ -135,6 +138,7 @@ def gather_object(
         ]
 
 
+@untransformed
 @verb()
 def broadcast_object_list(
     object_list: list[Any],
@@ -178,6 +182,7 @@ def broadcast_object_list(
         object_list[:] = rounds.unpack(arrived, root)
 
 
+@untransformed
 @verb()
 def scatter_object_list(
     scatter_object_output_list: list[Any],
@@ -228,6 +233,7 @@ def scatter_object_list(
     scatter_object_output_list[0] = rounds.unpack(arrived, root)[0]
 
 
+@untransformed
 @verb()
 def send_object_list(
     object_list: list[Any],
@@ -282,6 +288,7 @@ def send_object_list(
     _check_same_length(num_sent, target.world.rank, num_taken, target.ranks[peer], target)
 
 
+@untransformed
 @verb()
 def recv_object_list(
     object_list: list[Any],

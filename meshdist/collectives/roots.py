@@ -22,6 +22,7 @@ from ..reduce_ops import (
     multiply,
 )
 from ..wires.prepared import find_layout
+from .torch_private import are_transforms_active, is_wrapped
 
 SUM: ReduceKind = ReduceOp.SUM
 
@@ -64,6 +65,8 @@ def as_wire_tensor(
     """
     if forward_ad._current_level >= 0:
         _check_no_tangent(x, argument, verb)
+    if are_transforms_active():
+        _check_unwrapped(x, argument, verb)
     tensor = as_tensor(x, argument=argument, verb=verb, writable=writable)
     check_stored(tensor, argument, verb)
     if writable:
@@ -72,6 +75,18 @@ def as_wire_tensor(
     if plain.is_contiguous() or (keeps_layout and find_layout(plain) is not None):
         return tensor, plain
     return tensor, plain.contiguous()
+
+
+def _check_unwrapped(x: Any, argument: str, verb: str) -> None:
+    """Raise if ``x`` is a tensor that a transform of torch.func has wrapped."""
+    if isinstance(x, torch.Tensor) and is_wrapped(x):
+        raise KindError(
+            f"torch.func cannot transform {verb}, which works in place",
+            where=f"argument {argument} of {verb}, {describe(x)}",
+            expected="a tensor that grad, vmap, jacrev and the like have not wrapped",
+            fix="call a function of meshdist.lax that returns its result, as "
+            "psum(x, axis, mesh=mesh) for all_reduce",
+        )
 
 
 def _check_no_tangent(x: Any, argument: str, verb: str) -> None:

@@ -15,12 +15,14 @@ from ..reduce_ops import ReduceOp
 from ..wires.core import core
 from ..wires.operations import WireRefused
 from ..wires.prepared import PreparedCall
+from .torch_private import untransformed
 from .verbs import all_reduce
 
 __all__ = ["shared_empty"]
 
 
 @never_nested
+@untransformed
 def shared_empty(
     shape: int | Sequence[int], dtype: torch.dtype | None = None, group: GroupLike = None
 ) -> torch.Tensor:

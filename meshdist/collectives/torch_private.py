@@ -10,7 +10,7 @@ import torch
 from torch import _C, _ops
 from torch.autograd import Function, function as function_module
 from torch.nn.modules._functions import BackwardHookFunction as BackwardHookFunction
-from torch.utils import _foreach_utils
+from torch.utils import _foreach_utils, _python_dispatch
 
 from ..checking.program import end_here
 from ..errors import MeshdistError
@@ -51,6 +51,12 @@ num_modes = _C._len_torch_function_stack
 
 mode_at = _C._get_function_stack_at
 """The function that gives such a mode by its number, the outermost first."""
+
+num_dispatch_modes = _C._len_torch_dispatch_stack
+"""How many modes that see the dispatched operators this thread is inside."""
+
+without_dispatch_modes = _python_dispatch._disable_current_modes
+"""A context outside of these modes."""
 
 SingleLevelFunction = function_module._SingleLevelFunction
 """The class of torch whose ``apply`` that of every custom Function looks up at each call."""
@@ -112,3 +118,16 @@ def hidden_from_modes(function: _F) -> _F:
             raise
 
     return cast(_F, untraced(call))
+
+
+def untransformed(function: _F) -> _F:
+    """Return ``function`` wrapped so that it makes plain tensors inside torch.func, too."""
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not are_transforms_active():
+            return function(*args, **kwargs)
+        with outside_transforms():
+            return function(*args, **kwargs)
+
+    return cast(_F, call)

@@ -301,13 +301,18 @@ def lay(
         if isinstance(last.taking, Flat)
         else torch.empty(num_behind, device=last.sent.device)
     )
+    tail = Tail(numbers, 1.0 if of_tail.scale is None else of_tail.scale)
+    if isinstance(last.taking, Flat):
+        last.tail = tail
+    for bucket in buckets:
+        bucket.note_users()
     return BucketLayout(
         terms,
         history.trailing,
         history.is_learned,
         tuple(buckets),
         unsent,
-        Tail(numbers, 1.0 if of_tail.scale is None else of_tail.scale),
+        tail,
         None if is_in_bucket else of_tail.start,
     )
 

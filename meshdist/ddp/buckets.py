@@ -24,9 +24,11 @@ import torch
 
 from ..collectives.flat_sums import assign_buckets, views_into
 from ..collectives.shared_buffers import copy_past_caches
+from ..collectives.torch_private import storage_uses
 from ..groups.process_group import ProcessGroup
-from .device_streams import GradientStreams, streams_for
+from .device_streams import GradientStreams, is_capturing, streams_for
 from .reports import Reports
+from .tail import Tail
 
 # A gradient of this size or more is copied at once, while it is in the cache, and its memory is
 # free again; smaller gradients wait for the bucket and go by one call together.
@@ -36,6 +38,11 @@ _AT_ONCE_BYTES = 64 * 1024
 _SCALED_TOGETHER_BYTES = 512 * 1024
 
 _grad_of = attrgetter("grad")
+
+_NUM_ALONE = max(map(sys.getrefcount, [torch.empty(0)]))
+"""The reference count, looked at like this, of a tensor that one list alone refers to."""
+
+_COUNTS_ARE_EXACT = getattr(sys, "_is_gil_enabled", lambda: True)()
 
 Grads: TypeAlias = Sequence[torch.Tensor | None]
 
@@ -81,7 +88,7 @@ class Bucket:
     indices: tuple[int, ...]
     members: Sequence[torch.nn.Parameter]
     taking: Taking
-    views: Sequence[torch.Tensor]
+    views: list[torch.Tensor]
     flat: torch.Tensor
     sent: torch.Tensor
     is_trailing: bool
@@ -90,6 +97,8 @@ class Bucket:
 
     def __post_init__(self) -> None:
         self.new_streams: Callable[[], GradientStreams] | None = None  # None on the CPU, too
+        self.tail: Tail | None = None  # which lies behind the gradients in ``sent``
+        self.num_users = 0  # of the memory, if the program has none; 0 if ``.grad`` are no views
         if isinstance(self.taking, Flat):
             self.new_streams = streams_for(self.sent.device)
 
@@ -159,11 +168,53 @@ class Bucket:
         none = like.new_empty(0)
         return cls((index,), [parameter], taking, [like], none, none, is_trailing, averaging)
 
+    def note_users(self) -> None:
+        """Count the tensors in the memory that the library itself has, once all of them exist."""
+        if isinstance(self.taking, Flat) and self.taking.as_views:
+            self.num_users = storage_uses(self.sent)
+
+    def release_kept(self) -> None:
+        """Leave gradients that the program has kept to it: a backward will fill the bucket."""
+        # What still is ``.grad`` is added to in place, as on one device, with all that shares it.
+        if not self.num_users or is_capturing(self.sent.device):
+            return
+        is_shared = not _COUNTS_ARE_EXACT or storage_uses(self.sent) > self.num_users
+        if not is_shared and max(map(sys.getrefcount, self.views)) == _NUM_ALONE:
+            return
+        pairs = zip(self.members, self.views, strict=True)
+        apart = [slot for slot, (member, view) in enumerate(pairs) if member.grad is not view]
+        if (
+            is_shared and apart
+        ):  # ``kept = p.grad.detach()``, or an array: unknown of which gradient
+            self._move()
+            return
+        counts = [*map(sys.getrefcount, self.views)]
+        for slot in apart:
+            if counts[slot] > _NUM_ALONE:  # ``kept = p.grad``
+                view = self.views[slot]
+                self.views[slot] = view.data
+                view.data = view.clone()
+
+    def _move(self) -> None:
+        """Move to new memory, with the gradients that still are ``.grad``."""
+        before, sent = self.views, self.sent.clone()
+        self.sent, self.flat = sent, sent[: len(self.flat)]
+        self.views = [view.data for view in views_into(self.flat, self.members)]
+        for member, old, view in zip(self.members, before, self.views, strict=True):
+            if member.grad is old:
+                member.grad = view
+        assert isinstance(self.taking, Flat)
+        self.taking.move_to(self.flat)
+        if self.tail is not None:
+            self.tail.numbers = sent[len(self.flat) :]
+        self.note_users()
+
 
 class Filling:
     """A bucket's state in one backward: gradients awaited, and gradients copied in."""
 
     def __init__(self, bucket: Bucket) -> None:
+        bucket.release_kept()
         self.bucket = bucket
         self.num_pending = len(bucket.members)
         self.streams = None if bucket.new_streams is None else bucket.new_streams()
@@ -241,16 +292,20 @@ class Flat(Taking):
         self.as_views = as_views
         self._scale = scale
         self._reports = reports
-        self._small_flat = small_flat
         self._is_row_major = not is_cast and all(view.is_contiguous() for view in small)
         self._is_1d = all(view.dim() == 1 for view in small)
         sizes = [view.numel() for view in small]
         items = [(size * small_flat.itemsize, None) for size in sizes]
         cap = sys.maxsize if scale is None else _SCALED_TOGETHER_BYTES
         runs = assign_buckets(items, range(len(items)), (cap,))
-        targets = small_flat.split([sum(sizes[index] for index in run) for run in runs])
-        cuts = [slice(run[0], run[-1] + 1) for run in runs]
-        self._runs = list(zip(cuts, targets, strict=True))
+        self._sizes = [sum(sizes[index] for index in run) for run in runs]
+        self._cuts = [slice(run[0], run[-1] + 1) for run in runs]
+        self.move_to(small_flat)
+
+    def move_to(self, flat: torch.Tensor) -> None:
+        """Let gradients move into ``flat`` from now on; those that move together are its end."""
+        self._small_flat = flat[len(flat) - sum(self._sizes) :]
+        self._runs = list(zip(self._cuts, self._small_flat.split(self._sizes), strict=True))
 
     def take(self, filling: Filling, slot: int | None = None) -> None:
         """Copy the gradient at ``slot``, or all for None, into the bucket; zeros if it is None."""

@@ -6,17 +6,20 @@ until its backward reaches an output, and counts then. Where none is reached the
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 
 import torch
 
 from ..groups.process_group import ProcessGroup
-from .autograd_engines import NO_TASK, at_end_of_task, current_task
+from .autograd_engines import NO_TASK, at_end_of_task, current_task, is_made_within, next_number
 from .reports import Reports
 
 Early = tuple[int, torch.Tensor]
 """A gradient that came before its backward reached an output: index and parameter."""
+
+_NUM_FORWARDS = 64
 
 _MANY = 8
 """So many local backwards, and none between them that is averaged, are warned of."""
@@ -28,7 +31,6 @@ class LocalBackwards:
     def __init__(self) -> None:
         self.is_averaged_expected = False  # a synchronised forward waits for its backward
         self.takes_any = False  # the next backward counts, as nothing tells which is meant
-        self.sees_outputs = True  # the last synchronised forward returned a tensor with a graph
         self.has_sums = False  # a backward since the last average was local
         self._early: list[Early] = []
         self._early_task: int | None = None  # which may yet reach an output
@@ -37,12 +39,24 @@ class LocalBackwards:
         self._is_local_running: Callable[[], bool] = bool  # whether that backward has not ended
         self._has_warned = False
         self._has_warned_of_complete = False
+        self._first_number = 0
+        # The numbers of the nodes that the last synchronised forwards made.
+        self._forwards: deque[range] = deque(maxlen=_NUM_FORWARDS)
+
+    def forward_begins(self) -> None:
+        """Note the first node of a synchronised forward."""
+        self._first_number = next_number()
+
+    def passes_forward(self) -> bool:
+        """Return whether this backward passes a synchronised forward; False once one is kept."""
+        return self._early_task != current_task() and is_made_within(self._forwards)
 
     def forward_ends(self, *, sees_outputs: bool) -> None:
         """Expect an averaged backward, of outputs if ``sees_outputs``."""
-        self.sees_outputs, self.takes_any = sees_outputs, not sees_outputs
+        self.takes_any = not sees_outputs
         if current_task() == NO_TASK:
             self.is_averaged_expected = True
+            self._forwards.append(range(self._first_number, next_number()))
 
     def output_is_reached(self, ends: Callable[[], None]) -> None:
         """Note that this backward reached a ``no_sync`` output; call ``ends`` as it ends."""
@@ -77,7 +91,7 @@ class LocalBackwards:
         """Warn, once, of ``num_local`` local backwards in a row, 0 if a forward awaits its own."""
         if not self._has_warned:
             self._has_warned = True
-            reports.warn_of_local(sees_outputs=self.sees_outputs, num_local=num_local)
+            reports.warn_of_local(num_local=num_local)
 
     def warn_of_complete(self, task: int, group: ProcessGroup, reports: Reports) -> None:
         """Warn, once, if the loss of autograd task ``task`` was reduced over ``group`` before."""
@@ -96,7 +110,7 @@ class LocalBackwards:
         if self.is_running():  # or a checkpoint inside
             return
         self._num_local += 1
-        if self.is_averaged_expected or not self.sees_outputs:
+        if self.is_averaged_expected:
             self.warn(reports)
         elif self._num_local == _MANY:  # the program trains so: it does not look only
             self.warn(reports, _MANY)

@@ -215,6 +215,7 @@ class Reducer:
             self._local.has_sums = True
             return
         self._verdict.expect_all()
+        self._local.forward_begins()
         layout, history = self.layout, self.sending.history
         self._parting.report(layout.terms.group)
         self._state = Phase.AWAITED
@@ -315,10 +316,11 @@ class Reducer:
     def _find_running(self) -> Backward | None:
         """Return the running averaged backward, begun now if any gradient may begin it, or None."""
         # Re-entrant checkpoints run tasks inside of the backward's. The gradient of any other
-        # task counts once that task reaches an output.
+        # task counts once that task reaches an output. A loss may hide from the wrapper, in an
+        # attribute: its backward passes what the forward has made.
         if self.backward is not None and self.backward.is_running():
             return self.backward
-        if self._local.takes_any:
+        if self._local.takes_any or self._local.passes_forward():
             self._enter()
             return self.backward
         return None

@@ -13,10 +13,11 @@ from torch import nn
 
 from ..collectives.flat_sums import broadcast_from
 from ..collectives.objects import all_gather_object
+from ..collectives.torch_private import is_wrapped, outside_transforms
 from ..collectives.verbs import all_gather_into_tensor
 from ..dtypes import dtype_name
 from ..error_text import first_texts, grouped_text, ranks_text
-from ..errors import AgreementError, KindError
+from ..errors import AgreementError, GradientError, KindError
 from ..groups.process_group import ProcessGroup
 from .typed_owner import note_equal
 
@@ -59,7 +60,17 @@ class ModelBuffers:
             # Through ``.data``, whose version is its own: an earlier forward may have saved a
             # buffer for its backward, as batch norm does, which does not read it there.
             buffers = list(self.named().values())
-            broadcast_from(source, [buffer.data for buffer in buffers], group)
+            if any(map(is_wrapped, buffers)):
+                raise GradientError(
+                    "torch.func cannot transform the buffers of a DistributedDataParallel",
+                    where=f"rank {group.world.rank}, {group.name}",
+                    expected="a transform of inputs or parameters, while each forward writes the "
+                    "first rank's buffers",
+                    fix="wrap the model with forward_sync_buffers=False, or transform "
+                    "model.module in place of model",
+                )
+            with outside_transforms():  # else the memory that is sent is wrapped, too
+                broadcast_from(source, [buffer.data for buffer in buffers], group)
             note_equal(buffers, group)
             return []
         state, hook, _ = self._hook

@@ -24,11 +24,10 @@ class Reports:
         self._error = partial(GradientError, where=self._where)
         self._argument_error = partial(ArgumentError, where=self._where)
 
-    def warn_of_local(self, *, sees_outputs: bool, num_local: int) -> None:
+    def warn_of_local(self, *, num_local: int) -> None:
         """Warn at the program's line of a backward that reached parameters and no outputs.
 
         Args:
-            sees_outputs: whether the last forward returned a tensor with a graph.
             num_local: how many such backwards came in a row; 0 if a forward awaits its backward.
         """
         summary = "a backward reached parameters of a DistributedDataParallel"
@@ -36,16 +35,11 @@ class Reports:
             summary += f" and none of its outputs, {num_local} times in a row"
             expected = "steps that are made of forwards through the wrapper"
             fix = "call model(x), the wrapper, in place of model.module(x) or of parts of it"
-        elif sees_outputs:
+        else:
             summary += " and none of its outputs, while a forward waits for its own"
-            expected = "a loss of tensors that a synchronised forward has returned, in lists, "
-            expected += "tuples, dicts or dataclasses"
+            expected = "a loss of what a synchronised forward has computed"
             fix = "add a term of parameters alone, such as a penalty, to that loss; where it is "
             fix += "meant, differentiate before the forward, or by torch.autograd.grad"
-        else:
-            summary += " again, whose forward returned no tensor with a graph"
-            expected = "one backward behind such a forward: the first counts"
-            fix = "return what the loss is made of in lists, tuples, dicts or dataclasses"
         summary += ": its gradients stay local"
         warn_caller(explain(summary, where=self._where, expected=expected, fix=fix))
 

@@ -1,4 +1,4 @@
-"""The random generators of one rank, how they were seeded, and its default dtype.
+"""The random generators of one rank, how they were seeded, its default dtype and its hooks.
 
 No thread has these for itself. Simulated ranks share a process: their scheduler swaps all this
 whenever another rank runs.
@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from numpy.random.mtrand import get_bit_generator, set_bit_generator
 
+from .torch_hooks import TorchHooks
 from .torch_worlds import begin_record
 
 if TYPE_CHECKING or torch.Generator.__weakrefoffset__:
@@ -77,10 +78,11 @@ _NumpyGenerator.__name__ = "MT19937"  # NumPy writes it into a state, and compar
 
 
 class ProcessState:
-    """The random generators and the default dtype, as one rank (or the caller) left them."""
+    """The generators, the default dtype and torch's hooks, as a rank (or the caller) left them."""
 
     def __init__(self) -> None:
         self.dtype = torch.get_default_dtype()
+        self.hooks = TorchHooks()
         self.seed_notes = _notes
         self.torch_state = torch.default_generator.get_state()
         self.random_state = random.getstate()
@@ -95,8 +97,9 @@ class ProcessState:
         )
 
     def restore(self) -> None:
-        """Restore the generators and the default dtype, for the thread that runs now."""
+        """Restore all this for the thread that runs now."""
         global _notes
+        self.hooks.restore()
         _notes = self.seed_notes
         seed_before = torch.default_generator.initial_seed()
         if torch.get_default_dtype() is not self.dtype:

@@ -6,29 +6,36 @@ The thread of a simulated rank has both for itself; all other threads have the p
 
 from __future__ import annotations
 
+import itertools
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
 import torch.distributed as torch_distributed
 from torch._C import _distributed_c10d
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import BackendError
 
 _MAY_SERVE = frozenset({"simulated", "fake"})  # torch's fake backend waits for nobody
 _torchs: Any = c10d  # its private names, and those of its C++
 _core: Any = _distributed_c10d
+_meshes: Any = DeviceMesh
 _ensure_device_guard: Any = getattr(torch._C, "_ensureCUDADeviceGuardSet", None)
 _VARIABLES = ("_world", "_new_process_group_helper", "_backend", "_default_pg_init_method")
 _LACKING = [name for name in ("_World", *_VARIABLES) if not hasattr(_torchs, name)]
 if not hasattr(_core, "_set_thread_isolation_mode"):
     _LACKING.append("_set_thread_isolation_mode")
 """The names that this torch lacks; all torches that are tested have them."""
+
+
+_numbers = itertools.count(1)
 
 
 class TorchWorld(getattr(_torchs, "_World", object)):  # type: ignore[misc]
@@ -47,9 +54,23 @@ class TorchWorld(getattr(_torchs, "_World", object)):  # type: ignore[misc]
         super().__init__()
         self.pg_map, self.pg_names, self.pg_group_ranks = {}, {}, {}
         self.pg_backend_config, self.tags_to_pg, self.pg_to_tag = {}, {}, {}
+        self.number = next(_numbers)
 
 
 _here = threading.local()
+
+
+class _NumberOfRank:
+    """Torch's ``DeviceMesh._thread_id`` of a simulated rank's meshes: a number used only once."""
+
+    # Torch caches by mesh, for all threads, how parts of a DTensor move. Without the number, meshes
+    # of two ranks would be equal, but the ranks' parts may differ in size.
+    def __get__(self, mesh: Any, _: type) -> Any:
+        return self if mesh is None else vars(mesh)["_thread_id"]
+
+    def __set__(self, mesh: Any, value: int | None) -> None:
+        record = getattr(_here, "record", None)
+        vars(mesh)["_thread_id"] = value if record is None else record.number
 
 
 def begin_record() -> None:
@@ -98,6 +119,8 @@ def callers_torch_world() -> Iterator[None]:
         _torchs._new_process_group_helper = partial(_open_checked, open_group)
     if "_world" in variables and type(variables["_world"]) is not _RecordOfThread:
         _torchs._world = _RecordOfThread(variables["_world"])
+    is_inner = "_thread_id" in vars(_meshes)  # inside another simulation
+    _meshes._thread_id = _NumberOfRank()
     if torch.__version__ < "2.12":  # else DTensor and torch.compile crash once a rank has used them
         _ensure_device_guard()
     try:
@@ -109,6 +132,18 @@ def callers_torch_world() -> Iterator[None]:
         if _is_isolated and not was_isolated:
             _is_isolated = False
             _core._set_thread_isolation_mode(False)
+        if not is_inner:
+            del _meshes._thread_id
+            for clear in _find_clearing():
+                clear()
+
+
+def _find_clearing() -> Iterator[Callable[[], None]]:
+    """Yield the functions that clear torch's caches of redistributions, which keep ended groups."""
+    redistribute = sys.modules.get("torch.distributed.tensor._redistribute")
+    for name in ("_gen_transform_infos.cache_clear", "clear_redistribute_planner_cache"):
+        with suppress(AttributeError):  # in the torches without this cache
+            yield attrgetter(name)(redistribute)
 
 
 def _open_checked(

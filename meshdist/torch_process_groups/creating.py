@@ -29,6 +29,7 @@ from ..runtime.torch_worlds import isolate_names
 from ..wires import capabilities as capabilities  # all wires register themselves
 from ..wires.registry import Opening, get_wire
 from ..wires.simulated.scheduler import find_rank_here
+from . import functional_ops as functional_ops  # registers its kernels
 from .wire_group import WireGroup
 
 

@@ -13,14 +13,14 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from functools import cache, partial, wraps
+from functools import cache, cached_property, partial, wraps
 from inspect import unwrap
 from typing import Any, NamedTuple
 
 import torch
 import torch.autograd.profiler as profiler
 import torch.distributed as torch_distributed
-from torch._C._distributed_c10d import Backend
+from torch._C._distributed_c10d import Backend, FakeProcessGroup
 from torch.distributed import PrefixStore, Store, distributed_c10d as c10d
 
 from ..checking.program import never_nested, run_unnested
@@ -30,6 +30,7 @@ from ..collectives.monitored_barrier import MonitoredBarrier
 from ..collectives.point_to_point import open_channel, prepare_message
 from ..collectives.prepare import prepare
 from ..collectives.roots import find_peer
+from ..collectives.torch_private import num_dispatch_modes, without_dispatch_modes
 from ..errors import BackendError, CollectiveTimeoutError
 from ..groups.verb_methods import Asked, VerbMethods, read_options, verbs
 from ..reduce_ops import ReduceOp, split_premul
@@ -62,7 +63,7 @@ class _BackendForHooks(Backend):
 
 
 def _for_its_wire(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a verb so that torch's own group runs it, by ``name``, for devices the wire lacks."""
+    """Wrap verb ``name``: torch runs it for devices that the wire lacks, dispatch modes see it."""
 
     @wraps(method)
     def called(self: WireGroup, *given: Any, **named: Any) -> Any:
@@ -71,7 +72,15 @@ def _for_its_wire(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         if not isinstance(x, torch.Tensor):  # seldom
             x = next(tensors_of((*given, *named.values())), None)
         if x is None or x.is_cpu or x.device.type in self._wire.device_types:
-            return method(self, *given, **named)
+            if not num_dispatch_modes():
+                return method(self, *given, **named)
+            # A copy, as our verb writes into the tensors, and torch's fake backend does, too.
+            with without_dispatch_modes():
+                shown = _copied(given), {key: _copied(value) for key, value in named.items()}
+                work = method(self, *given, **named)
+            if hasattr(_TorchsGroup, name):
+                getattr(self._shown, name)(*shown[0], **shown[1])
+            return work
         return getattr(self._other(x.device.type), name)(*given, **named)
 
     return called
@@ -160,6 +169,19 @@ class WireGroup(_TorchsGroup):  # type: ignore[misc]
     def _get_sequence_number_for_group(self) -> int:
         return self.inner.recorder.sequence
 
+    @cached_property
+    def _shown(self) -> Any:
+        """A group of torch's that carries nothing, for modes: its calls pass torch's dispatcher."""
+        # A Python group overrides the C++ methods that call the dispatcher. Behind the dispatcher
+        # only a C++ backend can follow.
+        place = self.rank(), self.size()
+        shown, none_of_torchs = _TorchsGroup(*place), _TorchsGroup.BackendType.UNDEFINED
+        for kind in self._wire.device_types:
+            backend = FakeProcessGroup._create_internal(*place)
+            shown._register_backend(torch.device(kind), none_of_torchs, backend)
+        shown._set_group_name(self._group_name)
+        return shown
+
     # -- several as one --------------------------------------------------------------------------
 
     def _start_coalescing(self, device_type: torch.device) -> None:
@@ -237,9 +259,8 @@ class WireGroup(_TorchsGroup):  # type: ignore[misc]
         waits = not (asked.is_async or asked.timeout or profiler._is_profiler_enabled)
         start = partial(form.run, **given, group=inner, async_op=not waits)
         result = [written] if isinstance(written, torch.Tensor) else list(written or ())
-        if result and form.is_nested:
-            result = [result]
-        return self._run(verb, asked, start, [noted], result)
+        num_blocks = self.inner.size() if form.gathers_one else 0
+        return self._run(verb, asked, start, [noted], result, num_blocks=num_blocks)
 
     def _run(
         self,
@@ -249,6 +270,7 @@ class WireGroup(_TorchsGroup):  # type: ignore[misc]
         noted: Sequence[Any],
         result: list[Any],
         title: str = "",
+        num_blocks: int = 0,
     ) -> TorchWork:
         """Start a verb, wait for it unless the call is asynchronous, and return its Work for torch.
 
@@ -256,6 +278,7 @@ class WireGroup(_TorchsGroup):  # type: ignore[misc]
             noted: the tensors that a profile shows, some in lists.
             result: the result of the Work.
             title: the name of the verb in a profile, in place of ``verb``.
+            num_blocks: as in ``TorchWork``.
         """
         is_recorded = profiler._is_profiler_enabled
         records = begin_record(f"{self._wire.name}:{title or verb}", noted) if is_recorded else []
@@ -263,7 +286,8 @@ class WireGroup(_TorchsGroup):  # type: ignore[misc]
             started = run_unnested(verb, start)
             if started is not None and asked.timeout is not None:
                 bound(started, asked.timeout)
-            work = TorchWork(() if started is None else (started,), result, self._completer)
+            works = () if started is None else (started,)
+            work = TorchWork(works, result, self._completer, num_blocks=num_blocks)
             if is_recorded:
                 work.end_with(records, asked.is_async)
         except BaseException:
@@ -381,6 +405,13 @@ def _bare(given: Any) -> Any:
     return list(map(_bare, given)) if isinstance(given, (list, tuple)) else given
 
 
+def _copied(given: Any) -> Any:
+    """Return ``given`` with copies of the tensors in it, which may be in lists."""
+    if isinstance(given, torch.Tensor):
+        return given.detach().clone()
+    return list(map(_copied, given)) if isinstance(given, (list, tuple)) else given
+
+
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
     """Return ``tensor`` as a view of one dim if it is contiguous, else as it is."""
     # Of blocks torch compares the numbers of elements alone.
@@ -396,7 +427,7 @@ class _TorchForm(NamedTuple):
         tensors: its parameters of tensors, first the parameter that it writes.
         noted: the parameter that a profile shows.
         has_blocks: whether it has one larger tensor, with a block for each member.
-        is_nested: whether torch's result is a list of the list that it writes.
+        gathers_one: whether it gathers into one tensor; the result is this tensor's blocks.
         is_sum: whether it reduces one tensor for all members, which may be sparse.
     """
 
@@ -404,7 +435,7 @@ class _TorchForm(NamedTuple):
     tensors: tuple[str, ...]
     noted: str
     has_blocks: bool
-    is_nested: bool
+    gathers_one: bool
     is_sum: bool
 
 
@@ -416,6 +447,6 @@ def _form_of(verb: str) -> _TorchForm:
     tensors = row.named(Role.IN_PLACE, Role.OUTPUT, Role.INPUT)
     noted = tensors[0] if carrier.root == "from" else "".join(tensors[-1:])
     has_blocks = row.is_plain and forms == (Form.ONE, Form.ONE)
-    is_nested = row.is_plain and forms in ((Form.ONE, Form.EACH), (Form.ONE, Form.AT_ROOT))
+    gathers_one = has_blocks and not row.reduces and not row.named(Role.SIZES)
     is_sum = forms == (Form.IN_PLACE, Form.ONE) and not carrier.root
-    return _TorchForm(run, tensors, noted, has_blocks, is_nested, is_sum)
+    return _TorchForm(run, tensors, noted, has_blocks, gathers_one, is_sum)

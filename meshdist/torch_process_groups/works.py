@@ -36,6 +36,7 @@ class TorchWork(torch_distributed.Work):
 
     Args:
         recordings: the threads that end records of the profiler, which a wait waits for, too.
+        num_blocks: if not 0, the result is this number of blocks of each tensor, as Gloo's is.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class TorchWork(torch_distributed.Work):
         result: list[Any],
         completer: WorkerQueue,
         recordings: Sequence[threading.Thread] = (),
+        num_blocks: int = 0,
     ) -> None:
         super().__init__()
         self._works = works
@@ -51,6 +53,7 @@ class TorchWork(torch_distributed.Work):
         self._completer = completer
         self._future: torch.futures.Future[Any] | None = None
         self._recordings = recordings
+        self._num_blocks = num_blocks
 
     @classmethod
     def joined(cls, parts: Sequence[TorchWork], completer: WorkerQueue) -> TorchWork:
@@ -61,7 +64,7 @@ class TorchWork(torch_distributed.Work):
         """
         works = [work for part in parts for work in part._works]
         recordings = [thread for part in parts for thread in part._recordings]
-        return cls(works, [x for part in parts for x in part._result], completer, recordings)
+        return cls(works, [x for part in parts for x in part._blocks()], completer, recordings)
 
     def wait(self, timeout: timedelta = _UNSET) -> bool:
         """Return True when all is done; each verb may take ``timeout``, or the group's for zero."""
@@ -111,7 +114,15 @@ class TorchWork(torch_distributed.Work):
     def result(self) -> list[Any]:
         """Wait, and return the tensors that hold the result."""
         self.wait()
-        return self._result
+        return self._blocks()
+
+    def _blocks(self) -> list[Any]:
+        # Only on request: a call whose result nobody reads must not pay for the views.
+        if not self._num_blocks:
+            return self._result
+        return [
+            x for whole in self._result for x in torch.atleast_1d(whole).chunk(self._num_blocks)
+        ]
 
     def source_rank(self) -> int:
         """Return the group rank that a finished receive came from; BackendError for all others."""
@@ -147,7 +158,7 @@ class TorchWork(torch_distributed.Work):
         error = self.exception()
         if error is not None:
             raise error
-        return self._result
+        return self._blocks()
 
 
 @atexit.register

@@ -1,4 +1,4 @@
-"""Random generators and the default dtype: each simulated rank has its own."""
+"""Random generators, the default dtype and torch's hooks: each simulated rank has its own."""
 
 from __future__ import annotations
 
@@ -8,7 +8,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+    register_module_full_backward_pre_hook,
+)
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.module_tracker import ModuleTracker
 
+import meshdist as md
 from tests.inner import Scheduler
 from tests.wires.simulated.waits import pass_round
 
@@ -128,6 +139,86 @@ def test_default_dtype_belongs_to_the_rank() -> None:
     finally:
         torch.set_default_dtype(torch.float32)
     assert results == [[torch.float64] * 2, [torch.float64, torch.float16]]
+
+
+def hooked() -> list[list[str]]:
+    """Return what global hooks and trackers of torch note on this rank, which uses one layer."""
+    noted: list[str] = []
+    layer = nn.Linear(2, 2)
+    layer.rank = md.get_rank()
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    handles = [
+        register_module_forward_pre_hook(lambda module, _: noted.append(f"to {module.rank}")),
+        register_module_forward_hook(lambda module, *_: noted.append(f"from {module.rank}")),
+        register_module_full_backward_pre_hook(lambda module, _: noted.append(f"in {module.rank}")),
+        register_optimizer_step_post_hook(lambda *_: noted.append("stepped")),
+    ]
+    md.barrier()
+    layer(torch.ones(1, 2, requires_grad=True)).sum().backward()
+    optimizer.step()
+    md.barrier()
+    for handle in handles:
+        handle.remove()
+    layer(torch.ones(1, 2))
+    with ModuleTracker() as tracker, FlopCounterMode(display=False) as flops:
+        md.barrier()
+        layer(torch.ones(1, 2))
+        md.barrier()
+    return [noted, sorted(tracker.parents), [str(flops.get_total_flops())]]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_global_hooks_belong_to_the_rank(size: int) -> None:
+    noted: list[str] = []
+    handle = register_module_forward_hook(lambda *_: noted.append("the caller's"))
+    try:
+        found = md.simulate(hooked, size)
+    finally:
+        handle.remove()
+    for rank, (mine, parents, flops) in enumerate(found):
+        assert mine == [f"to {rank}", f"from {rank}", f"in {rank}", "stepped"]
+        assert (parents, flops) == (["Global"], ["8"])
+    assert noted == ["the caller's"] * 3 * size
+
+
+class Operators(TorchDispatchMode):
+    """Notes the operators that pass it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_dispatch_modes_belong_to_the_rank() -> None:
+    x, y = torch.ones(2), torch.ones(2)
+
+    def program() -> list[str]:
+        with Operators() as operators:
+            x.add_(1) if md.get_rank() else x.mul_(1)
+            md.barrier()  # which lets the other ranks run
+            y.mul_(1)
+        return operators.seen
+
+    found = md.simulate(program, 3)
+    assert found == [[f"aten.{name}_.Tensor", "aten.mul_.Tensor"] for name in ("mul", "add", "add")]
+
+
+def test_hooks_that_a_rank_leaves_end_with_the_ranks() -> None:
+    noted: list[str] = []
+
+    def program() -> None:
+        register_module_forward_hook(lambda *_: noted.append("left"))
+        md.barrier()
+        raise ValueError("no data here")
+
+    with pytest.raises(ValueError, match="no data here"):
+        md.simulate(program, 2)
+    nn.Linear(1, 1)(torch.ones(1, 1))
+    assert noted == []
 
 
 @pytest.mark.gpu

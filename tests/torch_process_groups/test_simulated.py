@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+import itertools
+import math
 import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -191,6 +195,71 @@ def test_dtensors_on_torchs_own_mesh_and_on_ours() -> None:
         return errors
 
     assert max(map(max, md.simulate(program, 4))) < LIMIT
+
+
+def redistributed(shape: tuple[int, ...], rows: int) -> int:
+    """Redistribute a tensor between all placements; return how many results were right."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    begin()
+    mesh = dist.init_device_mesh("cpu", shape)
+    x = torch.arange(rows * 5.0).view(rows, 5)
+    placements = list(itertools.product([Shard(0), Shard(1), Replicate()], repeat=len(shape)))
+    for source, target in itertools.product(placements, repeat=2):
+        moved = distribute_tensor(x, mesh, source).redistribute(placements=target)
+        assert torch.equal(moved.to_local(), distribute_tensor(x, mesh, target).to_local())
+        assert torch.equal(moved.full_tensor(), x)
+    return len(placements) ** 2
+
+
+@pytest.mark.parametrize("rows", [1, 3, 5, 9])
+@pytest.mark.parametrize("shape", [(1,), (2,), (3,), (5,), (2, 2), (2, 3), (3, 2)])
+def test_dtensors_with_uneven_parts(shape: tuple[int, ...], rows: int) -> None:
+    size = math.prod(shape)
+    assert md.simulate(redistributed, size, args=(shape, rows)) == [9 ** len(shape)] * size
+
+
+def test_meshes_of_ranks_differ_and_do_not_outlive_them() -> None:
+    meshes: list[Any] = []
+
+    def program() -> int:
+        from torch.distributed.tensor import Shard, distribute_tensor
+
+        begin()
+        mesh = dist.init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))
+        part = mesh["a"]
+        meshes.extend(map(weakref.ref, (mesh, part)))
+        distribute_tensor(torch.ones(3), part, [Shard(0)]).full_tensor()
+        dist.barrier()
+        return len({each() for each in meshes})
+
+    assert md.simulate(program, 2) == [4, 4]
+    gc.collect()
+    assert [each() for each in meshes] == [None] * 4
+
+
+def test_a_loss_of_cut_logits() -> None:
+    from torch.distributed.tensor import Shard, distribute_tensor
+    from torch.distributed.tensor.parallel import loss_parallel
+
+    whole = torch.randn(4, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    labels = torch.tensor([0, 5, 9, 15])
+
+    def program() -> tuple[float, torch.Tensor]:
+        begin()
+        mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+        x = distribute_tensor(whole, mesh, [Shard(1)]).requires_grad_()
+        with loss_parallel():
+            loss = F.cross_entropy(x, labels)
+            loss.backward()
+        return loss.full_tensor().item(), x.grad.full_tensor()
+
+    alone = whole.clone().requires_grad_()
+    F.cross_entropy(alone, labels).backward()
+    for size in (1, 2, 4):
+        for loss, grad in md.simulate(program, size):
+            assert abs(loss - F.cross_entropy(whole, labels).item()) < LIMIT
+            assert torch.allclose(grad, alone.grad, atol=LIMIT)
 
 
 def test_checkpoints(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from tests.pool import Pool
@@ -21,6 +22,10 @@ all_gather_single_of_torch: Any = (
 reduce_scatter_single_of_torch: Any = (
     getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 )
+
+
+def functional_ops() -> Any:
+    return vars(torch)["ops"]._c10d_functional  # ``torch.ops`` in a function cannot be pickled
 
 
 def in_world(

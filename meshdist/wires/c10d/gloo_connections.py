@@ -151,7 +151,8 @@ def reach_fix(devices: Devices | None) -> str:
     used = ", ".join(devices.interfaces if devices else ()) or socket.gethostname()
     return (
         f"check that all of these ranks make this call, and that the other hosts reach {used}, "
-        "which Gloo uses on this rank; if not, set GLOO_SOCKET_IFNAME to an interface that they reach"
+        "which Gloo uses on this rank; if not, set GLOO_SOCKET_IFNAME to an interface that they "
+        "reach"
     )
 
 

@@ -12,11 +12,12 @@ import ctypes
 import sys
 import threading
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from queue import Empty, SimpleQueue
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ...checking.program import call_site, is_between, show_site
 from ...error_text import grouped_text
@@ -168,7 +169,7 @@ class Scheduler(Generic[T]):
         threads = [
             threading.Thread(
                 target=self._live,
-                args=(rank, body, callers.dtype),
+                args=(rank, body, callers),
                 name=f"simulated rank {rank.index}",
                 daemon=True,
             )
@@ -248,13 +249,13 @@ class Scheduler(Generic[T]):
                     self._running.is_over = True
                     self._resume(self._choose(self._running.index))
 
-    def _live(self, rank: Rank, body: Callable[[int], T], dtype: torch.dtype) -> None:
-        """Run ``body`` here with default ``dtype`` once the rank may run; then let the next run."""
+    def _live(self, rank: Rank, body: Callable[[int], T], callers: ProcessState) -> None:
+        """Run ``body`` here once the rank may run; then let the next run."""
         try:
             rank.may_run.acquire()
             if not rank.is_released:
                 _here.rank = rank
-                self._call(rank, body, dtype)
+                self._call(rank, body, callers)
             with self._switching:
                 rank.is_over = True
                 if self._failure is not None:
@@ -263,9 +264,10 @@ class Scheduler(Generic[T]):
         except RankReleased:
             pass
 
-    def _call(self, rank: Rank, body: Callable[[int], T], dtype: torch.dtype) -> None:
-        if torch.get_default_dtype() is not dtype:
-            torch.set_default_dtype(dtype)
+    def _call(self, rank: Rank, body: Callable[[int], T], callers: ProcessState) -> None:
+        if torch.get_default_dtype() is not callers.dtype:
+            torch.set_default_dtype(callers.dtype)
+        callers.hooks.restore()
         start_as(rank.index)
         try:
             # A context of its own, and the backward on this thread on every device: the engine's
@@ -290,11 +292,13 @@ class Scheduler(Generic[T]):
             chosen = self._choose(rank.index)
             assert chosen is not None  # the rank that calls is not over
             if chosen is not rank:
-                state = ProcessState()
+                with _hidden_from_dispatch_modes():
+                    state = ProcessState()
                 self._resume(chosen)
         if chosen is not rank:
             rank.may_run.acquire()
-            state.restore()
+            with _hidden_from_dispatch_modes():
+                state.restore()
         interruption, rank.interruption = rank.interruption, None
         if interruption is not None:
             raise interruption
@@ -348,6 +352,11 @@ class Scheduler(Generic[T]):
                 rank.is_released = True
                 if rank.interruption is None:
                     rank.interruption = RankReleased()
+
+
+def _hidden_from_dispatch_modes() -> AbstractContextManager[Any]:
+    # Taking and setting the state of generators runs operators of torch.
+    return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()
 
 
 def _let_pending_exceptions_out() -> None:

@@ -1,0 +1,38 @@
+"""Torch's process-wide hooks and handlers, which each simulated rank has for itself."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from typing import Any
+
+_OWNERS = [
+    vars(import_module(name)) for name in ("torch.nn.modules.module", "torch.optim.optimizer")
+]
+_NAMES = [(owner, name) for owner in _OWNERS for name in owner if name.startswith("_global_")]
+
+
+class TorchHooks:
+    """Hooks on all modules and optimizers, and DTensor's handlers, as a rank left them."""
+
+    def __init__(self) -> None:
+        names = _NAMES
+        dtensors = sys.modules.get("torch.distributed.tensor._api")
+        dispatcher = getattr(getattr(dtensors, "DTensor", None), "_op_dispatcher", None)
+        if dispatcher is not None:  # ``loss_parallel`` changes its table of handlers
+            names = [*names, *((vars(dispatcher), name) for name in vars(dispatcher))]
+        self._kept = [(owner, name, _copied(owner[name])) for owner, name in names]
+
+    def restore(self) -> None:
+        """Give the thread that runs now these hooks and handlers."""
+        for owner, name, value in self._kept:
+            now = owner[name]
+            if isinstance(now, dict) and now != value:  # in place: handles of hooks know the table
+                now.clear()
+                now.update(value)
+            elif not isinstance(now, dict):
+                owner[name] = value
+
+
+def _copied(value: Any) -> Any:
+    return dict(value) if isinstance(value, dict) else value

@@ -1,0 +1,66 @@
+"""Run the functional operators whose C++ asks a group for a backend, which our groups lack.
+
+Torch's own kernels of these operators serve all devices. So kernels for a device come first, and
+give other groups' calls back to torch's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch.distributed import distributed_c10d as c10d
+
+from ..errors import ArgumentError
+from .wire_group import WireGroup
+
+_torchs: Any = c10d
+_ops: Any = torch.ops._c10d_functional
+_library = torch.library.Library("_c10d_functional", "IMPL")  # which drops its kernels as it ends
+
+
+def _gather_into(
+    group: WireGroup, x: torch.Tensor, group_size: int, name: Any, *, out: torch.Tensor
+) -> torch.Tensor:
+    group.all_gather_single_coalesced([out], [x]).wait()
+    return out
+
+
+def _exchange(
+    group: WireGroup,
+    words: list[str],
+    peers: list[int],
+    tags: list[int],
+    tensors: list[torch.Tensor],
+    name: str,
+) -> list[torch.Tensor]:
+    if unknown := {*words} - {"isend", "irecv"}:
+        raise ArgumentError(
+            f"batch_p2p_ops has an unknown operation {min(unknown)!r}",
+            expected="'isend' or 'irecv' for each tensor",
+            fix="pass op_list=['isend', 'irecv', ...]",
+        )
+    works, results = [], []
+    for word, peer, tag, tensor in zip(words, peers, tags, tensors, strict=True):
+        start = group.send if word == "isend" else group.recv
+        works.append(start([tensor], peer, tag))
+        results.append(tensor.new_empty(0) if word == "isend" else tensor)
+    for work in works:  # after all have started: a rank may send to one that sends to it
+        work.wait()
+    return results
+
+
+def _run(operator: Any, ours: Callable[..., Any], *given: Any, **named: Any) -> Any:
+    name = next(each for each in reversed(given) if isinstance(each, (str, c10d.ProcessGroup)))
+    group = _torchs._resolve_process_group(name) if isinstance(name, str) else name
+    if isinstance(group, WireGroup):
+        return ours(group, *given, **named)
+    return operator._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *given, **named)
+
+
+for _name, _ours in (("all_gather_into_tensor_out", _gather_into), ("batch_p2p_ops", _exchange)):
+    if hasattr(_ops, _name):  # ``batch_p2p_ops`` came with torch 2.13
+        for _device in ("CPU", "CUDA"):
+            _library.impl(_name, partial(_run, getattr(_ops, _name).default, _ours), _device)
