@@ -181,7 +181,7 @@ def test_a_server_that_was_silent_before_a_call_gets_no_time_of_the_call_once_mo
         start = time.monotonic()
         with within(Deadline(2.0)), pytest.raises(md.StoreError, match="does not answer"):
             client.add("n", 1)
-        assert is_within(time.monotonic() - start, 1.5)
+        assert is_within(time.monotonic() - start, 1.0)
         server.send_signal(signal.SIGCONT)
         with within(Deadline(60.0)):
             assert client.add("m", 1) == 1
@@ -197,10 +197,10 @@ def test_a_wait_sees_that_the_server_of_this_host_is_stopped_and_since_when(
         assert start is not None
         client.watch(dataclasses.replace(my_card(), pid=server.pid, start=start))
         stop_other(server.pid)
-        begin = time.monotonic()
+        looks: list[float] = []
         with pytest.raises(md.StoreError, match="does not answer"):
-            await_key(client, "absent", Deadline(2.0), lambda: None)
-        assert is_within(time.monotonic() - begin, 3.5)
+            await_key(client, "absent", Deadline(2.0), lambda: looks.append(time.monotonic()))
+        assert is_within(time.monotonic() - looks[-1], 1.0)
         resume_other(server.pid)
         with within(Deadline(60.0)):
             assert not client.check(["absent"])
