@@ -290,7 +290,10 @@ class Explainer:
 
     def _late(self, call: Note, failure: WireFailure, found: str) -> MeshdistError:
         seconds = (failure.limit or self._group.timeout).total_seconds()
-        fix = "look at the ranks that did not come to this call; the group is broken now"
+        fix = (
+            "look at the ranks that did not come to this call, or came with other tensors; "
+            "the group is broken now"
+        )
         if call.is_message:
             fix = (
                 "a message meets a receive of its tag, dtype and number of elements alone; "

@@ -103,7 +103,8 @@ class MembersOfWorld(OtherMembers):
         """Return, by rank, a text of how far each of ``ranks`` has come relative to ``call``."""
         endings, label, texts = get_registry(self._world).endings, self._opened.label, {}
         silent = _silence(endings, ranks, label)
-        answers = ask(self._world, tuple(rank for rank in ranks if rank not in silent))
+        about = {} if call.is_message else {"label": label, "sequence": call.sequence}
+        answers = ask(self._world, tuple(rank for rank in ranks if rank not in silent), about)
         for rank in ranks:
             answer = answers.get(rank)
             line = silent.get(rank) or last_call_text(answer)
@@ -111,8 +112,11 @@ class MembersOfWorld(OtherMembers):
                 line = line.removeprefix("runs, and ")
                 here = [told for told in answer["calls"] if told["label"] == label]
                 if not call.is_message:
-                    has_arrived = bool(here) and here[-1]["sequence"] >= call.sequence
-                    line = f"{'arrived' if has_arrived else 'did not arrive'}; {line}"
+                    last = here[-1]["sequence"] if here else 0
+                    came = "arrived" if last >= call.sequence else "did not arrive"
+                    if last > call.sequence and answer["about"]:
+                        came = f"arrived, in {answer['about']}"
+                    line = f"{came}; {line}"
             texts[rank] = line
         return texts
 

@@ -147,6 +147,7 @@ def init_process_group(
         raise
 
 
+@one_frame
 def destroy_process_group(group: GroupLike = None) -> None:
     """Afterwards ``group``, or with None the whole world, is closed on this rank.
 

@@ -175,6 +175,27 @@ def test_what_hangs_between_rounds_is_named_at_the_timeout(
         assert any(called in text for text in errors), errors
 
 
+def sizes_differ() -> str:
+    """Rank 1 passes three numbers to call 6, rank 0 two; the error of the rank that waits."""
+    group = md.new_group(timeout=timedelta(seconds=4))
+    for _ in range(5):
+        md.all_reduce(torch.ones(2), group=group)
+    try:
+        md.all_reduce(torch.ones(2 + md.get_rank()), group=group)
+        md.all_reduce(torch.ones(2), group=group)
+    except md.MeshdistError as error:
+        return str(error)
+    return ""
+
+
+def test_sizes_that_differ_are_shown_at_the_timeout(pool: Pool) -> None:
+    texts = pool.run(sizes_differ, 2, backend="gloo", hosts="AB")
+    assert any("rank 0: arrived, in call 6" in text for text in texts), texts
+    assert any("all_reduce((2,) float32, SUM)" in text for text in texts)
+    assert any("all_reduce((3,) float32, SUM)" in text for text in texts)
+    assert all(texts)
+
+
 def one_call_short(timeout_s: float) -> tuple[str, float]:
     """The last rank makes no call 8; all others come to the round before it."""
     group, x = md.new_group(timeout=timedelta(seconds=timeout_s)), torch.ones(2)
