@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from meshdist import absent_names as absent_names
 from meshdist.absent_names import where_else as where_else
-from meshdist.bench import measuring as measuring
 from meshdist.bench.measuring import (
     Cell as Cell,
     Entrant as Entrant,
@@ -23,7 +22,6 @@ from meshdist.bootstrap import (
     mpi_library as mpi_library,
     store_places as store_places,
     stores as stores,
-    world as world,
 )
 from meshdist.bootstrap.bounded_store import BoundedStore as BoundedStore, read_json as read_json
 from meshdist.bootstrap.environments import (
@@ -96,9 +94,8 @@ from meshdist.collectives.torch_private import (
 )
 from meshdist.functional import reducing as reducing
 from meshdist.functional.value_checks import names_of as names_of
-from meshdist.groups import agreement as agreement, channel as channel
+from meshdist.groups import channel as channel
 from meshdist.groups.agreement import Agreements as Agreements
-from meshdist.groups.channel import Channel as Channel
 from meshdist.groups.communicators import Registry as Registry, get_registry as get_registry
 from meshdist.groups.host_comparison import HeaderTables as HeaderTables
 from meshdist.groups.process_group import resolve_group as resolve_group
@@ -122,7 +119,6 @@ from meshdist.runtime import (
     bounded_calls as bounded_calls,
     deadlines as deadlines,
     hosts as hosts,
-    torch_worlds as torch_worlds,
 )
 from meshdist.runtime.deadlines import (
     Deadline as Deadline,
@@ -142,7 +138,6 @@ from meshdist.runtime.memory import Scratch as Scratch
 from meshdist.runtime.whole_numbers import find_whole_number as find_whole_number
 from meshdist.wires import (
     capabilities as capabilities,
-    operations as operations,
     registry as registry,
     work as work,
 )
@@ -153,11 +148,9 @@ from meshdist.wires.built_verbs import (
     reduced as reduced,
     to_order as to_order,
 )
-from meshdist.wires.c10d import communicator as c10d_communicator  # noqa: F401
 from meshdist.wires.capabilities import table_page as table_page
 from meshdist.wires.communicator import Communicator as Communicator
 from meshdist.wires.core import core as core
-from meshdist.wires.mpi.connection import MpiConnection as MpiConnection
 from meshdist.wires.mpi.opening import parse_member as parse_member
 from meshdist.wires.names import parse_backends as parse_backends
 from meshdist.wires.operations import (
@@ -176,7 +169,7 @@ from meshdist.wires.operations import (
     is_timeout as is_timeout,
     plain_text as plain_text,
 )
-from meshdist.wires.prepared import PreparedCall as PreparedCall, cuts as cuts
+from meshdist.wires.prepared import PreparedCall as PreparedCall
 from meshdist.wires.registry import (
     Opening as Opening,
     Wire as Wire,
@@ -197,4 +190,4 @@ from meshdist.wires.simulated import (
 from meshdist.wires.simulated.communicator import SimulatedCommunicator as SimulatedCommunicator
 from meshdist.wires.simulated.scheduler import Scheduler as Scheduler
 from meshdist.wires.simulated.store import SimulatedStore as SimulatedStore
-from meshdist.wires.work import bound as bound, may_be_dropped as may_be_dropped
+from meshdist.wires.work import bound as bound

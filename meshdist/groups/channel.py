@@ -86,6 +86,7 @@ class Channel:
             _warn_dropped, self.recorder, self.aborts, opened.label
         )
         self._comparison = opened.comparison
+        self._leaves_early = opened.communicator.leaves_early
         entry = self._native_entry()
         self._enter = (lambda *_: False) if entry is None else entry.enter
         self.fast_path: FastPath | None = None
@@ -134,7 +135,7 @@ class Channel:
         recorder = self.recorder
         if sizes is None and not layouts and self._enter(call, call.fingerprint):
             prepared.sequence, _, prepared.number = recorder.counts
-            if prepared.root is not None:
+            if self._leaves_early and prepared.root is not None:
                 self._await_rooted(prepared)
             return
         sent, taken = sizes or _EVEN
@@ -152,13 +153,12 @@ class Channel:
             self._comparison.fingerprints[sequence % CHECK_EVERY] = call.fingerprint
             if is_due(sequence):
                 self._compare_with_hosts(prepared, tensor)
-        if prepared.root is not None:
+        if self._leaves_early and prepared.root is not None:
             self._await_rooted(prepared)
 
     def _await_rooted(self, prepared: PreparedCall) -> None:
         """Wait for all members of a rooted call that a member may leave before others come."""
-        table, leaves_early = self.header_table, self.communicator.leaves_early
-        if leaves_early and prepared.waits and table is not None and table.sees_all():
+        if prepared.waits and self.header_table is not None and self.header_table.sees_all():
             self._wait_for_all()
 
     def run(self, prepared: PreparedCall, *, is_async: bool = False) -> Work | None:
@@ -320,6 +320,9 @@ class Channel:
         table, comparison = self.header_table, self._comparison
         on_stream = self.communicator.on_stream
         device_type = self.device_type if on_stream else "cpu"  # others copy to the host
+        get_level = torch.distributed.get_debug_level if on_stream else None
+        if self.spans_hosts:
+            get_level = partial(_level, self.opened)
         return core.Entry(
             notes,
             self.group,
@@ -334,7 +337,7 @@ class Channel:
             disagree=self.disagree,
             fingerprints=None if comparison is None else core.Words(comparison.fingerprints),
             check_every=0 if comparison is None else CHECK_EVERY,
-            get_level=partial(_level, self.opened) if self.spans_hosts or on_stream else None,
+            get_level=get_level,
             most_level=self._most_level.value,
             device_type=DEVICE_TYPES.get(device_type, 0),
         )

@@ -189,7 +189,8 @@ class Explainer:
         # A rank whose timeout closes its connections is the first to fail, and says so at once. One
         # that sees them closed asks before who is still there.
         silent = "" if is_late or lost is not None else self._others.silent()
-        first = self._others.find_first_failure(call, text)
+        cause = "; ".join([text, *silent.splitlines()])
+        first = self._others.find_first_failure(call, cause)
         if ending:  # others that noticed it before are no cause
             first = ""
         # Others may end as soon as they see the group broken: ask them before it is.

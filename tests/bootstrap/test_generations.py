@@ -279,19 +279,18 @@ def test_who_may_have_ended_as_the_last_that_confirms_is_named() -> None:
     assert f"rank 1: process {my_card().pid} on elsewhere" in str(error)
 
 
-def test_an_interrupted_rank_frees_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_rank_frees_the_others() -> None:
     store = md.HashStore()
 
-    def interrupted(store: md.Store) -> Rendezvous:
-        with monkeypatch.context() as patch:
-            patch.setattr(Attempt, "_wait_for", raise_interrupt)
-            try:
-                return Attempt(BoundedStore(store, LONG), 0, 2, LONG, "a test").join()
-            except KeyboardInterrupt:
-                raise md.WorldError("interrupted") from None
+    class InterruptedStore(BoundedStore):
+        def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+            raise KeyboardInterrupt
 
-    def raise_interrupt(attempt: Any, keys: Any, key: str) -> None:
-        raise KeyboardInterrupt
+    def interrupted(store: md.Store) -> Rendezvous:
+        try:
+            return Attempt(InterruptedStore(store, LONG), 0, 2, LONG, "a test").join()
+        except KeyboardInterrupt:
+            raise md.WorldError("interrupted") from None
 
     join_all(store, [interrupted])
     state = json.loads(md.PrefixStore("meshdist/0", store).get("state"))

@@ -42,6 +42,7 @@ def counted(store: Any) -> tuple[BoundedStore, list[str]]:
 def test_a_wait_ends_when_the_key_is_set_and_asks_only_once() -> None:
     server = serve()
     handle, asked = counted(server)
+    alarm = handle.alarm
     keys = PrefixStore("below", handle)
     looks: list[int] = []
 
@@ -52,8 +53,8 @@ def test_a_wait_ends_when_the_key_is_set_and_asks_only_once() -> None:
 
     assert await_key(keys, "key", Deadline(30), look)
     assert asked == []
-    assert await_key(keys, "key", Deadline(30))  # on the same connection
-    assert len(handle._alarms) == 1
+    assert await_key(keys, "key", Deadline(30))
+    assert handle.alarm is alarm  # on the same connection
     handle.close()
 
 
@@ -111,32 +112,40 @@ def test_waits_know_a_named_prefix_and_look_below_others() -> None:
     server = serve()
     for prefix in (NamedPrefixStore, PrefixStore):
         handle = BoundedStore(prefix("attempt 0", client_of(server)), LONG)
+        alarm = handle.alarm
         assert not await_key(handle, prefix.__name__, Deadline(0.1))
         server.set(f"attempt 0/{prefix.__name__}", "")
         assert await_key(handle, prefix.__name__, Deadline(30))
-        assert len(handle._alarms) == 1
+        assert handle.alarm is alarm
         handle.close()
 
 
 @pytest.mark.parametrize("answer", [b"\x01", b"junk", b""])
-def test_a_server_that_answers_otherwise_is_looked_at_instead(answer: bytes) -> None:
+def test_a_server_that_answers_otherwise_is_looked_at_instead(
+    answer: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
     server = serve()
     handle = BoundedStore(client_of(server), LONG)
-    with socket.create_server(("127.0.0.1", 0)) as listener:
+    alarm = handle.alarm
+    assert alarm is not None
+    connection, alarm.connection = socket.socketpair()
 
-        def reply() -> None:
-            connection = listener.accept()[0]
-            connection.recv(100)
-            connection.sendall(answer)
-            connection.close()
-            server.set("key", "")
+    def reply() -> None:
+        connection.recv(100)
+        connection.sendall(answer)
+        connection.close()
+        server.set("key", "")
 
-        thread = threading.Thread(target=reply)
-        thread.start()
-        handle._alarms[0].is_lost, handle._address = True, listener.getsockname()[:2]
-        assert await_key(handle, "key", Deadline(30))
-        thread.join(30)
-    assert await_key(handle, "key", Deadline(30))  # nobody listens there any more
+    def refuse(*_: object, **__: object) -> None:
+        raise ConnectionRefusedError
+
+    thread = threading.Thread(target=reply)
+    thread.start()
+    monkeypatch.setattr(socket, "create_connection", refuse)
+    assert await_key(handle, "key", Deadline(30))
+    thread.join(30)
+    assert alarm.is_lost
+    assert await_key(handle, "key", Deadline(30))  # the server accepts no new connection
     handle.close()
 
 

@@ -36,15 +36,6 @@ def installed():
     remove_world(world)
 
 
-def test_without_a_world_the_error_tells_how_to_start_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("meshdist.bootstrap.world._forks_at_world", None)  # as before the first
-    assert find_world() is None
-    with pytest.raises(md.NotInitializedError) as caught:
-        get_world()
-    assert "init_process_group" in str(caught.value)
-    assert "meshdist.simulate(fn, 4)" in str(caught.value)
-
-
 def test_every_thread_of_the_process_sees_its_world(installed: World) -> None:
     seen = []
     thread = threading.Thread(target=lambda: seen.append(find_world()))

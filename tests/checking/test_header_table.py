@@ -49,9 +49,20 @@ class Team:
         self.gone: set[int] = set()
         self.dead: set[int] = set()
         self.reached = [base] * size
+        self.logs: list[list[Any]] = [[] for _ in range(size)]
+        """The logs of messages that each table has made."""
+
+        def recorded(logs: list[Any]) -> Callable[..., Any] | None:
+            def make(*args: Any) -> Any:
+                assert new_log is not None
+                logs.append(new_log(*args))
+                return logs[-1]
+
+            return None if new_log is None else make
+
         self.tables = [
-            HeaderTable(Words(self.regions[me]), 1, (0,) * size, me, self, new_log)
-            for me in range(size)
+            HeaderTable(Words(region), 1, (0,) * size, me, self, recorded(logs))
+            for me, (region, logs) in enumerate(zip(self.regions, self.logs, strict=True))
         ]
         for number in range(max(base - WINDOW, 0) + 1, base + 1):
             for one in self.tables:
@@ -78,10 +89,9 @@ class Team:
         return self.tables[member].enter(self.reached[member], header, *more)
 
 
-def has_published(table: HeaderTable) -> bool:
+def has_published(team: Team, member: int) -> bool:
     """Let a member write notes of messages that had no room before; whether none is left."""
-    waiting = [log for log in table._messages.values() if not log.publish()]
-    return not waiting
+    return all(log.publish() for log in team.logs[member])
 
 
 def turns(schedule: Sequence[int], size: int, length: int) -> Iterator[int]:
@@ -155,21 +165,26 @@ def test_a_member_whose_words_are_found_late_is_compared_when_they_are(theirs: i
     assert team.tables[0].look_again(1) == ([] if theirs == 7 else [1])
 
 
-def test_a_member_that_comes_during_a_look_is_compared_at_the_next(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(("num_reads", "at_once"), [(1, [1]), (2, None)])
+def test_a_member_that_comes_during_a_look_is_compared_then_or_at_the_next(
+    num_reads: int, at_once: list[int] | None
 ) -> None:
-    team = Team(2)
+    """Member 1 comes when member 0 has read its word so many times."""
+    team = Team(2, new_log=None)
+    team.present.remove(1)
     team.enter(0, 7)
-    compare = HeaderTable._differing
+    read: list[int] = []
 
-    def compare_while_another_comes(one: HeaderTable, *call: Any) -> list[int]:
-        differing = compare(one, *call)
-        monkeypatch.undo()
-        team.enter(1, 8)
-        return differing
+    class Theirs:
+        def __getitem__(self, place: int) -> int:
+            word = team.regions[1][place]
+            read.append(word)
+            if len(read) == num_reads:
+                team.enter(1, 8)
+            return word
 
-    monkeypatch.setattr(HeaderTable, "_differing", compare_while_another_comes)
-    assert team.tables[0].look_again(1) is None
+    with mock.patch.object(team, "find", return_value=Theirs()):
+        assert team.tables[0].look_again(1) == at_once
     assert team.tables[0].look_again(1) == [1]
 
 
@@ -287,15 +302,15 @@ def test_a_closed_table_compares_nothing() -> None:
 
 def test_uneven_words_that_arrive_late_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     team = Team(2)
-    team.enter(0, 7, [0, 5], [0, 6])
-    start = team.tables[0]._uneven_start(1)
-    team.regions[0][start + 2] = 99  # as if it had not arrived yet
+    team.enter(0, 7, [0, 12345], [0, 6])
+    place = team.regions[0].tolist().index(12345)
+    team.regions[0][place] = 99  # as if it had not arrived yet
 
     def arrive(seconds: float) -> None:
-        team.regions[0][start + 2] = 5
+        team.regions[0][place] = 12345
 
     monkeypatch.setattr(module.time, "sleep", arrive)
-    assert team.enter(1, 7, [6, 0], [5, 0]) == []
+    assert team.enter(1, 7, [6, 0], [12345, 0]) == []
 
 
 # -- messages ------------------------------------------------------------------------------------
@@ -467,6 +482,6 @@ def test_what_nobody_will_read_does_not_wait() -> None:
     team.tables[0].note(1, 0, 0, is_send=False)
     for _ in range(300):
         team.tables[0].note(1, 4, 7, is_send=True)
-    assert not has_published(team.tables[0])
+    assert not has_published(team, 0)
     team.dead |= {1}
-    assert has_published(team.tables[0])
+    assert has_published(team, 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import mmap
 import os
 import subprocess
 import sys
@@ -63,6 +64,11 @@ def end(process: subprocess.Popen[str]) -> None:
     process.communicate()
 
 
+def memory_of(words: SharedWords) -> memoryview:
+    """All the words of a process, directory included."""
+    return memoryview(mmap.mmap(words.address.file, 0)).cast("Q")
+
+
 def num_files() -> int:
     return len(os.listdir("/proc/self/fd"))
 
@@ -86,14 +92,14 @@ def test_what_is_written_is_found_under_its_key(words: SharedWords) -> None:
 def test_a_region_that_does_not_lie_in_the_words_is_none(words: SharedWords, start: int) -> None:
     view = SharedWordsView(words.address)
     words.reserve(5, 4)
-    words._words[3] = start
+    memory_of(words)[3] = start
     assert view.find(5, 4) is None
 
 
 def test_a_count_beyond_the_directory_is_cut(words: SharedWords) -> None:
     view = SharedWordsView(words.address)
     words.reserve(5, 4)
-    words._words[1] = 2**64 - 1
+    memory_of(words)[1] = 2**64 - 1
     begin = time.monotonic()
     assert all(view.has(5) and not view.has(6) for _ in range(20))
     assert is_within(time.monotonic() - begin, 1.0)

@@ -50,7 +50,6 @@ WRONG = {
     "shape": lambda: md.init_device_mesh("cpu", (3, 2)),
     "ranks": lambda: md.DeviceMesh("cpu", [[0, 9]]),
     "slice": lambda: mesh()["xx"],
-    "slice by a list": lambda: mesh()[["dp"]],  # type: ignore[index]
     "pattern": lambda: md.reshard(ONE, "a@dp -> b", mesh()),
     "shard": lambda: md.shard(ONE, "a -> b", mesh()),
     "axis": lambda: under_mesh(lambda: md.lax.psum(ONE, "xx")),

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
-from contextlib import ExitStack
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from meshdist.cli import bench
-from tests.inner import Entrant, SideFailedError, measure, measuring, running, size_text
+from tests.inner import Entrant, SideFailedError, measure, running, size_text
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -78,24 +77,26 @@ def test_what_takes_tensors_is_measured_at_every_size_whatever_its_name() -> Non
     assert (cell.dtype, cell.samples) == ("bfloat16", {"ours": [1.0] * 3})
 
 
-def test_strangers_that_connect_are_no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    usual = measuring._start
-    with ExitStack() as stack:
+AMONG_STRANGERS = """
+import os, runpy, socket
+from meshdist.bench.worker import ADDRESS
+path, secret = os.environ[ADDRESS].rsplit(" ", 1)
+told = ['{"rank": 0}', '{"secret": "no", "rank": 0}', f'{{"secret": "{secret}"}}', "[]"]
+told += [f'{{"secret": "{secret}", "rank": 1e400}}', "[" * 3000]
+strangers = []
+for text in ["", "x", *told]:
+    strangers.append(socket.socket(socket.AF_UNIX))
+    strangers[-1].connect(path)
+    strangers[-1].sendall(f"{text}\\n".encode() if text else b"")
+strangers.pop().close()
+runpy.run_module("meshdist.bench.worker", run_name="__main__")
+"""
 
-        def start_among_strangers(entrant: Entrant, num_ranks: int, address: str) -> Any:
-            secret = address.rsplit(" ", 1)[1]
-            told = ['{"rank": 0}', '{"secret": "no", "rank": 0}', f'{{"secret": "{secret}"}}', "[]"]
-            told += [f'{{"secret": "{secret}", "rank": 1e400}}', "[" * 3000]
-            for text in ["", "x", *told]:
-                stranger = stack.enter_context(socket.socket(socket.AF_UNIX))
-                stranger.connect(address.rsplit(" ", 1)[0])
-                stranger.sendall(f"{text}\n".encode() if text else b"")
-            stranger.close()
-            return usual(entrant, num_ranks, address)
 
-        monkeypatch.setattr(measuring, "_start", start_among_strangers)
-        with running([Entrant("ours", "meshdist/shm")], 2) as ranks:
-            (cell,) = measure(ranks, ["barrier"], [0], 1, lambda cell: None)
+def test_strangers_that_connect_are_no_ranks() -> None:
+    entrant = Entrant("ours", "meshdist/shm", program=("-c", AMONG_STRANGERS))
+    with running([entrant], 2) as ranks:
+        (cell,) = measure(ranks, ["barrier"], [0], 1, lambda cell: None)
     assert len(cell.samples["ours"]) == 1
 
 
@@ -121,7 +122,13 @@ def test_wrong_arguments(words: list[str], told: str, capsys: pytest.CaptureFixt
 
 def test_sizes_are_read_as_they_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[list[int]] = []
-    monkeypatch.setattr(bench, "_measure", lambda arguments: asked.append(arguments.sizes))
+
+    def measure_nothing(ranks: Any, verbs: Any, sizes: list[int], *more: Any) -> list[Any]:
+        asked.append(sizes)
+        return []
+
+    monkeypatch.setattr(bench, "running", lambda *_: nullcontext({}))
+    monkeypatch.setattr(bench, "measure", measure_nothing)
     shown = [8, 1000, 1 << 10, 1536, 256 << 10, 1 << 20, 64 << 20]
     typed = [["1M"], ["1m,8,4KiB,2G"], [",".join(size_text(size) for size in shown)], []]
     for sizes in typed:

@@ -49,8 +49,6 @@ TORCHS_GLOO = "end by torch's Gloo"
 GRACE_S = 6.0
 """How long after its timeout a rank may take to ask the others, to raise, to wait for those that
 still ask, and to end; on a machine that is busy as many times longer as work takes longer there."""
-LEAVING_S = 0.05
-"""How long after its last note a rank may leave a meeting."""
 _LAST_WORDS = re.compile(
     r"process rank (\d+) with PID|is ended by mpiexec: rank (\d+)|"
     r"rank (\d+) of MPI's world ends|MPI_ABORT was invoked on rank (\d+)"
@@ -147,7 +145,10 @@ def judge(case: Case, outcome: Outcome) -> list[Finding]:
     for rank, stacks in outcome.frozen.items():
         text = f"until rank {case.fault.rank} went on; then {error_text(outcome, rank)}\n{stacks}"
         findings.append(Finding("hang", rank, text))
-    findings += [Finding("left behind", None, one) for one in left_behind(case, outcome)]
+    # The file in which ranks meet stays: another job may just begin in it.
+    is_file = case.init_method == "file"
+    left = [one for one in outcome.left if not (is_file and one.startswith("meeting"))]
+    findings += [Finding("left behind", None, one) for one in left]
     findings += false_completions(case, outcome)
     for rank in range(case.size):
         findings += judge_rank(case, outcome, rank)
@@ -312,22 +313,3 @@ def at_step(outcome: Outcome, rank: int, what: str, number: int) -> float | None
     """When a rank noted this of a step."""
     notes: Iterable[dict[str, Any]] = outcome.notes.get(rank, [])
     return next((n["at"] for n in notes if n["what"] == what and n.get("step") == number), None)
-
-
-def left_behind(case: Case, outcome: Outcome) -> list[str]:
-    """What was left behind, but for the record of a meeting that no rank could remove.
-
-    The rank that was struck was the last to end, or lived when the others left the meeting; or it
-    was lost on another host.
-    """
-    last = max(outcome.ends, key=lambda rank: outcome.ends[rank][0], default=None)
-    others = [rank for rank in range(case.size) if rank != case.fault.rank]
-    left = [note["at"] for rank in others if (note := outcome.find(rank, "end"))]
-    have_left_before = max(left, default=0.0) < outcome.fault_at + LEAVING_S
-    is_last = last == case.fault.rank or have_left_before
-    is_abrupt = case.fault.kind in ABRUPT or "os._exit" in case.fault.kind
-    if case.hosts:  # no rank sees whether a process on another host lives
-        is_last = True
-        is_abrupt |= any(is_ended_by_gloo(case, outcome, rank) for rank in range(case.size))
-    is_excused = case.init_method == "file" and outcome.fault_at and is_last and is_abrupt
-    return [one for one in outcome.left if not (is_excused and one.startswith("meeting"))]

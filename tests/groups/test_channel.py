@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import re
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -396,9 +399,9 @@ def test_without_shared_memory_everything_works_and_a_timeout_still_tells(pool: 
 
 
 def test_a_member_without_shared_words_is_asked_for_them_once(pool: Pool, tmp_path: Path) -> None:
-    def program(rank: int, path: str) -> tuple[float, list[int], bool]:
-        from meshdist.groups import communicators, host_comparison
-        from tests.inner import get_world
+    def program(rank: int, path: str) -> tuple[float, int, bool]:
+        from meshdist.groups import host_comparison
+        from tests.inner import BoundedStore
 
         make_shared_words = host_comparison.make_shared_words
         if rank == 1:
@@ -409,32 +412,35 @@ def test_a_member_without_shared_words_is_asked_for_them_once(pool: Pool, tmp_pa
             host_comparison.make_shared_words = make_shared_words
         x = ones(1)
         md.all_reduce(x)
-        views = communicators.get_registry(get_world()).header_tables._views
-        known = [other for other, view in views.items() if view is None]
         md.barrier()
-        for _ in range(100):
-            md.all_reduce(x, md.ReduceOp.MAX)
+        asked: list[str] = []
+        ask = BoundedStore.ask
+
+        def counted(store: BoundedStore, request: Any) -> Any:
+            asked.append(threading.current_thread().name)
+            return ask(store, request)
+
+        with mock.patch.object(BoundedStore, "ask", counted):
+            for _ in range(100):
+                md.all_reduce(x, md.ReduceOp.MAX)
         header_table = md.group.WORLD.open_channel("cpu").header_table
         md.destroy_process_group()
-        return x.item(), known, header_table is None
+        return x.item(), asked.count(threading.current_thread().name), header_table is None
 
-    assert pool.call(program, 2, str(tmp_path / "store")) == [(2.0, [1], False), (2.0, [], True)]
+    assert pool.call(program, 2, str(tmp_path / "store")) == [(2.0, 0, False), (2.0, 0, True)]
 
 
 def test_full_shared_words_leave_a_group_without_headers_that_works(pool: Pool) -> None:
     def program() -> tuple[bool, float]:
-        from meshdist.groups.communicators import get_registry
-        from tests.inner import get_world
+        from tests.inner import shared_words
 
-        words = get_registry(get_world()).header_tables._words
-        assert words is not None
-        if md.get_rank() == 1:
-            words._end = 1 << 40
-        group = md.new_group()
-        x = ones(1)
-        for _ in range(100):
-            md.all_reduce(x, md.ReduceOp.MAX, group=group)
-        md.all_reduce(x, group=group)
+        most = 0 if md.get_rank() == 1 else shared_words.TOTAL_WORDS
+        with mock.patch.object(shared_words, "TOTAL_WORDS", most):
+            group = md.new_group()
+            x = ones(1)
+            for _ in range(100):
+                md.all_reduce(x, md.ReduceOp.MAX, group=group)
+            md.all_reduce(x, group=group)
         return group.open_channel("cpu").header_table is None, x.item()
 
     assert pool.run(program, 2) == [(False, 2.0), (True, 2.0)]
@@ -499,7 +505,7 @@ def on_hosts(pool: Pool, path: Path, hosts: str, body, *args) -> list:
 
 
 def test_ranks_of_one_host_share_memory_and_those_of_two_do_not(pool: Pool, tmp_path: Path) -> None:
-    def body() -> list[tuple[int | None, bool]]:
+    def body() -> list[tuple[bool | None, bool]]:
         mesh = md.init_device_mesh("cpu", (2, 2), mesh_dim_names=("out", "in"), timeout=LONG)
         found = []
         for group in (mesh["in"].get_group(), mesh["out"].get_group(), md.group.WORLD):
@@ -507,11 +513,11 @@ def test_ranks_of_one_host_share_memory_and_those_of_two_do_not(pool: Pool, tmp_
             md.all_reduce(x, group=group)
             assert x.item() == group.size()
             channel = group.open_channel("cpu")
-            views = None if channel.header_table is None else len(channel.header_table._views)
-            found.append((views, channel.spans_hosts))
+            sees_all = None if channel.header_table is None else channel.header_table.sees_all()
+            found.append((sees_all, channel.spans_hosts))
         return found
 
-    expected = [(1, False), (None, True), (1, True)]
+    expected = [(True, False), (None, True), (False, True)]
     assert on_hosts(pool, tmp_path / "store", "ABAB", body) != [expected] * 4
     assert on_hosts(pool, tmp_path / "other", "AABB", body) == [expected] * 4
 

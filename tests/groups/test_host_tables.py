@@ -17,4 +17,4 @@ def test_an_address_that_no_rank_wrote_leads_nowhere(junk: object) -> None:
     store = HashStore()
     store.set("process/1", json.dumps({"words": junk}))
     world: Any = SimpleNamespace(store=store, hosts=(0, 0), rank=0)
-    assert HeaderTables(world)._find_region(1, 7) is None
+    assert not HeaderTables(world).reaches((0, 1))

@@ -249,12 +249,24 @@ def test_a_signal_whose_sender_could_not_ring_is_found_a_little_later(
     monkeypatch.setattr(signals, "SETTLE_S", 0.0)
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     aborted: list[str] = []
+    alarms: list[str] = []
+    set_bare = BoundedStore.set_bare
+
+    def noted(store: BoundedStore, key: str) -> tuple[str, int] | None:
+        if threading.current_thread().name == "meshdist-signals":  # about to make an alarm
+            alarms.append(key)
+        return set_bare(store, key)
+
+    def has_alarms(number: int) -> bool:
+        return until(lambda: len(alarms) == number) and not time.sleep(0.3)  # which has rung
+
+    monkeypatch.setattr(BoundedStore, "set_bare", noted)
     thread = thread_of(server.clone(), 0, list, lambda message: aborted.append(message["reason"]))
     try:
-        assert until(lambda: thread._alarm is not None and not thread._next_look.is_over)
+        assert has_alarms(1)
         post(World(1, 2, server, {}), {"kind": "abort", "reason": "no ring"})
         assert until(lambda: aborted == ["no ring"])
-        assert until(lambda: thread._alarm is not None and not thread._next_look.is_over)
+        assert has_alarms(2)
         handle = BoundedStore(server.clone(), LONG)
         post(World(1, 2, server, {}, handle=handle), {"kind": "abort", "reason": "rung"})
         assert until(lambda: aborted == ["no ring", "rung"])

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import IO
+from unittest import mock
 
 import pytest
 
@@ -116,11 +119,18 @@ def test_the_session_of_a_started_process_counts_when_parents_have_gone(start: S
 
 def test_a_number_that_now_belongs_to_somebody_else_does_not_count(start: Start) -> None:
     stranger = start(SLEEP)
-    family = Family(OURS)
-    family.add(stranger.pid)
-    ((pid, started),) = family._roots.items()
-    assert started is not None
-    family._roots[pid] = started - 1
+    path, family, open_file = f"/proc/{stranger.pid}/stat", Family(OURS), open
+    name, _, text = Path(path).read_text().rpartition(")")
+    fields = text.split()
+    fields[19] = str(int(fields[19]) - 1)  # of a process that started earlier
+    earlier = f"{name}) {' '.join(fields)}".encode()
+
+    def open_earlier(file: str, *how: str) -> IO[bytes]:
+        return io.BytesIO(earlier) if file == path else open_file(file, *how)
+
+    with mock.patch("builtins.open", open_earlier):
+        family.add(stranger.pid)
+        assert family.members() == [stranger.pid]
     assert family.members() == []
 
 

@@ -297,4 +297,10 @@ def large() -> str:
     x[-1] = rank
     md.all_reduce(x, md.ReduceOp.MAX)
     ends += [int(x[place]) for place in (0, 1 << 31, -1)]
-    return unless(ends == [4, 4, 4, 4, 4, 1], f"{ends} after {time.monotonic() - begin:.0f} s")
+    if rank == 1:
+        md.send(x.fill_(9), 0)
+    elif rank == 0:
+        md.recv(x, 1)
+        ends += [int(x[place]) for place in (0, 1 << 31, -1)]
+    expected = [4, 4, 4, 4, 4, 1] + [9] * 3 * (rank == 0)
+    return unless(ends == expected, f"{ends} after {time.monotonic() - begin:.0f} s")

@@ -161,5 +161,5 @@ def test_tensors_among_arguments() -> None:
         only([X, X], "send")
     with pytest.raises(md.ArgumentError, match="gather: 2 lists of tensors"):
         only_list([[X], [X]], "gather")
-    with pytest.raises(md.ArgumentError, match=r"0 lists(.|\n)*pass it on the root"):
+    with pytest.raises(md.ArgumentError, match=r"0 lists(.|\n)*pass \[tensors\]"):
         only_list([], "gather")

@@ -149,14 +149,14 @@ def test_a_rank_without_the_native_core_leads_all_to_gloo(
     is_one_host: bool, pool: Pool, tmp_path: Path
 ) -> None:
     def program(rank: int, path: str) -> Any:
-        from tests.inner import shm_communicator as shm
+        from tests.inner import ShmWire
 
         with ExitStack() as stack:
             if not is_one_host:
                 host = {"MESHDIST_HOST_ID": f"host {rank // 2}"}
                 stack.enter_context(patch.dict(os.environ, host))
             if rank == 3:
-                stack.enter_context(patch.object(shm, "_core", None))
+                stack.enter_context(patch.object(ShmWire, "is_available", lambda _: False))
             md.init_process_group(None, f"file://{path}", LIMIT, 4, rank)
             mesh = md.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
             groups = (None, mesh["dp"], mesh["tp"], md.new_group())

@@ -7,10 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import meshdist as md
-from tests.inner import world as bootstrap_world
 from tests.pool import Pool, places
 
 OPENING = """
@@ -184,16 +182,18 @@ def test_a_mesh_that_counts_on_others_needs_a_launcher(shape: tuple[int, ...]) -
     assert not md.is_initialized()
 
 
-def test_with_neither_world_nor_launcher_all_raise_as_torch_does(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(bootstrap_world, "_forks_at_world", None)  # as before the first world
-    for call in (md.get_rank, md.get_world_size, md.barrier, md.new_group):
-        with pytest.raises(ValueError, match="has not been initialized") as caught:
-            call()
-        assert isinstance(caught.value, md.NotInitializedError)
-        assert "a launcher, whose processes join at their first verb or mesh" in str(caught.value)
-        assert "neither a world nor a launcher's variables" in str(caught.value)
-    for call in (torch.distributed.get_rank, torch.distributed.barrier):
-        with pytest.raises(ValueError, match="has not been initialized"):
-            call()
+def test_with_neither_world_nor_launcher_all_raise_as_torch_does(pool: Pool) -> None:
+    text = """
+say(*map(refusal, (md.get_rank, md.get_world_size, md.barrier, md.new_group)))
+say(*map(refusal, (torch.distributed.get_rank, torch.distributed.barrier)))
+"""
+    ((ours, theirs),) = said(pool, text, 0)
+    for kind, told in ours:
+        assert kind == "NotInitializedError"
+        assert "the process group has not been initialized" in told
+        assert "init_process_group(...) before this call" in told
+        assert "a launcher, whose processes join at their first verb or mesh" in told
+        assert "neither a world nor a launcher's variables" in told
+        assert "call it under meshdist.simulate(fn, 4)" in told
+    for _, told in theirs:
+        assert "has not been initialized" in told

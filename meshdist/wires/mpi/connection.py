@@ -70,7 +70,7 @@ class MpiOperation(Operation):
             raise link.failure(error, self.num_bytes if is_receive else None) from None
         link.forget(self)
         if is_receive:
-            link.check_size(self.status.Get_count(link.MPI.BYTE), self.num_bytes)
+            link.check_size(self.status.Get_elements(link.MPI.BYTE), self.num_bytes)
         then, self.then, self.kept = self.then, None, None
         if then is not None:
             then()

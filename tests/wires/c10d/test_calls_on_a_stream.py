@@ -244,18 +244,7 @@ def test_a_device_has_a_path_beside_that_of_the_cpu(
         run_titled("all_reduce", group, "a plan", x, md.ReduceOp.SUM, async_op=True).wait()
         assert spy.answers == [True] * 3 and work.wait()
         assert device.names("enqueue") == ["allreduce", "broadcast", *["allreduce"] * 3]
-        with left(group):
-            assert group.fast_path_on_device is None
-        assert group.fast_path_on_device is spy.path
     assert group.fast_path_on_device is None
-
-
-@contextmanager
-def left(group: Any) -> Iterator[None]:
-    """As a join context leaves a group's paths, and takes them again."""
-    group.leave_fast_paths()
-    yield
-    group.release()
 
 
 # -- streams --------------------------------------------------------------------------------------
