@@ -82,10 +82,6 @@ class MessageLog:
         num_entries: int,
         /,
     ) -> None: ...
-    @property
-    def num_waiting(self) -> int:
-        """How many entries wait for room."""
-
     def note(self, kind: int, header: int, /) -> int:
         """Note one transfer; returns its number where its counterpart is there and differs, else 0.
 
