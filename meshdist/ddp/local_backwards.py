@@ -43,7 +43,7 @@ class LocalBackwards:
         self._first_number = next_number()
 
     def passes_forward(self) -> bool:
-        """Return whether this backward passes a synchronised forward; False once one is kept."""
+        """Return whether this backward passes a synchronised forward, until a gradient is kept."""
         return self._early_task != current_task() and is_made_within(self._forwards)
 
     def forward_ends(self, *, sees_outputs: bool) -> None:
