@@ -82,6 +82,33 @@ def test_cells() -> None:
     assert "/meshdist/ddp/replicas.py:" in error_of(detail)
 
 
+CELL = """
+import IPython.core.interactiveshell as interactive
+shell = interactive.InteractiveShell.instance(colors="NoColor")
+shell.run_cell("import torch, meshdist as md", store_history=True)
+shell.run_cell('''
+def program():
+    if md.get_rank() == 0:
+        md.all_reduce(torch.ones(2))
+    else:
+        md.broadcast(torch.ones(2), 0)
+try:
+    md.simulate(program, 3)
+except md.errors.AgreementError as error:
+    print(error)
+''', store_history=True)
+"""
+
+
+@pytest.mark.skipif(importlib.util.find_spec("IPython") is None, reason="needs IPython")
+def test_reports_name_the_cell() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", CELL], capture_output=True, text=True, timeout=100, check=True
+    )
+    assert "SUM) at Cell In[2], line 3 in program" in done.stdout
+    assert " at Cell In[2], line 5 in program" in done.stdout
+
+
 def test_the_fix_for_an_array_of_ranks_that_have_ended() -> None:
     def program(is_whole: bool) -> Any:
         mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))

@@ -96,13 +96,22 @@ def warn_once_at(
 
 
 def show_site(site: Site) -> str:
-    """Return ``file:line``, as editors link it, or "an unknown place" for None."""
-    return "an unknown place" if site is None else f"{site[0]}:{site[1]}"
+    """Return ``file:line``, as editors link it, or "an unknown place" for None.
+
+    A line of a notebook's cell is shown as IPython shows it: ``Cell In[3], line 4``.
+    """
+    if site is None:
+        return "an unknown place"
+    file, line = site
+    ipython = sys.modules.get("IPython")
+    shell = None if ipython is None else ipython.get_ipython()
+    cell = None if shell is None else shell.compile.format_code_name(file)
+    return f"{file}:{line}" if cell is None else f"{' '.join(cell)}, line {line}"
 
 
 def place_text(code: CodeType, instruction: int) -> str:
     """Return ``file:line in function`` of an instruction of ``code``."""
-    return f"{code.co_filename}:{line_of(code, instruction)} in {code.co_name}"
+    return f"{show_site((code.co_filename, line_of(code, instruction)))} in {code.co_name}"
 
 
 def line_of(code: CodeType, instruction: int) -> int:

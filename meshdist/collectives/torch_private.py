@@ -12,7 +12,7 @@ from torch.autograd import Function, function as function_module
 from torch.nn.modules._functions import BackwardHookFunction as BackwardHookFunction
 from torch.utils import _foreach_utils, _python_dispatch
 
-from ..checking.program import end_here
+from ..checking.program import end_here, one_frame
 from ..errors import MeshdistError
 from ..runtime.untraced import untraced
 from .marks import watchers
@@ -123,6 +123,7 @@ def hidden_from_modes(function: _F) -> _F:
 def untransformed(function: _F) -> _F:
     """Return ``function`` wrapped so that it makes plain tensors inside torch.func, too."""
 
+    @one_frame
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         if not are_transforms_active():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from importlib import import_module
-from typing import Any
 
 _OWNERS = [
     vars(import_module(name)) for name in ("torch.nn.modules.module", "torch.optim.optimizer")
@@ -21,7 +20,10 @@ class TorchHooks:
         dispatcher = getattr(getattr(dtensors, "DTensor", None), "_op_dispatcher", None)
         if dispatcher is not None:  # ``loss_parallel`` changes its table of handlers
             names = [*names, *((vars(dispatcher), name) for name in vars(dispatcher))]
-        self._kept = [(owner, name, _copied(owner[name])) for owner, name in names]
+        self._kept = [
+            (owner, name, dict(value) if isinstance(value := owner[name], dict) else value)
+            for owner, name in names
+        ]
 
     def restore(self) -> None:
         """Give the thread that runs now these hooks and handlers."""
@@ -32,7 +34,3 @@ class TorchHooks:
                 now.update(value)
             elif not isinstance(now, dict):
                 owner[name] = value
-
-
-def _copied(value: Any) -> Any:
-    return dict(value) if isinstance(value, dict) else value

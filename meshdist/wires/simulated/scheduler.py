@@ -12,7 +12,7 @@ import ctypes
 import sys
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -292,13 +292,11 @@ class Scheduler(Generic[T]):
             chosen = self._choose(rank.index)
             assert chosen is not None  # the rank that calls is not over
             if chosen is not rank:
-                with _hidden_from_dispatch_modes():
-                    state = ProcessState()
+                state = _call_hidden_from_modes(ProcessState)
                 self._resume(chosen)
         if chosen is not rank:
             rank.may_run.acquire()
-            with _hidden_from_dispatch_modes():
-                state.restore()
+            _call_hidden_from_modes(state.restore)
         interruption, rank.interruption = rank.interruption, None
         if interruption is not None:
             raise interruption
@@ -354,9 +352,12 @@ class Scheduler(Generic[T]):
                     rank.interruption = RankReleased()
 
 
-def _hidden_from_dispatch_modes() -> AbstractContextManager[Any]:
-    # Taking and setting the state of generators runs operators of torch.
-    return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()
+def _call_hidden_from_modes(function: Callable[[], T]) -> T:
+    """Return ``function()``, whose operators of torch no dispatch mode sees."""
+    if not torch._C._len_torch_dispatch_stack():
+        return function()
+    with _disable_current_modes():
+        return function()
 
 
 def _let_pending_exceptions_out() -> None:
