@@ -36,8 +36,8 @@ const Name started{"_started"}, result{"_result"}, user{"_user"}, starting{"star
 
 class FastPath {
  public:
-  // `reductions` has tuples: a ReduceOp, its number, and for each dtype that it takes the wire's
-  // names for both. `works`, of a path whose calls are started, has the fields of `WorkTerms`.
+  // `reductions` has tuples: a ReduceOp, its number, and for each dtype that it takes the core's
+  // code of the reduction. `works`, of a path whose calls are started, has the fields of `WorkTerms`.
   FastPath(Entry& entry, Runner& runner, const nb::list& reductions, const nb::object& works)
       : entry_(entry), runner_(runner), starts_(!works.is_none()) {
     if (starts_) {
@@ -47,10 +47,10 @@ class FastPath {
     }
     for (nb::handle one : reductions) {
       Reduction made{one[0], nb::cast<std::int64_t>(one[1]), {}};
-      for (auto [dtype, way] : nb::borrow<nb::dict>(one[2])) {
+      made.ops.fill(-1);
+      for (auto [dtype, op] : nb::borrow<nb::dict>(one[2])) {
         unsigned code = 0;
-        if (!entry_.find_code(dtype, code)) continue;
-        made.ways[code] = {number(way[0]), number(way[1]), true};
+        if (entry_.find_code(dtype, code)) made.ops[code] = nb::cast<int>(op);
       }
       reductions_.push_back(std::move(made));
     }
@@ -171,7 +171,7 @@ class FastPath {
   struct Reduction {
     nb::object op;
     std::int64_t number;
-    std::array<Way, kNumDtypes> ways;
+    std::array<int, kNumDtypes> ops;  // the core's code of the reduction of each dtype; -1: not reduced
   };
 
   // A call on one tensor, which is reduced if there is an op, and has a root unless that is negative.
@@ -249,8 +249,9 @@ class FastPath {
     const Reduction* found = find(op);
     if (!found) return false;
     call.header.op = found->number;
-    call.way = found->ways[plain.code];
-    return call.way.is_known;
+    const int code = found->ops[plain.code];
+    call.op = static_cast<unsigned>(code);
+    return code >= 0;
   }
 
   // By its address; an op that came from another process is another object, equal to one of ours.

@@ -37,7 +37,6 @@ class MessageLog {
 
   void note_any(std::uint64_t tag);
   bool publish();
-  std::size_t num_waiting() const { return backlog_.size(); }
 
  private:
   struct Entry {

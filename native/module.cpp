@@ -155,7 +155,6 @@ NB_MODULE(native, m) {
   c.def("start_transfer", &PyCommunicator::start_transfer);
   nb::class_<MessageLog>(m, "MessageLog")
       .def(nb::init<nb::object, nb::object, nb::object, nb::object, nb::object, std::uint64_t>())
-      .def_prop_ro("num_waiting", &MessageLog::num_waiting)
       .def("note", &MessageLog::note)
       .def("note_any", &MessageLog::note_any)
       .def("publish", &MessageLog::publish);

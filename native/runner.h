@@ -6,12 +6,6 @@
 
 namespace meshdist {
 
-// How a wire names a dtype and a reduction.
-struct Way {
-  std::uint64_t type = 0, op = 0;
-  bool is_known = false;
-};
-
 // A collective on plain tensors. Buffers are those of its verb: `in` and `out`, or one per member in
 // `ins` and `outs`.
 struct Collective {
@@ -19,7 +13,7 @@ struct Collective {
   Entry::Call header;                 // as it is noted and compared
   std::uint64_t count = 0, item = 1;  // elements of one member's part, and bytes of one
   unsigned dtype = 0;                 // the core's code
-  Way way{};                          // of a reduction
+  unsigned op = 0;                    // of a reduction: the core's code
   Address in = 0, out = 0;
   Addresses ins{}, outs{};
   Counts in_counts{}, out_counts{};  // of an all-to-all whose parts differ; `count` is 0 then

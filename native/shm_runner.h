@@ -58,7 +58,7 @@ class ShmRunner final : public Runner {
   Job job_of(const Collective& call) const {
     const bool varies = call.verb == Verb::all_gather_v || call.verb == Verb::all_to_all;
     Job job = core_.job(static_cast<unsigned>(call.verb), varies ? 0 : call.count, call.dtype,
-                        static_cast<unsigned>(call.way.op), std::max(static_cast<int>(call.header.root), 0),
+                        call.op, std::max(static_cast<int>(call.header.root), 0),
                         call.out, call.in);
     job.call.header.fingerprint = call.fingerprint;
     put(job.ins, call.ins, call.in_counts, call.count);

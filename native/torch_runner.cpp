@@ -106,7 +106,7 @@ class TorchStarted final : public PyOperation {
 
 class TorchRunner final : public Runner {
  public:
-  // `communicator` has the class's object as `_group`, and `failure` makes a wire's failure of its
+  // `communicator` has the class's object as `torch_group`, and `failure` makes a wire's failure of its
   // errors. `find(verb, op, dtype, root, is_list, is_empty)` gives the shortcut of some calls, as
   // `meshdist/wires/c10d/shortcuts.py` has it; None where Python does them. `end(work, note)`
   // waits for a work, where the class gives one; or, of calls that are started, `end(work, then, note)`

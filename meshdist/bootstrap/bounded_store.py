@@ -412,7 +412,7 @@ class BoundedStore(Store):
 
 
 def _is_unlocked(file: int) -> bool:
-    if found := take_lock(file, is_shared=True):
+    if found := take_lock(file):
         fcntl.flock(file, fcntl.LOCK_UN)
     return found
 

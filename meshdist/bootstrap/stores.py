@@ -280,7 +280,7 @@ def _find_damage(path: str) -> str | None:
     with os.fdopen(os.open(path, flags, 0o600), "rb") as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             return "it is no regular file"
-        if not take_lock(file.fileno(), is_shared=True):
+        if not take_lock(file.fileno()):
             return None
         data = file.read()
     position, texts = 0, []  # keys and values in turn, each after its length in four bytes

@@ -47,7 +47,7 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
-from ..runtime.deadlines import Deadline, wait_until
+from ..runtime.deadlines import Deadline, Timer, wait_until
 from .shared_words import Regions, SharedWords
 
 WINDOW = 1024
@@ -61,7 +61,6 @@ _PATIENT_LOOKS = 64  # for a member's words that are not there; then only every 
 _REORDERING_S = 0.001
 _SHORT_PAUSE_S = 0.001
 _PUBLISH_S = 0.001
-_LONGEST_PUBLISH_S = 0.02
 _LOW = 0xFFFFFFFF
 
 
@@ -113,9 +112,9 @@ class HeaderTable:
                     self._publish_later,
                     _NUM_ENTRIES,
                 )
-        self._publisher: threading.Thread | None = None
+        self._publisher: Timer | None = None
         self._finding = threading.Lock()  # several threads may call verbs at the same time
-        self._messages_lock = threading.Lock()  # the publisher's thread uses them, too
+        self._messages_lock = threading.Lock()  # the thread of timers uses them, too
 
     @classmethod
     def reserve(
@@ -303,30 +302,16 @@ class HeaderTable:
         return None if view is None else self.message_words(view, self._member)
 
     def _publish_later(self) -> None:
-        """Start the thread that writes message headers once peers have read older headers."""
+        """Write soon the message headers that found no room, once peers have read older headers."""
         if self._publisher is None:
-            publisher = threading.Thread(
-                target=self._publish_all, name="meshdist-publisher", daemon=True
-            )
-            self._publisher = publisher
-            try:
-                publisher.start()
-            except RuntimeError:  # no thread to be had now: the next message tries again
-                self._publisher = None
+            with suppress(RuntimeError):  # no thread can start now: the next message tries again
+                self._publisher = Timer(_PUBLISH_S, self._publish)
 
-    def _publish_all(self) -> None:
-        pause, num_waiting = _PUBLISH_S, 0
-        while True:
-            time.sleep(pause)
-            with self._messages_lock:
-                self._publisher = None  # first: native callers note without this lock
-                waiting = [log for log in self._messages.values() if not log.publish()]
-                if not waiting:
-                    return
-                self._publisher = threading.current_thread()
-            num_before, num_waiting = num_waiting, sum(log.num_waiting for log in waiting)
-            has_moved = num_waiting < num_before
-            pause = _PUBLISH_S if has_moved else min(2 * pause, _LONGEST_PUBLISH_S)
+    def _publish(self) -> None:
+        with self._messages_lock:
+            self._publisher = None  # first: native callers note without this lock
+            if [log for log in self._messages.values() if not log.publish()]:
+                self._publish_later()
 
     @property
     def _left_word(self) -> int:

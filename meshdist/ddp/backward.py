@@ -135,7 +135,7 @@ class Backward:
             raise self.layout.terms.reports.with_graph()
         self.is_open = True
 
-    def arrived(self, index: int, parameter: torch.Tensor) -> None:
+    def arrived(self, index: int) -> None:
         """Count gradient ``index``; send full buckets in order once the order is learned."""
         if not self.is_open:
             self.open()

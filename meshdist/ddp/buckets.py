@@ -183,9 +183,7 @@ class Bucket:
             return
         pairs = zip(self.members, self.views, strict=True)
         apart = [slot for slot, (member, view) in enumerate(pairs) if member.grad is not view]
-        if (
-            is_shared and apart
-        ):  # ``kept = p.grad.detach()``, or an array: unknown of which gradient
+        if is_shared and apart:  # ``kept = p.grad.detach()``, or an array: of an unknown gradient
             self._move()
             return
         counts = [*map(sys.getrefcount, self.views)]

@@ -46,10 +46,10 @@ def find_reducing_world(parameter: torch.Tensor) -> World | None:
     return _reduced_parameters.get(parameter)  # type: ignore[no-any-return]
 
 
-def _hook(arrived: Callable[[int, torch.Tensor], None], index: int) -> Any:
+def _hook(arrived: Callable[[int], None], index: int) -> Any:
     @untraced
-    def gradient_came(parameter: torch.Tensor) -> None:
-        arrived(index, parameter)
+    def gradient_came(_: torch.Tensor) -> None:
+        arrived(index)
 
     return gradient_came
 
@@ -58,9 +58,7 @@ class GradientHooks:
     """A hook on each parameter, which gives its gradient to ``arrived`` as autograd brings it."""
 
     def __init__(
-        self,
-        parameters: Sequence[torch.nn.Parameter],
-        arrived: Callable[[int, torch.Tensor], None],
+        self, parameters: Sequence[torch.nn.Parameter], arrived: Callable[[int], None]
     ) -> None:
         self._parameters = parameters
         self._hooks = [_hook(arrived, index) for index in range(len(parameters))]

@@ -10,14 +10,9 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 
-import torch
-
 from ..groups.process_group import ProcessGroup
 from .autograd_engines import NO_TASK, at_end_of_task, current_task, is_made_within, next_number
 from .reports import Reports
-
-Early = tuple[int, torch.Tensor]
-"""A gradient that came before its backward reached an output: index and parameter."""
 
 _NUM_FORWARDS = 64
 
@@ -32,7 +27,7 @@ class LocalBackwards:
         self.is_averaged_expected = False  # a synchronised forward waits for its backward
         self.takes_any = False  # the next backward counts, as nothing tells which is meant
         self.has_sums = False  # a backward since the last average was local
-        self._early: list[Early] = []
+        self._early: list[int] = []  # indices of gradients, by arrival
         self._early_task: int | None = None  # which may yet reach an output
         self._num_local = 0  # since the last backward that was averaged
         self._local_task: int | None = None  # the backward that reached an output under no_sync
@@ -48,7 +43,7 @@ class LocalBackwards:
         self._first_number = next_number()
 
     def passes_forward(self) -> bool:
-        """Return whether this backward passes a synchronised forward; False once one is kept."""
+        """Return whether this backward passes a synchronised forward, until a gradient is kept."""
         return self._early_task != current_task() and is_made_within(self._forwards)
 
     def forward_ends(self, *, sees_outputs: bool) -> None:
@@ -68,17 +63,17 @@ class LocalBackwards:
         """Return whether the backward runs that reached an output made under ``no_sync``."""
         return current_task() == self._local_task or self._is_local_running()
 
-    def keep(self, early: Early, reports: Reports) -> None:
-        """Keep a gradient that came early until its backward reaches an output, or ends without."""
+    def keep(self, index: int, reports: Reports) -> None:
+        """Keep gradient ``index`` until its backward reaches an output, or ends without."""
         self.has_sums = True
         task = current_task()
         if task != self._early_task:
             self._early_task = task
             self._early.clear()
             at_end_of_task(partial(self._end, task, reports))
-        self._early.append(early)
+        self._early.append(index)
 
-    def backward_begins(self, task: int) -> list[Early]:
+    def backward_begins(self, task: int) -> list[int]:
         """Reset counts for averaged backward ``task``; return its gradients that came already."""
         self.takes_any = self.is_averaged_expected = False
         self._num_local = 0

@@ -301,7 +301,7 @@ class Reducer:
         if self._state is not Phase.CLOSED:
             self._state = state
 
-    def _gradient_came(self, index: int, parameter: torch.Tensor) -> None:
+    def _gradient_came(self, index: int) -> None:
         """Count a gradient in the running averaged backward; keep it for later where none runs."""
         backward = self.backward
         if backward is None or current_task() != backward.task:
@@ -309,9 +309,9 @@ class Reducer:
             with self.sending.lock:
                 backward = self._find_running()
                 if backward is None:
-                    self._local.keep((index, parameter), self.layout.terms.reports)
+                    self._local.keep(index, self.layout.terms.reports)
                     return
-        backward.arrived(index, parameter)
+        backward.arrived(index)
 
     def _find_running(self) -> Backward | None:
         """Return the running averaged backward, begun now if any gradient may begin it, or None."""
@@ -349,8 +349,8 @@ class Reducer:
             )
             backward.is_running = at_end_of_task(partial(self._finish, backward))
             self.increments.outputs_reached()
-            for index, parameter in self._local.backward_begins(task):
-                backward.arrived(index, parameter)
+            for index in self._local.backward_begins(task):
+                backward.arrived(index)
 
     @adds_join_fix
     @torch.no_grad()

@@ -308,7 +308,7 @@ class _OwnSlice(LinearFunction):
 
 
 def check_gradient(node: Any, grad: torch.Tensor, group: ProcessGroup, verb: str) -> None:
-    """Note that a backward reached ``verb``'s ``node``; compare ``grad`` on ranks."""
+    """Note that a backward reached ``verb``'s ``node``; compare ``grad`` between ranks."""
     note_complete(node, group)
     if get_debug_level() != DebugLevel.DETAIL:
         compare_reached(node, grad.detach(), group, verb)

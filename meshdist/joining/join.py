@@ -17,6 +17,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable
 from contextlib import suppress
+from functools import partial
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -40,6 +41,7 @@ from ..errors import (
 from ..groups.communicators import get_registry
 from ..groups.process_group import ProcessGroup, resolve_group
 from ..groups.signals import ask
+from ..runtime.bounded_calls import begin_elsewhere
 from ..wires.work import Work
 from .step_flags import Flags
 
@@ -230,11 +232,8 @@ class Join:
     def _join(self) -> None:
         """Shadow the others until all ranks have joined, then run the post-hooks."""
         is_over, is_last = threading.Event(), True
-        watch = threading.Thread(
-            target=self._watch, args=(is_over,), name="meshdist-join", daemon=True
-        )
         if self._group.world.has_processes and self._group.size() > 1:
-            watch.start()
+            begin_elsewhere(partial(self._watch, is_over))
         try:
             while self._exchange(0) and any(self._active):
                 is_last = False

@@ -246,7 +246,7 @@ def axis_size(axis_name: AxisName, *, mesh: DeviceMesh | None = None) -> int:
         axis_name, mesh: as for ``psum``.
 
     Returns:
-        An int, 0 over no axes, ``()``; nothing is sent.
+        An int, 1 over no axes, ``()``; nothing is sent.
 
     Raises:
         AxisError: the mesh has no such axis, or the tuple names one twice.

@@ -222,10 +222,10 @@ def is_stopped(card: ProcessCard) -> bool:
     return process is not None and process[1][0] in "Tt" and process[1][19] == card.start
 
 
-def take_lock(file: int, *, is_shared: bool = False) -> bool:
-    """Take the flock on a file's descriptor, without waiting; return whether that is possible."""
+def take_lock(file: int) -> bool:
+    """Take a shared flock on a file's descriptor without waiting; return whether it was free."""
     try:
-        fcntl.flock(file, fcntl.LOCK_NB | (fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX))
+        fcntl.flock(file, fcntl.LOCK_NB | fcntl.LOCK_SH)
     except BlockingIOError:
         return False
     return True

@@ -82,10 +82,6 @@ class MessageLog:
         num_entries: int,
         /,
     ) -> None: ...
-    @property
-    def num_waiting(self) -> int:
-        """How many entries wait for room."""
-
     def note(self, kind: int, header: int, /) -> int:
         """Note one transfer; returns its number where its counterpart is there and differs, else 0.
 
@@ -152,7 +148,7 @@ class ShmRunner(Runner):
     ) -> None: ...
 
 class TorchRunner(Runner):
-    """Over a class of torch's, which ``communicator`` has as ``_group``.
+    """Over a class of torch's, which ``communicator`` has as ``torch_group``.
 
     ``find(verb, op, dtype, root, is_list, is_empty)`` gives the shortcut of some calls, as
     ``c10d/shortcuts.py`` has it; None leaves them to Python. ``end(work, note)`` waits for a
@@ -228,10 +224,10 @@ class FastPath:
     it does nothing, and returns False, where the call is not that plain. It raises what the verb
     raises. Roots and peers are places in the group. What ``title`` the call has, members compare.
 
-    ``reductions`` are tuples: a ReduceOp, its number, and for each dtype that it takes the wire's
-    names of both, and over MPI how the numbers are recoded. A path with ``works`` starts its
-    calls, and returns Works, made of the class, the group's timeout, what makes a failure's error,
-    the group's name, what warns of a Work that is dropped, and what returns the group.
+    ``reductions`` are tuples: a ReduceOp, its number, and for each dtype that it takes the
+    core's code of the reduction. A path with ``works`` starts its calls, and returns Works, made of
+    the class, the group's timeout, what makes a failure's error, the group's name, what warns of a
+    Work that is dropped, and what returns the group.
     """
 
     starting: FastPath | None
@@ -241,7 +237,7 @@ class FastPath:
         self,
         entry: Entry,
         runner: Runner,
-        reductions: list[tuple[Any, int, dict[Any, tuple[Any, ...]]]],
+        reductions: list[tuple[Any, int, dict[Any, int]]],
         works: tuple[Any, ...] | None = None,
     ) -> None: ...
     def all_reduce(self, tensor: Any, op: Any, title: str | None = None, /) -> Any:

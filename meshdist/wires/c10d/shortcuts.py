@@ -51,10 +51,10 @@ _SMALL_BYTES = 1 << 16
 """Of so few no memory is kept, which takes longer than to get some anew."""
 
 _REDUCTIONS = [
-    (op, op.value, {dtype: (0, 0) for dtype in DTYPES if find_lack(op, dtype) is None})
+    (op, op.value, {dtype: 0 for dtype in DTYPES if find_lack(op, dtype) is None})
     for op in PLAIN_OPS
 ]
-"""The reductions, as ``FastPath`` takes them; c10d names neither dtypes nor ops by numbers."""
+"""The reductions, as ``FastPath`` takes them; c10d does not name ops by numbers."""
 
 _OPS = {op.value: op for op in PLAIN_OPS}
 _DTYPES = {code: dtype for dtype, code in DTYPE_CODES.items()}

@@ -66,7 +66,7 @@ class MpiCommunicator(Communicator):
 
     @classmethod
     def support(cls, verb: str, device_type: str, dtype: torch.dtype, op: ReduceKind) -> str:
-        if verb in REDUCING_VERBS and not find_plan("mpi", op, dtype).is_plain:
+        if verb in REDUCING_VERBS and not find_plan(op, dtype).is_plain:
             return "built"
         return super().support(verb, device_type, dtype, op)
 
@@ -79,7 +79,7 @@ class MpiCommunicator(Communicator):
         if kind is not None and tensor.numel() <= self._buffers.most:  # the common case
             buffers = self._in_place, self._buffers.numbers(tensor, kind), self._sum
             return self._collective("Iallreduce", prepared, tensor, None, *buffers)
-        plan = find_plan("mpi", op, tensor.dtype)
+        plan = find_plan(op, tensor.dtype)
         data = tensor if plan.is_plain else plan.encode(tensor, self.scratch)
         if data.numel() > self._buffers.most:
             pieces = data.view(-1).split(self._buffers.most)
@@ -94,7 +94,7 @@ class MpiCommunicator(Communicator):
     def _reduce(self, prepared: PreparedCall) -> Operation:
         (tensor,), op, root = prepared.outputs, prepared.op, prepared.root
         assert op is not None
-        plan = find_plan("mpi", op, tensor.dtype)
+        plan = find_plan(op, tensor.dtype)
         data = tensor if plan.is_plain else plan.encode(tensor, self.scratch)
         if data.numel() > self._buffers.most:
             return self.build(prepared)
@@ -120,7 +120,7 @@ class MpiCommunicator(Communicator):
         """Start a reduce-scatter of ``whole`` in blocks of ``sizes``; None: equal blocks."""
         (output,), kind = prepared.outputs, prepared.op
         assert kind is not None
-        plan = find_plan("mpi", kind, whole.dtype)
+        plan = find_plan(kind, whole.dtype)
         if whole.numel() > self._buffers.most:
             given = sizes or [output.numel()] * self.size
             return reduce_scatter_by_exchange(self, prepared, output, whole, given)

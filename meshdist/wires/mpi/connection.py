@@ -153,19 +153,6 @@ class MpiConnection:
         with self.keeping:
             self.in_flight.pop(operation, None)
 
-    def progress(self) -> None:
-        """Let MPI make progress on the operations in flight."""
-        if not self.comm.Iprobe():
-            return
-        # A probe that finds a message makes no progress. To test an operation that is not done
-        # makes progress on all of them.
-        for link in _all_links():
-            with link.keeping:
-                operation = next((it for it in link.in_flight if not it.is_done), None)
-            if operation is not None:
-                operation.test_quietly()
-                return
-
     def wait(self, operation: MpiOperation, timeout: timedelta) -> None:
         """Test ``operation`` until it is done, spinning, then sleeping.
 

@@ -173,9 +173,9 @@ class MpiReduction:
 
 
 @cache
-def find_plan(wire: str, op: ReduceKind, dtype: torch.dtype) -> MpiReduction:
+def find_plan(op: ReduceKind, dtype: torch.dtype) -> MpiReduction:
     """Return the way to reduce ``dtype`` with ``op``; raise DtypeError where there is none."""
-    check_reducible(wire, op, dtype)
+    check_reducible("mpi", op, dtype)
     if dtype is torch.bool:
         return MpiReduction(ON_BOOL[op])
     facts = DTYPES[dtype]
@@ -192,7 +192,7 @@ def find_plan(wire: str, op: ReduceKind, dtype: torch.dtype) -> MpiReduction:
 @cache
 def plain_sums(MPI: Any) -> dict[torch.dtype, Any]:
     """Return MPI's datatypes for the dtypes that it adds up itself."""
-    kinds = [dtype for dtype in DTYPES if find_plan("mpi", ReduceOp.SUM, dtype).is_plain]
+    kinds = [dtype for dtype in DTYPES if find_plan(ReduceOp.SUM, dtype).is_plain]
     return {dtype: mpi_type(MPI, dtype) for dtype in kinds if dtype is not torch.bool}
 
 

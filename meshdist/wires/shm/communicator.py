@@ -287,13 +287,13 @@ _BYTES = (DTYPE_CODES.get(torch.uint8, 0), 0)
 
 
 @cache
-def _reductions() -> list[tuple[ReduceKind, int, dict[torch.dtype, tuple[int, int]]]]:
-    """Return the native core's reductions: op, its number, and its codes for each dtype."""
-    found: list[tuple[ReduceKind, int, dict[torch.dtype, tuple[int, int]]]] = []
-    for op in PLAIN_OPS:
-        codes = {dtype: REDUCTION_CODES.get((dtype, op.value)) for dtype in DTYPE_CODES}
-        found.append((op, op.value, {dtype: pair for dtype, pair in codes.items() if pair}))
-    return found
+def _reductions() -> list[tuple[ReduceKind, int, dict[torch.dtype, int]]]:
+    """Return the native core's reductions: op, its number, and its code for each dtype."""
+    codes = [(number, dtype, code) for (dtype, number), (_, code) in REDUCTION_CODES.items()]
+    return [
+        (op, op.value, {dtype: code for number, dtype, code in codes if number == op.value})
+        for op in PLAIN_OPS
+    ]
 
 
 def _core_verbs() -> dict[str, tuple[int, Form, Form]]:

@@ -30,7 +30,7 @@ KNOWN_TO_TORCH = [d for d in WHOLE if d not in (torch.uint16, torch.uint32, torc
 def test_encoded_reduced_and_decoded(dtype: torch.dtype) -> None:
     for op in legal_ops(dtype):
         data = [draw(dtype, (5,), seed) for seed in range(3)]
-        plan = find_plan("mpi", getattr(ReduceOp, op), dtype)
+        plan = find_plan(getattr(ReduceOp, op), dtype)
         codes = [plan.encode(x.clone(), Scratch()) for x in data]
         total = codes[0]
         for other in codes[1:]:
@@ -50,7 +50,7 @@ def test_floats_in_the_order_of_whole_numbers(dtype: torch.dtype, device: str) -
     values = [-float("inf"), info.min, -1.0, -info.tiny, -0.0, 0.0, info.tiny, 1.0, info.max]
     x = torch.tensor([*values, float("inf")], dtype=dtype, device=device)
     for op, extreme in ((ReduceOp.MIN, min), (ReduceOp.MAX, max)):
-        plan = find_plan("mpi", op, dtype)
+        plan = find_plan(op, dtype)
         codes = plan.encode(x, Scratch()).tolist()
         assert codes == sorted(codes) and len(set(codes)) == len(codes)
         back = torch.empty_like(x)
@@ -64,15 +64,15 @@ def test_floats_in_the_order_of_whole_numbers(dtype: torch.dtype, device: str) -
 
 def test_what_mpi_does_alone() -> None:
     for dtype in (torch.float32, torch.int64, torch.uint32, torch.complex64):
-        assert find_plan("mpi", ReduceOp.SUM, dtype).is_plain
+        assert find_plan(ReduceOp.SUM, dtype).is_plain
     for dtype in (torch.float16, torch.bfloat16):
-        assert not find_plan("mpi", ReduceOp.PRODUCT, dtype).is_plain
-    assert find_plan("mpi", ReduceOp.MAX, torch.bool).is_plain
+        assert not find_plan(ReduceOp.PRODUCT, dtype).is_plain
+    assert find_plan(ReduceOp.MAX, torch.bool).is_plain
     for dtype in (torch.float16, torch.bfloat16, torch.int16, torch.complex32):
-        assert not find_plan("mpi", ReduceOp.SUM, dtype).is_plain
-    assert not find_plan("mpi", ReduceOp.AVG, torch.float32).is_plain
+        assert not find_plan(ReduceOp.SUM, dtype).is_plain
+    assert not find_plan(ReduceOp.AVG, torch.float32).is_plain
 
 
 def test_what_has_no_meaning_is_refused() -> None:
     with pytest.raises(md.DtypeError, match="the wire 'mpi' cannot reduce complex64 with MAX"):
-        find_plan("mpi", ReduceOp.MAX, torch.complex64)
+        find_plan(ReduceOp.MAX, torch.complex64)
