@@ -58,7 +58,7 @@ class Uneven(Generic[T]):
                 shared = self._share(batch, flags.index(_HAS_DATA))
                 batch = batch if weight else shared
             ahead, is_first = _Ahead(batches, self), False
-            yield batch, weight  # type: ignore[misc]
+            yield batch, weight
 
     def _share(self, batch: Any, source: int) -> Any:
         """Return the batch of group rank ``source``, on the device of this rank; collective."""
