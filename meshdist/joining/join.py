@@ -51,6 +51,7 @@ FLAGS = "md.Join (which ranks have data)"
 """The title of the exchange of flags, by which errors of other calls show it."""
 _UNSERVED = "a rank that joined does not make this call"
 _LOOK_S = 2.0
+_SURE_S = 0.5
 
 
 class JoinConfig(NamedTuple):
@@ -279,11 +280,15 @@ class Join:
             calls = registry.answer({})["calls"][-1:]
             if is_same := calls == known:
                 with suppress(StoreError):
-                    self._abort_if_stuck()
+                    stuck = self._find_stuck()
+                    # A late answer may be of a rank that this rank has let go on meanwhile.
+                    is_sure = stuck and not is_over.wait(_SURE_S)
+                    if is_sure and registry.answer({})["calls"][-1:] == calls:
+                        self._abort(*stuck)
             known, pause_s = calls, 2 * pause_s if is_same else _LOOK_S
 
-    def _abort_if_stuck(self) -> None:
-        """Abort the groups if a rank waits for this rank on another group than the context's."""
+    def _find_stuck(self) -> tuple[str, ...]:
+        """Return the call and group of a rank that waits for this rank on another group, or ()."""
         # Rank 0 waits in call 5 on 'tp', of which this rank has made 4. This rank waits on 'dp',
         # the context's group, for rank 0.
         registry, mine = get_registry(self._group.world), self._opened.label
@@ -294,8 +299,8 @@ class Join:
             if call is None or call["label"] not in here or call["label"] == mine:
                 continue
             if call["sequence"] > here[call["label"]]:
-                self._abort(f"rank {rank} waits in {call['text']}", call["label"])
-                return
+                return f"rank {rank} waits in {call['text']}", call["label"]
+        return ()
 
     def _find_group(self) -> tuple[ProcessGroup, torch.device]:
         """Return the group and device that all joinables share, or raise."""

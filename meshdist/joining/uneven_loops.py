@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import chain
+from traceback import format_exception_only
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -41,7 +43,8 @@ class Uneven(Generic[T]):
         self.num_active = 0
 
     def __iter__(self) -> Iterator[tuple[T, float]]:
-        batches, me, batch = iter(self._loader), self._group.rank(), None
+        batches, me = chain.from_iterable([self._loader]), self._group.rank()
+        batch: Any = None
         ahead, is_first = _Ahead(batches, self), True
         while True:
             flags = ahead.wait()
@@ -55,7 +58,7 @@ class Uneven(Generic[T]):
                 shared = self._share(batch, flags.index(_HAS_DATA))
                 batch = batch if weight else shared
             ahead, is_first = _Ahead(batches, self), False
-            yield batch, weight  # type: ignore[misc]
+            yield batch, weight
 
     def _share(self, batch: Any, source: int) -> Any:
         """Return the batch of group rank ``source``, on the device of this rank; collective."""
@@ -86,7 +89,7 @@ class _Ahead:
             return flags
         error = self._error
         texts: list[Any] = [None] * group.size()
-        all_gather_object(texts, error and f"{type(error).__name__}: {error}", group)
+        all_gather_object(texts, error and format_exception_only(error)[-1].strip(), group)
         if error is not None:
             raise error
         raise JoinError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import time
 from collections.abc import Callable
@@ -471,3 +472,27 @@ def test_a_late_rank_is_not_taken_for_a_stuck_one(pool: Pool) -> None:
         return counter.count.item()
 
     assert pool.run(program, 3, timeout_s=timedelta(seconds=60).total_seconds()) == [0.0, 4.0, 4.0]
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_a_rank_that_left_the_context_is_not_taken_for_a_stuck_one(
+    pool: Pool, backend: str
+) -> None:
+    """Rank 0 cannot answer till it has left, and then waits on another group for slow rank 1."""
+
+    def program() -> float:
+        counter, pair = Counter(), md.new_group([0, 1])
+        total = torch.ones(1)
+        with md.Join([counter]):
+            if md.get_rank() == 0:
+                counter.step()
+                ctypes.PyDLL(None).usleep(4_300_000)  # no other thread runs
+                counter.step()
+        if md.get_rank() == 1:
+            time.sleep(2.0)
+        if md.get_rank() < 2:
+            md.all_reduce(total, group=pair)
+            md.destroy_process_group(pair)
+        return total.item()
+
+    assert pool.run(program, 3, backend=backend) == [2.0, 2.0, 1.0]

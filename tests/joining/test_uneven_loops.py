@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -279,6 +280,48 @@ def test_an_error_of_a_loader_raises_on_all_ranks(run: Run, place: int) -> None:
             "  found:    rank 1: OSError: a bad file\n"
             "  fix:      read the traceback of rank 1"
         )
+
+
+class UnprintableError(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError
+
+
+@pytest.mark.parametrize("place", ["iter", "next"])
+def test_any_error_of_a_loader_raises_on_all_ranks(run: Run, place: str) -> None:
+    """An error before the first batch, and one without a text."""
+
+    def program() -> tuple[str, str, float]:
+        class Loader:
+            def __iter__(self) -> Iterator[int]:
+                if md.get_rank() == 1 and place == "iter":
+                    raise OSError("no such folder")
+                return self.read()
+
+            def read(self) -> Iterator[int]:
+                yield 1
+                if md.get_rank() == 1:
+                    raise UnprintableError
+
+        error = Exception()
+        try:
+            for _ in md.uneven(Loader()):
+                pass
+        except Exception as caught:
+            error = caught
+        total = torch.ones(1)
+        md.all_reduce(total)
+        name = type(error).__name__
+        return name, "" if name == "UnprintableError" else str(error), total.item()
+
+    found = {
+        "iter": "OSError: no such folder",
+        "next": "UnprintableError: <exception str() failed>",
+    }
+    for rank, (kind, text, total) in enumerate(run(program, 3)):
+        assert total == 3.0
+        assert kind == ("JoinError" if rank != 1 else found[place].partition(":")[0])
+        assert rank == 1 or re.search(f"found: +rank 1: .*{re.escape(found[place])}\n", text)
 
 
 def test_a_loader_is_read_one_batch_ahead() -> None:
