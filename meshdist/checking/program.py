@@ -96,10 +96,7 @@ def warn_once_at(
 
 
 def show_site(site: Site) -> str:
-    """Return ``file:line``, as editors link it, or "an unknown place" for None.
-
-    A line of a notebook's cell is shown as IPython shows it: ``Cell In[3], line 4``.
-    """
+    """Return ``file:line``, ``Cell In[3], line 4`` in a notebook, or "an unknown place" for None."""
     if site is None:
         return "an unknown place"
     file, line = site
