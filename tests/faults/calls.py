@@ -332,7 +332,8 @@ def join(call: Call) -> Outcome:
     """A model whose gradients are averaged over the members that have data."""
     model = torch.nn.Linear(4, 2, bias=False)
     torch.nn.init.ones_(model.weight)
-    wrapped = md.DDP(model, process_group=call.group)
+    group = md.distributed.group.WORLD if call.group is None else call.group
+    wrapped = md.DDP(model, process_group=group)
     found, wanted = [], []
     with wrapped.join(divide_by_initial_world_size=False):
         for turn in range(num_turns(call.place)):
