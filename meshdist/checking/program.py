@@ -96,7 +96,7 @@ def warn_once_at(
 
 
 def show_site(site: Site) -> str:
-    """Return ``file:line``, ``Cell In[3], line 4`` in a notebook, or "an unknown place" for None."""
+    """Return ``file:line``, ``Cell In[3], line 4`` of a notebook, or "an unknown place"."""
     if site is None:
         return "an unknown place"
     file, line = site

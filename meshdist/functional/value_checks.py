@@ -11,7 +11,7 @@ digits as in the gradient itself. A sketch has the key of the forward's call, by
 communicator, and of the backward, by its number on the node. No rank waits: the first rank leaves
 its sketch under the key, and each later rank compares its own with it and raises.
 
-Drawn case: y = x.exp() / psum(x.exp().sum()) on 2 ranks, call 7 of the communicator "tp".
+For example, y = x.exp() / psum(x.exp().sum()) on 2 ranks, call 7 of the communicator "tp".
 
     rank    the gradient that reaches psum    under tp/gradient/7/1
     0       -0.8                              leaves "0 0.8 -0.8 -0.43"

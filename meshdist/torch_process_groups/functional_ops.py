@@ -16,6 +16,7 @@ from torch.distributed import distributed_c10d as c10d
 from ..errors import ArgumentError
 from .wire_group import WireGroup
 
+_IS_SEND = {"isend": True, "irecv": False}
 _torchs: Any = c10d
 _ops: Any = torch.ops._c10d_functional
 _library = torch.library.Library("_c10d_functional", "IMPL")  # which drops its kernels as it ends
@@ -36,7 +37,7 @@ def _exchange(
     tensors: list[torch.Tensor],
     name: str,
 ) -> list[torch.Tensor]:
-    if unknown := {*words} - {"isend", "irecv"}:
+    if unknown := {*words} - {*_IS_SEND}:
         raise ArgumentError(
             f"batch_p2p_ops has an unknown operation {min(unknown)!r}",
             expected="'isend' or 'irecv' for each tensor",
@@ -44,9 +45,9 @@ def _exchange(
         )
     works, results = [], []
     for word, peer, tag, tensor in zip(words, peers, tags, tensors, strict=True):
-        start = group.send if word == "isend" else group.recv
+        start = group.send if _IS_SEND[word] else group.recv
         works.append(start([tensor], peer, tag))
-        results.append(tensor.new_empty(0) if word == "isend" else tensor)
+        results.append(tensor.new_empty(0) if _IS_SEND[word] else tensor)
     for work in works:  # after all have started: a rank may send to one that sends to it
         work.wait()
     return results

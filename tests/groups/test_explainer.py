@@ -112,7 +112,11 @@ def test_a_failure_tells_which_members_are_silent() -> None:
     assert isinstance(error, md.BackendError)
     assert error.summary == "all_reduce on a group failed on wire 'gloo'"
     assert error.found == "reset\nrank 6: gives no answer"
-    assert others.asked == ["silent", "first: reset", "all_reduce failed before: reset"]
+    assert others.asked == [
+        "silent",
+        "first: reset; rank 6: gives no answer",
+        "all_reduce failed before: reset",
+    ]
 
 
 def test_a_failure_that_names_nobody_tells_what_the_others_do() -> None:
@@ -256,9 +260,9 @@ def test_a_call_that_is_forgotten_has_no_name() -> None:
     ("failure", "kind", "found", "fix"),
     [
         (WireRefused("no"), md.BackendError, "no", "another backend, for example 'gloo'"),
-        (WireTimeout("late"), md.CollectiveTimeoutError, "late\nrank 6 is silent", "no one has"),
-        (WireFailure("reset"), md.BackendError, "reset\nrank 6 is silent", "come to this point"),
-        (MemberLost("has ended", 1), md.BackendError, "rank 6 has ended", "no one has ended"),
+        (WireTimeout("late"), md.CollectiveTimeoutError, "late\nrank 6 is silent", "none has"),
+        (WireFailure("reset"), md.BackendError, "reset\nrank 6 is silent", "make this call"),
+        (MemberLost("has ended", 1), md.BackendError, "rank 6 has ended", "none has exited"),
     ],
 )
 def test_a_group_that_is_not_opened(failure: WireFailure, kind: type, found: str, fix: str) -> None:
