@@ -182,10 +182,16 @@ def start_mpi() -> Any:
     return MPI
 
 
+_RABENSEIFNER = "3"
+"""Open MPI's number for an all-reduce that reduces and scatters, then gathers."""
+
+
 def _initialize(MPI: Any) -> None:
     """Start MPI without the GIL, which mpi4py would hold while MPI waits for other ranks."""
     import mpi4py
 
+    # Open MPI's own choice for 2 and 3 ranks moves and adds twice as much.
+    os.environ.setdefault("OMPI_MCA_coll_libnbc_iallreduce_algorithm", _RABENSEIFNER)
     with suppress(OSError, AttributeError):
         start = ctypes.CDLL(MPI.__file__).MPI_Init_thread
         start(None, None, MPI.THREAD_MULTIPLE, ctypes.byref(ctypes.c_int()))

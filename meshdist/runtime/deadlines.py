@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from .hosts import forks
 
 T = TypeVar("T")
 
+_AWAKE_S = 0.0002
 _SHORTEST_PAUSE_S = 0.00005
 _LONGEST_PAUSE_S = 0.02
 LOOK_S = 1.0
@@ -78,6 +80,7 @@ def wait_until(
     deadline: Deadline,
     check: Callable[[], object] | None = None,
     *,
+    awake_s: float = _AWAKE_S,
     longest_pause_s: float = _LONGEST_PAUSE_S,
 ) -> T | None:
     """Return ``condition()`` as soon as it is true, or None where the deadline comes first.
@@ -85,6 +88,7 @@ def wait_until(
     Args:
         condition: called at least once, also where the deadline is over already.
         check: called before each pause; it may raise to end the wait.
+        awake_s: how long the thread only yields its core between two calls of ``condition``.
         longest_pause_s: the longest sleep between two calls of ``condition``.
     """
     if found := condition():
@@ -94,9 +98,11 @@ def wait_until(
         if check is not None:
             check()
         # Pauses grow with the time waited: short waits end soon, and long waits cost little.
-        pause_s = _PAUSE_PER_WAIT * (time.monotonic() - begin)
-        pause_s = max(_SHORTEST_PAUSE_S, min(pause_s, longest_pause_s))
-        time.sleep(min(pause_s, deadline.left_s))
+        if (waited_s := time.monotonic() - begin) < awake_s:
+            os.sched_yield()
+        else:
+            pause_s = max(_SHORTEST_PAUSE_S, min(_PAUSE_PER_WAIT * waited_s, longest_pause_s))
+            time.sleep(min(pause_s, deadline.left_s))
         if found := condition():
             return found
     return None

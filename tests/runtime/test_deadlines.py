@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
 
 import pytest
@@ -25,11 +26,15 @@ class Time:
         self.pauses.append(seconds)
         self.seconds += seconds
 
+    def give_way(self) -> None:
+        self.seconds += 0.000001
+
 
 @pytest.fixture
 def real(monkeypatch: pytest.MonkeyPatch) -> Time:
     real = Time()
     monkeypatch.setattr(room, "time", real)
+    monkeypatch.setattr(os, "sched_yield", real.give_way)
     return real
 
 
@@ -68,10 +73,18 @@ def test_pauses_grow_with_the_wait_and_end_at_the_deadline(real: Time, longest_s
     assert real.seconds - begin == pytest.approx(1.0, abs=1e-9)
     assert real.pauses[0] == 0.00005
     assert max(real.pauses) == pytest.approx(longest_s)
-    waited = 0.0
+    waited = 1.0 - sum(real.pauses)
     for pause in real.pauses:
         assert pause <= max(0.00005, waited / 16 + 1e-9)
         waited += pause
+
+
+def test_a_wait_gives_way_before_it_sleeps(real: Time) -> None:
+    begin = real.seconds
+    assert wait_until(lambda: real.seconds - begin > 0.0001, Deadline(1.0))
+    assert not real.pauses
+    assert wait_until(lambda: real.seconds - begin > 0.0101, Deadline(1.0), awake_s=0.01)
+    assert not real.pauses
 
 
 def test_a_wait_in_vain_ends_by_its_check(real: Time) -> None:

@@ -36,7 +36,7 @@ from ..registry import Opening
 
 # As long as every rank of the host has a core of its own, spinning takes no core from a rank that
 # could work; to yield would leave the core to other programs for whole time slices.
-_SPIN_S = 0.0002
+_SPIN_S = 0.00015
 # MPI moves data while it is polled: a rank that sleeps early slows down what is under way.
 _AWAKE_S = 0.02
 _LONGEST_PAUSE_S = 0.0002
@@ -142,11 +142,19 @@ class MpiConnection:
         return operation
 
     def finish_at_once(self, operation: MpiOperation, timeout: timedelta) -> None:
-        """Wait for a collective's end; raise a handler's exception as an Interrupted."""
+        """Wait for a new collective; raise a handler's exception as an Interrupted."""
+        test, end = operation.request.Test, time.perf_counter() + self.spin_s
         try:
-            operation.finish(timeout)
+            while not test():
+                if time.perf_counter() >= end:
+                    self.start(operation).finish(timeout)
+                    return
+            if operation.then is not None:
+                operation.then()
+        except self.MPI.Exception as error:
+            raise self.failure(error) from None
         except BaseException as error:  # MPI takes no collective back, and may write its tensors
-            raise given_up_for(error, operation.test_quietly) from None
+            raise given_up_for(error, self.start(operation).test_quietly) from None
 
     def forget(self, operation: MpiOperation) -> None:
         """Drop the reference to an operation that is not in flight any more."""
@@ -154,27 +162,16 @@ class MpiConnection:
             self.in_flight.pop(operation, None)
 
     def wait(self, operation: MpiOperation, timeout: timedelta) -> None:
-        """Test ``operation`` until it is done, spinning, then sleeping.
+        """Test ``operation`` until it is done, yielding, then sleeping.
 
         Raises:
             WireFailure: it is late, aborted or closed, or a member that it awaits has ended.
         """
-        begin, is_done = time.perf_counter(), operation.test
-        while not is_done():
-            if time.perf_counter() - begin >= self.spin_s:
-                break
-        else:
-            return
-        deadline = Deadline(timeout)
-        is_over = partial(self._check_done, is_done)
-        while time.perf_counter() - begin < _AWAKE_S and not deadline.is_over:
-            if is_over():
-                return
-            os.sched_yield()
+        deadline, is_over = Deadline(timeout), partial(self._check_done, operation.test)
         look, early = self._looks(operation), Deadline(min(_LATE_S, deadline.left_s))
-        if not wait_until(is_over, early, look, longest_pause_s=_LONGEST_PAUSE_S) and not (
-            wait_until(is_over, deadline, look, longest_pause_s=_LATE_PAUSE_S)
-        ):
+        if not wait_until(
+            is_over, early, look, awake_s=_AWAKE_S, longest_pause_s=_LONGEST_PAUSE_S
+        ) and not wait_until(is_over, deadline, look, longest_pause_s=_LATE_PAUSE_S):
             raise WireTimeout.after(timeout)
 
     def leave(self) -> None:
