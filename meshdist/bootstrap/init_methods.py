@@ -118,7 +118,8 @@ def rendezvous(
 ) -> Iterator[tuple[Store, int, int]]:
     """Return an iterator of one element: the store that all share, this rank, the world's size.
 
-    Arguments are checked at once; ``next`` waits until all ranks have joined.
+    Arguments are checked at once; ``next`` waits until all ranks have joined. With ``file://`` and
+    a rank it returns at once, and the last process to drop its store removes the file.
 
     Args:
         url: ``env://``, ``tcp://host:port``, ``file:///path``, or a scheme of
@@ -143,12 +144,18 @@ def rendezvous(
 def _meetings(
     url: str, rank: int, world_size: int, timeout: timedelta, arguments: dict[str, Any]
 ) -> Iterator[tuple[Store, int, int]]:
-    terms = Terms(url, rank, world_size, timeout=timeout)
-    joined = meet(terms, handler_arguments=arguments)
-    yield joined.make_torch_store(), joined.rank, joined.size
+    parts = _split(url)
+    place = _with_query(parts, rank, world_size)
+    if parts.scheme == "file" and place[0] >= 0:
+        store = open_file(_path_of(parts, *place), timeout, place[1])
+        store.set_timeout(timeout)
+        yield store, *place
+    else:
+        joined = meet(Terms(url, rank, world_size, timeout=timeout), handler_arguments=arguments)
+        yield joined.make_torch_store(), joined.rank, joined.size
     raise RendezvousError(
         "a rendezvous gives one world",
-        where=joined.origin,
+        where=url,
         fix="call rendezvous(...) again for the next one",
     )
 
@@ -394,6 +401,11 @@ def _address_of(url: SplitResult) -> tuple[str, int]:
 
 
 def _meet_by_file(url: SplitResult, rank: int, size: int, terms: Terms) -> Rendezvous:
+    path = _path_of(url, rank, size)
+    return _meet_in_file(path, rank, size, f"file://{path}", terms)
+
+
+def _path_of(url: SplitResult, rank: int, size: int) -> str:
     if url.netloc not in ("", "localhost") or not url.path:
         raise ArgumentError(
             "file:// needs an absolute path",
@@ -402,7 +414,7 @@ def _meet_by_file(url: SplitResult, rank: int, size: int, terms: Terms) -> Rende
             fix=f"file:///{(url.netloc + url.path).lstrip('/') or 'shared/meeting'}",
         )
     _check_size(url, rank, size)
-    return _meet_in_file(url.path, rank, size, f"file://{url.path}", terms)
+    return url.path
 
 
 def _meet_in_file(

@@ -253,15 +253,19 @@ def connect_store(address: str, port: int, timeout: timedelta, try_number: int =
     )
 
 
-def open_file(path: str, timeout: timedelta) -> FileStore:
-    """Return the store in the file at ``path``, made where absent; raise for other content."""
-    # No process removes the file, since another process may just begin a world in it.
+def open_file(path: str, timeout: timedelta, num_users: int = -1) -> FileStore:
+    """Return the store in the file at ``path``, made where absent; raise for other content.
+
+    Args:
+        num_users: the last of so many processes removes the file; -1: no process does, since
+            another process may just begin a world in it.
+    """
     # Torch reads a damaged file, or waits for one that is locked, for ever, with the GIL.
     try:
         found = wait_until(lambda: _find_damage(path), Deadline(timeout))
         reason = found or f"{name_locker(path)} keeps it locked"
         if reason == _SOUND:
-            return FileStore(path, -1)
+            return FileStore(path, num_users)
     except (OSError, ValueError) as error:
         reason = first_line(error)
     raise RendezvousError(

@@ -15,6 +15,7 @@ from ..arguments import check_timeout, get_number, get_whole_number
 from ..bootstrap.world import get_usable_world
 from ..checking.program import call_site
 from ..errors import WorldError
+from .objects import broadcast_object_list
 from .verbs import barrier
 
 __all__: list[str] = []  # the name breakpoint would shadow the builtin
@@ -44,17 +45,19 @@ def breakpoint(rank: int = 0, skip: int = 0, timeout_s: float | None = 3600) -> 
         CollectiveTimeoutError: another rank did not make this call, or did not leave the debugger,
             within ``timeout_s``.
         BackendError: another rank's process ended.
-        WorldError: ``rank`` has no standard input.
+        WorldError: ``rank`` has no standard input; raised on every rank.
     """
     world = get_usable_world()
     rank = get_whole_number(rank, "breakpoint: rank", 0, world.size - 1)
     skip = get_whole_number(skip, "breakpoint: skip", 0)
-    meet = partial(barrier, timeout=_limit(timeout_s))
+    meet = partial(_meet, rank, _limit(timeout_s))
     if world.next_number(("breakpoint", call_site())) <= skip:
         return
     if world.rank != rank:
         meet()
         return
+    if not _has_input():
+        meet(without_input=os.getpid())
     debugger = _Debugger(rank, meet)
     debugger.message(f"rank {rank} of {world.size} is here; type continue to let go\n")
     debugger.set_trace(sys._getframe(1))  # stops as soon as this function has returned
@@ -72,6 +75,30 @@ def _limit(timeout_s: object) -> timedelta | None:
     return limit
 
 
+def _meet(rank: int, limit: timedelta | None, without_input: int | None = None) -> None:
+    """Wait for all ranks; raise on each if ``rank`` passed ``without_input``, its process id."""
+    barrier(timeout=limit)
+    found = [without_input]
+    broadcast_object_list(found, rank)
+    if found[0] is not None:
+        raise WorldError(
+            f"breakpoint() cannot stop rank {rank}: its process has no standard input",
+            where=f"rank {rank}, process {found[0]}",
+            expected="a terminal, or a file or pipe with the debugger's commands",
+            fix="start the program from a terminal (under mpiexec only rank 0 has an input), "
+            "or pass commands: meshdist run -n 4 script.py < commands",
+        )
+
+
+def _has_input() -> bool:
+    if _is_terminal(sys.stdin):
+        return True
+    try:
+        return not os.path.samestat(os.fstat(_STDIN), os.stat(os.devnull))
+    except OSError:  # closed
+        return False
+
+
 class _Debugger(pdb.Pdb):
     """pdb that meets the other ranks once its first commands let the program go on."""
 
@@ -79,7 +106,7 @@ class _Debugger(pdb.Pdb):
         if _is_terminal(sys.stdin) and _is_terminal(sys.stdout):
             super().__init__(nosigint=True)
         else:
-            stdin: Any = _StandardInput(rank)
+            stdin: Any = _StandardInput()
             super().__init__(stdin=stdin, stdout=sys.stdout, nosigint=True)
         self.prompt = f"(Pdb, rank {rank}) "
         self._meet: Callable[[], object] | None = meet
@@ -101,19 +128,7 @@ def _is_terminal(stream: Any) -> bool:
 class _StandardInput:
     """The process's standard input, which several ranks may share; read without a buffer."""
 
-    def __init__(self, rank: int) -> None:
-        try:
-            is_input = not os.path.samestat(os.fstat(_STDIN), os.stat(os.devnull))
-        except OSError:  # closed
-            is_input = False
-        if not is_input:
-            raise WorldError(
-                f"breakpoint() cannot stop rank {rank}: this process has no standard input",
-                where=f"rank {rank}, process {os.getpid()}",
-                expected="a terminal, or a file or pipe with the debugger's commands",
-                fix="start the program from a terminal (under mpiexec only rank 0 has an input), "
-                "or pass commands: meshdist run -n 4 script.py < commands",
-            )
+    def __init__(self) -> None:
         self._raw = open(_STDIN, "rb", buffering=0, closefd=False)  # noqa: SIM115
 
     def readline(self) -> str:

@@ -285,6 +285,33 @@ def test_an_own_scheme(pool: Pool, tmp_path: Path) -> None:
     assert pool.call(program, 2) == [(False, 2, ["own", "clo"])] * 2
 
 
+def test_the_rendezvous_of_a_file_does_not_wait_for_other_ranks(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/meeting"
+    first = next(md.rendezvous(f"{url}?rank=0&world_size=2", timeout=LONG))
+    second = next(md.rendezvous(url, 1, 2, timeout=LONG))
+    assert (first[1:], second[1:]) == ((0, 2), (1, 2))
+    first[0].set("key", "value")
+    assert second[0].get("key") == b"value"
+    del first
+    assert (tmp_path / "meeting").exists()
+    del second
+    assert not (tmp_path / "meeting").exists()
+
+
+@pytest.mark.parametrize(
+    ("url", "size", "text"),
+    [
+        ("file://meeting", 2, "file:// needs an absolute path"),
+        ("file:///{}/meeting", -1, "file:// needs the size of the world"),
+        ("file:///{}/absent/meeting", 2, "the file of the store cannot be used"),
+        ("file:///{}/meeting?rank=0", 2, "rank stands in the URL and in the call"),
+    ],
+)
+def test_a_wrong_rendezvous_of_a_file(tmp_path: Path, url: str, size: int, text: str) -> None:
+    with pytest.raises(md.MeshdistError, match=re.escape(text)):
+        next(md.rendezvous(url.format(tmp_path), 0, size, timeout=timedelta(seconds=2)))
+
+
 def test_the_rendezvous_function_hands_its_arguments_to_an_own_scheme() -> None:
     told = {}
 

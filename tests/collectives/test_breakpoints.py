@@ -211,33 +211,45 @@ finally:
         ("q\n", "rank 1 ended by BdbQuit"),
         ("", "rank 1 ended by BdbQuit"),  # the end of the input
         ("import os; os._exit(3)\n", "rank 1 has ended"),
-        (None, "rank 1 ended by WorldError: breakpoint() cannot stop rank 1: this process has no"),
     ],
 )
-def test_ranks_raise_if_the_debugged_rank_ends(
-    tmp_path: Path, commands: str | None, found: str
-) -> None:
+def test_ranks_raise_if_the_debugged_rank_ends(tmp_path: Path, commands: str, found: str) -> None:
+    done = quitting(tmp_path, input=commands)
+    assert done.returncode == (3 if "_exit" in commands else 1)
+    assert "BackendError: barrier on the world failed" in done.stderr
+    assert re.search(rf"\n  found: (.*\n)? +{re.escape(found)}", done.stderr), done.stderr
+
+
+def test_every_rank_raises_if_the_debugged_rank_has_no_input(tmp_path: Path) -> None:
+    done = quitting(tmp_path, stdin=subprocess.DEVNULL)
+    assert done.returncode == 1
+    assert "rank 1 leaves" in done.stdout
+    text = (
+        "breakpoint() cannot stop rank 1: its process has no standard input\n"
+        "where:    rank 1, process {}\n"
+        "expected: a terminal, or a file or pipe with the debugger's commands\n"
+        "fix:      start the program from a terminal (under mpiexec only rank 0 has an input), "
+        "or pass commands: meshdist run -n 4 script.py < commands"
+    )
+    shown = re.sub(r"process \d+", "process {}", re.sub(r"\n +", "\n", done.stderr))
+    assert shown.count(f"WorldError: {text}") == 2, done.stderr  # each rank's report
+
+
+def quitting(tmp_path: Path, **stdin: Any) -> subprocess.CompletedProcess[str]:
+    """Run the script whose rank 0 stops waiting for the debugged rank 1."""
     script = tmp_path / "script.py"
     script.write_text(QUITTING)
     done = subprocess.run(
         [*RUN, str(script)],
-        **({"stdin": subprocess.DEVNULL} if commands is None else {"input": commands}),
+        **stdin,
         capture_output=True,
         text=True,
         timeout=60,
         env=dict(os.environ, PYTHONPATH=str(ROOT)),
     )
-    assert done.returncode == (3 if commands and "_exit" in commands else 1)
     assert "rank 0 leaves" in done.stdout
     assert "reached" not in done.stdout.replace('-> print("not reached")', "")
-    assert "BackendError: barrier on the world failed" in done.stderr
-    assert re.search(rf"\n  found: (.*\n)? +{re.escape(found)}", done.stderr), done.stderr
-    if commands is None:
-        assert (
-            "expected: a terminal, or a file or pipe with the debugger's commands\n"
-            "  fix:      start the program from a terminal (under mpiexec only rank 0 has an "
-            "input), or pass commands: meshdist run -n 4 script.py < commands"
-        ) in done.stderr
+    return done
 
 
 def test_the_others_wait_no_longer_than_timeout_s(pool: Pool) -> None:
