@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import wraps
 from typing import Any, TypeVar, cast
@@ -92,9 +93,16 @@ def call_function(function: type[Function], x: torch.Tensor, *rest: Any) -> torc
 
 
 def storage_uses(tensor: torch.Tensor) -> int:
-    """Return how many tensors and arrays share the memory of ``tensor``, itself among them."""
-    # The storage that is made here to ask counts as well.
-    return int(_C._storage_Use_Count(tensor.untyped_storage()._cdata)) - 1
+    """Return how many tensors, arrays and storage objects share the memory of ``tensor``."""
+    return _raw_uses(tensor) - _RAW_USES_OF_ONE + 1
+
+
+def _raw_uses(tensor: torch.Tensor) -> int:
+    storage = tensor.untyped_storage()  # one Python object, however often it is asked for
+    return int(_C._storage_Use_Count(storage._cdata)) + sys.getrefcount(storage)
+
+
+_RAW_USES_OF_ONE = _raw_uses(torch.empty(0))
 
 
 def version_of(tensor: torch.Tensor) -> int:

@@ -38,6 +38,7 @@ _AT_ONCE_BYTES = 64 * 1024
 _SCALED_TOGETHER_BYTES = 512 * 1024
 
 _grad_of = attrgetter("grad")
+_uses_of = torch.Tensor._use_count
 
 _NUM_ALONE = max(map(sys.getrefcount, [torch.empty(0)]))
 """The reference count, looked at like this, of a tensor that one list alone refers to."""
@@ -179,10 +180,12 @@ class Bucket:
         if not self.num_users or is_capturing(self.sent.device):
             return
         is_shared = not _COUNTS_ARE_EXACT or storage_uses(self.sent) > self.num_users
-        if not is_shared and max(map(sys.getrefcount, self.views)) == _NUM_ALONE:
+        uses = [*map(_uses_of, self.views)]  # ``kept = torch.from_dlpack(p.grad)`` adds one
+        if not is_shared and max(map(sys.getrefcount, self.views)) == _NUM_ALONE and max(uses) == 1:
             return
         pairs = zip(self.members, self.views, strict=True)
         apart = [slot for slot, (member, view) in enumerate(pairs) if member.grad is not view]
+        is_shared = is_shared or any(uses[slot] > 1 for slot in apart)
         if is_shared and apart:  # ``kept = p.grad.detach()``, or an array: of an unknown gradient
             self._move()
             return

@@ -27,6 +27,8 @@ KEEPING: dict[str, Callable[[torch.Tensor], Any]] = {
     "a view": lambda grad: grad.view(-1),
     "a row": lambda grad: grad[0],
     "an array": lambda grad: grad.numpy(),
+    "by DLPack": lambda grad: torch.from_dlpack(grad),
+    "its storage": lambda grad: grad.untyped_storage(),
     "the gradient and a view": lambda grad: (grad, grad.view(-1)),
 }
 OPTIONS: list[dict[str, Any]] = [
@@ -46,7 +48,13 @@ def net() -> nn.Module:
 
 def numbers(kept: Any) -> list[Any]:
     parts = kept if isinstance(kept, tuple) else (kept,)
-    return [torch.as_tensor(part).tolist() for part in parts]
+    from_storage = torch.empty(0, dtype=torch.uint8).set_
+    return [
+        (
+            from_storage(part) if isinstance(part, torch.UntypedStorage) else torch.as_tensor(part)
+        ).tolist()
+        for part in parts
+    ]
 
 
 def keep(names: list[str], options: dict[str, Any]) -> list[str]:
