@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import graphlib
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -174,12 +175,12 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "collective",
             "prepare",
             "verbs",
-            "breakpoints",
             "list_verbs",
             "several_tensors",
             "point_to_point",
             "object_rounds",
             "objects",
+            "breakpoints",
             "monitored_barrier",
             "shared_buffers",
             "flat_sums",
@@ -733,6 +734,8 @@ TORCH_NAMES = {name for mirrored in (*MIRRORED, torch.nn.Module()) for name in d
 
 def private_uses(where: str, text: str, owners: Mapping[str, set[str]]) -> list[str]:
     """Return a line for each underscore name of the package that a text touches or spells."""
+    if not owners.keys() & re.findall(r"\b_\w+", text):
+        return []  # seen without the second that parsing and walking large files would take
     nodes = [node for node in nodes_of(text) if getattr(node, "attr", "") not in TORCH_NAMES]
     own = own_names(nodes)
     others = {name: modules for name, modules in owners.items() if name not in own | TORCH_NAMES}

@@ -155,7 +155,7 @@ def killed(rank: int, url: str, size: int, is_named: bool) -> int:
     return os.waitpid(child, 0)[1]
 
 
-@pytest.mark.parametrize("is_named", [True, False])
+@pytest.mark.parametrize("is_named", [True, pytest.param(False, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("num_absent", [0, 1])
 def test_the_file_of_a_crashed_job_is_good_for_the_next(
     pool: Pool, tmp_path: Path, num_absent: int, is_named: bool

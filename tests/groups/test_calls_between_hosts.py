@@ -16,7 +16,8 @@ from tests.pool import Failure, Pool, places
 from tests.two_hosts import TwoHosts
 
 LONG = timedelta(seconds=30)
-HOSTS = ["AB", "ABA", "AAB", "ABABA"]
+FURTHER = ["ABA", "AAB", "ABABA"]
+HOSTS = ["AB", "ABABA", *(pytest.param(hosts, marks=pytest.mark.soak) for hosts in ("ABA", "AAB"))]
 
 CALLS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "sum": (
@@ -95,7 +96,9 @@ def common(text: str) -> str:
 
 
 @pytest.mark.parametrize("usual", ["sum", "async"])
-@pytest.mark.parametrize("hosts", HOSTS)
+@pytest.mark.parametrize(
+    "hosts", ["AB", *(pytest.param(n, marks=pytest.mark.soak) for n in FURTHER)]
+)
 def test_wrong_numbers_are_an_error_of_all_ranks_by_the_next_round(
     pool: Pool, hosts: str, usual: str
 ) -> None:
@@ -159,7 +162,7 @@ def test_what_hangs_is_named_before_a_round(pool: Pool, pair: tuple[str, str]) -
 
 
 @pytest.mark.parametrize("pair", [("broadcast", "other root"), ("sum", "barrier")])
-@pytest.mark.parametrize("hosts", ["AB", "AAB"])
+@pytest.mark.parametrize("hosts", ["AB", pytest.param("AAB", marks=pytest.mark.soak)])
 def test_what_hangs_between_rounds_is_named_at_the_timeout(
     pool: Pool, hosts: str, pair: tuple[str, str]
 ) -> None:
@@ -211,7 +214,7 @@ def one_call_short(timeout_s: float) -> tuple[str, float]:
     return str(caught.value), float(x[0])
 
 
-@pytest.mark.parametrize("hosts", ["AB", "AAB"])
+@pytest.mark.parametrize("hosts", [pytest.param("AB", marks=pytest.mark.soak), "AAB"])
 def test_who_does_not_come_to_a_round_is_named(pool: Pool, hosts: str) -> None:
     last = len(hosts) - 1
     *told, (_, of_last) = pool.run(one_call_short, len(hosts), 3.0, backend="gloo", hosts=hosts)

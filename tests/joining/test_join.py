@@ -242,7 +242,7 @@ def unserved(place: str) -> str:
         ("objects", "all_gather_object("),
     ],
 )
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.soak), 3])
 def test_a_call_that_no_hook_makes_raises_on_all_ranks(
     run: Run, size: int, place: str, call: str
 ) -> None:
@@ -474,7 +474,7 @@ def test_a_late_rank_is_not_taken_for_a_stuck_one(pool: Pool) -> None:
     assert pool.run(program, 3, timeout_s=timedelta(seconds=60).total_seconds()) == [0.0, 4.0, 4.0]
 
 
-@pytest.mark.parametrize("backend", ["shm", "gloo"])
+@pytest.mark.parametrize("backend", ["shm", pytest.param("gloo", marks=pytest.mark.soak)])
 def test_a_rank_that_left_the_context_is_not_taken_for_a_stuck_one(
     pool: Pool, backend: str
 ) -> None:

@@ -59,7 +59,7 @@ def compiled_steps(plan: dict[str, str], backend: str, *, is_method: bool) -> fl
 @pytest.mark.filterwarnings(f"ignore:{NOT_A_LEAF}")
 @pytest.mark.parametrize("is_method", [False, True])
 @pytest.mark.parametrize("plan", [WHOLE_PLAN, SEQUENCE_PLAN])
-@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@pytest.mark.parametrize("size", [2, *(pytest.param(n, marks=pytest.mark.soak) for n in (1, 3, 5))])
 def test_a_compiled_model_has_the_numbers_of_one_device(
     plan: dict[str, str], is_method: bool, size: int
 ) -> None:
@@ -67,7 +67,9 @@ def test_a_compiled_model_has_the_numbers_of_one_device(
     assert max(md.simulate(program, size)) < 1e-13
 
 
-@pytest.mark.parametrize("wire", ["gloo", "shm", "mpi"])
+@pytest.mark.parametrize(
+    "wire", ["shm", *(pytest.param(wire, marks=pytest.mark.soak) for wire in ("gloo", "mpi"))]
+)
 def test_a_compiled_model_on_processes(pool: Pool, wire: str) -> None:
     def program() -> float:
         with warnings.catch_warnings():

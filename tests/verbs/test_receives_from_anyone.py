@@ -68,7 +68,7 @@ def one_is_killed(how: str, folder: str) -> tuple[str, float]:
     return error, time.monotonic() - begin
 
 
-@pytest.mark.parametrize("size", [2, 3, 5])
+@pytest.mark.parametrize("size", [2, *(pytest.param(n, marks=pytest.mark.soak) for n in (3, 5))])
 @pytest.mark.parametrize("how", RECEIVES)
 @pytest.mark.parametrize("wire", PROCESSES)
 def test_the_death_of_a_member_ends_it(
@@ -108,7 +108,7 @@ def test_it_ends_once_all_others_have_left(wire: str, pool: Pool) -> None:
     assert error.startswith("BackendError: ") and "has " in error.split("found:")[1]
 
 
-@pytest.mark.parametrize("how", ["started", "polled"])
+@pytest.mark.parametrize("how", ["started", pytest.param("polled", marks=pytest.mark.soak)])
 def test_a_started_receive_ends_once_all_others_have_left(how: str, pool: Pool) -> None:
     for wire in ("gloo", "gloo across hosts"):
         found = WIRES[wire](pool, one_after_the_other_leaves, 3, how)[0]
@@ -268,8 +268,10 @@ def another(sent: torch.Tensor, taken: torch.Tensor, tag: int, is_named_later: b
     return error_of(lambda: md.recv(taken, source, group=group, tag=tag))
 
 
-@pytest.mark.parametrize("is_named_later", [False, True])
-@pytest.mark.parametrize("tag", [0, 5, 8192, (1 << 30) - 3])
+@pytest.mark.parametrize("is_named_later", [False, pytest.param(True, marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    "tag", [0, *(pytest.param(n, marks=pytest.mark.soak) for n in (5, 8192, (1 << 30) - 3))]
+)
 @pytest.mark.parametrize("wire", ["gloo", "gloo across hosts"])
 def test_gloo_leaves_a_message_of_another_size_until_the_timeout(
     wire: str, tag: int, is_named_later: bool, pool: Pool
@@ -290,7 +292,7 @@ def test_a_message_of_another_dtype_is_left_until_the_timeout(wire: str, pool: P
     assert "recv((4,) int32, from any rank)" in error and "isend((4,) float32, to rank 0" in error
 
 
-@pytest.mark.parametrize("count", [2, 200])
+@pytest.mark.parametrize("count", [2, pytest.param(200, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("wire", ["shm", "simulated"])
 def test_a_message_of_another_size_raises_where_it_arrives(
     wire: str, count: int, pool: Pool
@@ -308,7 +310,7 @@ def test_a_message_of_another_size_raises_where_it_arrives(
         (200, "a longer message came where 384 bytes were to be received"),
     ],
 )
-@pytest.mark.parametrize("is_named_later", [False, True])
+@pytest.mark.parametrize("is_named_later", [False, pytest.param(True, marks=pytest.mark.soak)])
 def test_mpi_raises_where_a_message_of_another_size_arrives(
     count: int, told: str, is_named_later: bool, pool: Pool
 ) -> None:
