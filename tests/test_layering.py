@@ -734,7 +734,7 @@ TORCH_NAMES = {name for mirrored in (*MIRRORED, torch.nn.Module()) for name in d
 
 def private_uses(where: str, text: str, owners: Mapping[str, set[str]]) -> list[str]:
     """Return a line for each underscore name of the package that a text touches or spells."""
-    if not owners.keys() & re.findall(r"\b_\w+", text):
+    if not any(map(is_private, re.findall(r"\b_\w+", text))):
         return []  # seen without the second that parsing and walking large files would take
     nodes = [node for node in nodes_of(text) if getattr(node, "attr", "") not in TORCH_NAMES]
     own = own_names(nodes)
