@@ -734,8 +734,10 @@ TORCH_NAMES = {name for mirrored in (*MIRRORED, torch.nn.Module()) for name in d
 
 def private_uses(where: str, text: str, owners: Mapping[str, set[str]]) -> list[str]:
     """Return a line for each underscore name of the package that a text touches or spells."""
-    if not any(map(is_private, re.findall(r"\b_\w+", text))):
-        return []  # seen without the second that parsing and walking large files would take
+    # Most texts are seen to have private names of their own alone without parsing them.
+    words = {word for word in re.findall(r"\b_\w+", text) if is_private(word)}
+    if not words - {*re.findall(r"(?:def |class |self\.|^)(_\w+)", text, re.MULTILINE)} - TORCH_NAMES:
+        return []
     nodes = [node for node in nodes_of(text) if getattr(node, "attr", "") not in TORCH_NAMES]
     own = own_names(nodes)
     others = {name: modules for name, modules in owners.items() if name not in own | TORCH_NAMES}
