@@ -120,7 +120,7 @@ def train(kinds: list[str], options: dict[str, Any]) -> list[str]:
 @pytest.mark.parametrize(
     "options", [{}, {"find_unused_parameters": True}, {"static_graph": True}], ids=str
 )
-@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@pytest.mark.parametrize("size", [1, 3, *(pytest.param(n, marks=pytest.mark.soak) for n in (2, 5))])
 def test_hidden_losses_are_averaged(size: int, options: dict[str, Any]) -> None:
     kinds = [kind for kind in KINDS if not (options and "check" in kind)]
     assert md.simulate(train, size, args=(kinds, options)) == [[]] * size

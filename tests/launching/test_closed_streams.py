@@ -40,10 +40,10 @@ PROGRAMS = {
 @pytest.mark.parametrize(
     ("how", "closed"),
     [
-        ("run", ">&-"),
-        ("run", "2>&-"),
+        pytest.param("run", ">&-", marks=pytest.mark.soak),
+        pytest.param("run", "2>&-", marks=pytest.mark.soak),
         ("run", "<&- >&- 2>&-"),
-        ("spawn", "<&-"),
+        pytest.param("spawn", "<&-", marks=pytest.mark.soak),
         ("spawn", "<&- >&- 2>&-"),
         ("simulate", "<&- >&- 2>&-"),
     ],

@@ -212,8 +212,14 @@ def redistributed(shape: tuple[int, ...], rows: int) -> int:
     return len(placements) ** 2
 
 
-@pytest.mark.parametrize("rows", [1, 3, 5, 9])
-@pytest.mark.parametrize("shape", [(1,), (2,), (3,), (5,), (2, 2), (2, 3), (3, 2)])
+FURTHER_SHAPES = [(3,), (2, 3), (3, 2)]
+
+
+@pytest.mark.parametrize("rows", [1, 5, *(pytest.param(n, marks=pytest.mark.soak) for n in (3, 9))])
+@pytest.mark.parametrize(
+    "shape",
+    [(1,), (2,), (5,), (2, 2), *(pytest.param(s, marks=pytest.mark.soak) for s in FURTHER_SHAPES)],
+)
 def test_dtensors_with_uneven_parts(shape: tuple[int, ...], rows: int) -> None:
     size = math.prod(shape)
     assert md.simulate(redistributed, size, args=(shape, rows)) == [9 ** len(shape)] * size
