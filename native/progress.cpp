@@ -167,7 +167,7 @@ Status Progress::wait(const TicketPtr& ticket, Nanoseconds deadline, Interruptio
   const auto done = [&] { return ticket->has_ended(); };
   const auto never = [] { return false; };
   // The progress thread needs a core too: look only briefly before sleeping.
-  const Patience brief{end_->is_crowded ? 0 : 5'000, 0, !end_->is_crowded};
+  const Patience brief{end_->is_crowded ? 0 : 5'000, 0};
   bool is_late = false;
   for (;;) {
     if (has_begun_.load(std::memory_order_acquire)) {

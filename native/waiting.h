@@ -82,16 +82,15 @@ inline void ring_if_awaited(Seat& seat, std::int32_t member, std::uint32_t stamp
 struct Patience {
   Nanoseconds spin;   // on the core: pays when the awaited member runs on another one
   Nanoseconds yield;  // giving the core away each time: pays when it shares this one
-  bool has_own_core;  // each rank has: then a long turn on this core is another program's
 
   // Measured on 2 cores: a sleep and its wake-up cost 5 to 30 us, so spinning for about that long
   // costs at most twice the best. Two ranks that wake each other come to lie on one core, and stay
   // there as long as they sleep, since the kernel moves only what could run: so yield before
   // sleeping, which hands over in 1 to 2 us until the other core has fetched one of them (all-reduces
   // of 8 bytes in bursts took 2 to 257 us, one in six above 60; with yields 2 to 22).
-  static Patience usual() { return {20'000, 1'000'000, true}; }
+  static Patience usual() { return {20'000, 1'000'000}; }
   // With more ranks than cores the one awaited may need this very core: a pause would only hold it up.
-  static Patience crowded() { return {0, 100'000, false}; }
+  static Patience crowded() { return {0, 100'000}; }
 };
 
 // Whether other programs want the cores of this process's threads: what a thread that gives its core
@@ -113,8 +112,8 @@ class CoreDemand {
   }
 
  private:
-  // A rank that shares the core hands over in some microseconds, a program that computes when its
-  // slice is over: 1 to 4 ms.
+  // A rank that shares the core hands over in some microseconds, unless it computes; a program that
+  // computes does when its slice is over: 1 to 4 ms.
   static constexpr Nanoseconds kForeignTurn = 500'000;
   // To try again costs a few slices. So the first rest is short, since most turns are those of the
   // system's own threads, and it grows where one turn soon follows another.
@@ -150,10 +149,10 @@ bool look(const Patience& patience, Ready ready, IsOver is_over) {
   }
   Nanoseconds now = now_ns();
   const Nanoseconds end = now + patience.yield;
-  while (now < end && !(patience.has_own_core && core_demand.is_high(now))) {
+  while (now < end && !core_demand.is_high(now)) {
     sched_yield();
     const Nanoseconds back = now_ns();
-    if (patience.has_own_core) core_demand.note(back, back - now);
+    core_demand.note(back, back - now);
     if (ready() || is_over()) return true;
     now = now_ns();  // looking may be work: a message's pieces are copied there
   }
