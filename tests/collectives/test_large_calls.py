@@ -31,7 +31,7 @@ def every_call() -> dict[str, Any]:
 
     md.broadcast(whole.fill_(rank + 3), 1)
     note("broadcast", whole)
-    md.all_reduce(whole.fill_(rank + 3))
+    md.all_reduce(whole.fill_(rank + 3), md.ReduceOp.MAX)
     note("all_reduce", whole)
     md.reduce(whole.fill_(rank + 3), 1, md.ReduceOp.MAX)
     note("reduce", whole)
@@ -49,7 +49,7 @@ def every_call() -> dict[str, Any]:
     note("scatter", part)
     md.reduce_scatter_tensor(part, whole, md.ReduceOp.MAX)
     note("reduce_scatter_tensor", part)
-    md.reduce_scatter(part, halves)
+    md.reduce_scatter(part, halves, md.ReduceOp.MAX)
     note("reduce_scatter", part)
     taken = torch.empty_like(whole)
     md.all_to_all_single(taken, whole)
@@ -71,14 +71,14 @@ def expected(rank: int) -> dict[str, list[int]]:
     gathered, exchanged = [3, 3, 4, 4], [rank, rank, 10 + rank, 10 + rank]
     rows = {
         "broadcast": [4] * 4,
-        "all_reduce": [7] * 4,
+        "all_reduce": [4] * 4,
         "reduce": [3 + rank] * 4,
         "all_gather_into_tensor": gathered,
         "all_gather": gathered,
         "gather": gathered if rank == 0 else [0] * 4,
         "scatter": [rank] * 4,
         "reduce_scatter_tensor": [10 + rank] * 4,
-        "reduce_scatter": [10 + 2 * rank] * 4,
+        "reduce_scatter": [10 + rank] * 4,
         "all_to_all_single": exchanged,
         "all_to_all": exchanged,
         "uneven all_to_all_single": [0, 0, 1, 10] if rank == 0 else [1, 10, 11, 11],
