@@ -102,6 +102,9 @@ def _raw_uses(tensor: torch.Tensor) -> int:
     return int(_C._storage_Use_Count(storage._cdata)) + sys.getrefcount(storage)
 
 
+tensor_uses: Callable[[torch.Tensor], int] = _C.TensorBase._use_count  # type: ignore[attr-defined]
+"""Return by how many a tensor is held outside of Python, Python itself counted as one."""
+
 _RAW_USES_OF_ONE = _raw_uses(torch.empty(0))
 
 

@@ -24,7 +24,7 @@ import torch
 
 from ..collectives.flat_sums import assign_buckets, views_into
 from ..collectives.shared_buffers import copy_past_caches
-from ..collectives.torch_private import storage_uses
+from ..collectives.torch_private import storage_uses, tensor_uses
 from ..groups.process_group import ProcessGroup
 from .device_streams import GradientStreams, is_capturing, streams_for
 from .reports import Reports
@@ -38,7 +38,6 @@ _AT_ONCE_BYTES = 64 * 1024
 _SCALED_TOGETHER_BYTES = 512 * 1024
 
 _grad_of = attrgetter("grad")
-_uses_of = torch.Tensor._use_count
 
 _NUM_ALONE = max(map(sys.getrefcount, [torch.empty(0)]))
 """The reference count, looked at like this, of a tensor that one list alone refers to."""
@@ -180,7 +179,7 @@ class Bucket:
         if not self.num_users or is_capturing(self.sent.device):
             return
         is_shared = not _COUNTS_ARE_EXACT or storage_uses(self.sent) > self.num_users
-        uses = [*map(_uses_of, self.views)]  # ``kept = torch.from_dlpack(p.grad)`` adds one
+        uses = [*map(tensor_uses, self.views)]  # ``kept = torch.from_dlpack(p.grad)`` adds one
         if not is_shared and max(map(sys.getrefcount, self.views)) == _NUM_ALONE and max(uses) == 1:
             return
         pairs = zip(self.members, self.views, strict=True)

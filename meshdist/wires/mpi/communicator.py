@@ -150,7 +150,7 @@ class MpiCommunicator(Communicator):
     def _all_gather(self, prepared: PreparedCall) -> Operation:
         (output,), (tensor,) = prepared.outputs, prepared.inputs
         tensor, moved = apart(tensor, output), self._buffers.moved
-        if _EXCHANGED_FROM <= tensor.nbytes and output.nbytes <= self._buffers.most:
+        if tensor.nbytes >= _EXCHANGED_FROM and output.nbytes <= self._buffers.most:
             memory, num_bytes, byte = moved(tensor)
             for_each = memory, ([num_bytes] * self.size, [0] * self.size), byte
             taken = self._buffers.cut(output, [tensor.numel()] * self.size)
