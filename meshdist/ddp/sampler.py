@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Iterator, Mapping
 from itertools import cycle, islice
 from operator import length_hint
 from typing import Any, TypeVar
 
-import numpy as np
 from torch.utils import data
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
@@ -84,17 +82,19 @@ class DistributedSampler(data.DistributedSampler[T]):
             self.num_samples = len(range(own_rank, self._length, size))
         self._may_lack_axis = not isinstance(num_replicas, (DeviceMesh, ProcessGroup))
         self._warn_of_axes()
-        self._begin = 0  # in samples of all ranks: where a pass begins
-        self._share: list[Any] = []  # of the last pass; then what of it is left, and what reads it
-        self._rest: Iterator[Any] = iter(())
-        self._reader: dict[str, Any] | None = None
-        self._num_passes = 0  # in this epoch
+        self._move_to(0, 0)
 
     def set_epoch(self, epoch: int) -> None:
         """Let the order be that of ``epoch``, equal on every rank."""
         epoch = get_whole_number(epoch, "epoch")
         if epoch != self.epoch or self._num_passes:  # else a state of this epoch may be loaded
-            self._stand_at(epoch, 0)
+            self._move_to(epoch, 0)
+
+    def _move_to(self, epoch: int, consumed: int) -> None:
+        """Begin the next pass after the first ``consumed`` samples of an epoch."""
+        super().set_epoch(epoch)
+        self._begin, self._num_passes = consumed, 0
+        self._num_given, self._rest, self._reader = 0, iter(()), None  # of the last pass
 
     def state_dict(self, consumed: int | None = None) -> dict[str, int]:
         """Return where the program is in its epoch; equal on ranks that have taken equally many.
@@ -107,9 +107,8 @@ class DistributedSampler(data.DistributedSampler[T]):
         """
         if consumed is None:
             taken = self._count_taken()
-            consumed = self._begin + taken * self.num_replicas
-            if self._share and taken == len(self._share):
-                consumed = self._length  # what is dropped here is dropped on other numbers of ranks
+            is_over = 0 < self._num_given == taken  # what is dropped now is not read later
+            consumed = self._length if is_over else self._begin + taken * self.num_replicas
         if type(consumed) is not int or consumed < 0:
             raise ArgumentError(f"consumed={consumed!r} is no number of samples")
         position = {"epoch": self.epoch, "consumed": min(consumed, self._length)}
@@ -128,7 +127,7 @@ class DistributedSampler(data.DistributedSampler[T]):
                 found=", ".join(f"{name}={value}" for name, value in state_dict.items()),
                 fix="load what state_dict() gave into a sampler of the same data, seed and shuffle",
             )
-        self._stand_at(state_dict["epoch"], state_dict["consumed"])
+        self._move_to(state_dict["epoch"], state_dict["consumed"])
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_reader": None}  # a DataLoader's workers cannot be copied
@@ -144,30 +143,25 @@ class DistributedSampler(data.DistributedSampler[T]):
         if self._num_passes:
             self._begin = 0
         self._num_passes += 1
-        whole: Any = data.DistributedSampler(self.dataset, 1, 0, self.shuffle, self.seed)
-        whole.epoch, size = self.epoch, self.num_replicas
-        left = (order := list(whole))[self._begin :]
+        one: Any = data.DistributedSampler(self.dataset, 1, 0, self.shuffle, self.seed)
+        one.set_epoch(self.epoch)
+        order = list(one)
+        left, size = order[self._begin :], self.num_replicas
         if self.drop_last:
             left = left[: len(left) // size * size]
         elif self.pad:
             left += islice(cycle(order), -len(left) % size)
-        self._share = left[self.rank :: size]
-        self._rest, self._reader = iter(self._share), _find_reader()
+        share = left[self.rank :: size]
+        self._num_given, self._rest, self._reader = len(share), iter(share), _find_reader()
         return self._rest
 
     @property
     def _length(self) -> int:
         return len(self.dataset)  # type: ignore[arg-type]
 
-    def _stand_at(self, epoch: int, consumed: int) -> None:
-        """Let the next pass begin behind the first ``consumed`` samples of an epoch."""
-        super().set_epoch(epoch)
-        self._begin, self._num_passes = consumed, 0
-        self._share, self._rest, self._reader = [], iter(()), None
-
     def _count_taken(self) -> int:
-        """Return how many samples of its share the program has taken in the last pass."""
-        taken = len(self._share) - length_hint(self._rest)
+        """Return how many samples the program has taken in the last pass."""
+        taken = self._num_given - length_hint(self._rest)
         if self._reader is None:
             return taken
         reads = self._reader["_index_sampler"]
@@ -183,8 +177,8 @@ class DistributedSampler(data.DistributedSampler[T]):
 
     def _warn_of_axes(self) -> None:
         """Warn once where samples are split over the world while an open mesh has several axes."""
-        world = find_world()
-        if not self._may_lack_axis or world is None or self.num_replicas != world.size:
+        world = find_world() if self._may_lack_axis else None
+        if world is None or self.num_replicas != world.size:
             return
         for layout in +world.open_layouts:
             if sum(size > 1 for size in layout.sizes) > 1:
@@ -202,13 +196,12 @@ class DistributedSampler(data.DistributedSampler[T]):
 
 def _find_reader() -> dict[str, Any] | None:
     """Return the attributes of the DataLoader iterator in a frame above, None without."""
-    frame = sys._getframe(1)
-    while not isinstance(reader := frame.f_locals.get("self"), _BaseDataLoaderIter):
-        if frame.f_back is None:
-            return None
-        frame = frame.f_back
+    frame, reader = sys._getframe(1).f_back, None
+    while frame is not None and not isinstance(reader, _BaseDataLoaderIter):
+        frame, reader = frame.f_back, frame.f_locals.get("self")
     # torchdata's keeps what a sampler says at each batch that is fetched: what was handed out.
-    return None if type(reader).__module__.startswith("torchdata.") else vars(reader)
+    is_read = isinstance(reader, _BaseDataLoaderIter) and "torchdata" not in type(reader).__module__
+    return vars(reader) if is_read else None
 
 
 def _size_and_rank(
@@ -222,17 +215,15 @@ def _size_and_rank(
                 expected="rank only with a number of replicas",
                 fix="drop rank",
             )
-        if isinstance(num_replicas, ProcessGroup):
-            return num_replicas.size(), num_replicas.rank()
-        coordinate = num_replicas.get_coordinate()
-        if coordinate is None:
+        is_group, own = isinstance(num_replicas, ProcessGroup), num_replicas.world.rank
+        ranks = num_replicas.ranks if is_group else num_replicas.layout.ranks().ravel().tolist()
+        if own not in ranks:
             raise NotInGroupError(
                 "this rank has no share: it is not on the mesh",
-                where=f"rank {num_replicas.world.rank}, {num_replicas!r}",
+                where=f"rank {own}, {num_replicas!r}",
                 fix="make the sampler only where mesh.get_coordinate() is not None",
             )
-        shape = num_replicas.shape
-        return math.prod(shape), int(np.ravel_multi_index(coordinate, shape))
+        return len(ranks), ranks.index(own)
     choices = "a number, a mesh such as mesh['dp'], a ProcessGroup, or None for the world"
     size = (
         get_world_size()
