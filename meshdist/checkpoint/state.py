@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import random
-import struct
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,14 +20,11 @@ from ..typed_contexts.random_draws import find_seeded_axes, note_seeding, seed
 from .manifest import Manifest
 from .members import Members
 from .opened import OpenArrays
-from .pieces import whole_box
 from .trees import EachRanks, FirstRanks, axes_told, is_array
 
 __all__ = ["State"]
 
 _WRAPPERS = ("module", "_orig_mod")
-_PYTHON = struct.Struct("<625I?d")
-_NUMPY = struct.Struct("<624Ii?d")
 
 
 class State:
@@ -37,9 +32,9 @@ class State:
 
     Parameters and optimizer states bear the names of the bare model, whatever wraps it; states of
     the shape of their parameter lie as it does. Buffers are the first rank's, as those of ``DDP``
-    are. Each rank's random generators return bit for bit on as many ranks; on other numbers they
-    are seeded anew, from the first rank's, and differ along the axes over which ``md.seed`` or the
-    saved generators made them differ.
+    are. Each rank's random generators draw the same numbers again on an equal mesh. On another mesh
+    they get a new seed, the CRC-32 of the first rank's saved state, and differ along the axes over
+    which ``md.seed`` made them differ.
 
     Args:
         model: a module, in ``DDP``, ``torch.compile`` or bare; several as a dict, by name.
@@ -155,7 +150,7 @@ class State:
         if self._rng and "rng.torch" in names:
             _restore_generators(loaded["rng"], members.mesh)
         elif self._rng and "rng.differ_over" in names:
-            _seed_anew(source, members)
+            _seed_again(source.manifest, members)
 
     def _optimizer_tree(self, saved: Manifest | None) -> dict[str, Any]:
         names: dict[int, str] = {}
@@ -262,16 +257,13 @@ def _generators(mesh: DeviceMesh | None) -> dict[str, Any]:
             found=str(drawn["bit_generator"]),
             fix="rng=False, and save its state as a leaf",
         )
-    place = drawn["state"]
-    python = _PYTHON.pack(*words, pair is not None, pair or 0.0)
-    numpy = _NUMPY.pack(
-        *place["key"].tolist(), place["pos"], bool(drawn["has_gauss"]), drawn["gauss"]
-    )
-    axes = find_seeded_axes()
+    place, axes = drawn["state"], find_seeded_axes()
+    python = [*words, pair is not None, pair or 0.0]
+    numpy = [*place["key"].tolist(), place["pos"], drawn["has_gauss"], drawn["gauss"]]
     tree = {
         "torch": EachRanks(torch.get_rng_state()),
-        "python": EachRanks(torch.tensor(list(python), dtype=torch.uint8)),
-        "numpy": EachRanks(torch.tensor(list(numpy), dtype=torch.uint8)),
+        "python": EachRanks(torch.tensor(python, dtype=torch.float64)),
+        "numpy": EachRanks(torch.tensor(numpy, dtype=torch.float64)),
         "differ_over": FirstRanks(None if axes is None else list(axes)),
         "mesh": FirstRanks(None if mesh is None else axes_told(mesh)),
     }
@@ -283,40 +275,39 @@ def _generators(mesh: DeviceMesh | None) -> dict[str, Any]:
 def _restore_generators(tree: Mapping[str, Any], mesh: DeviceMesh | None) -> None:
     """Set this rank's random generators to the states in ``tree``."""
     torch.set_rng_state(tree["torch"].array)
-    *words, has_pair, pair = _PYTHON.unpack(bytes(tree["python"].array.tolist()))
-    random.setstate((3, tuple(words), pair if has_pair else None))
-    *key, pos, has_gauss, gauss = _NUMPY.unpack(bytes(tree["numpy"].array.tolist()))
-    np.random.set_state(("MT19937", np.array(key, dtype=np.uint32), pos, int(has_gauss), gauss))
+    *words, has_pair, pair = tree["python"].array.tolist()
+    random.setstate((3, tuple(map(int, words)), pair if has_pair else None))
+    *key, pos, has_gauss, gauss = tree["numpy"].array.tolist()
+    np.random.set_state(("MT19937", np.uint32(key), int(pos), int(has_gauss), gauss))
     if "cuda" in tree:
         torch.cuda.set_rng_state(tree["cuda"].array)
     if mesh is not None and isinstance(tree["differ_over"], list):
         note_seeding(tuple(tree["differ_over"]), mesh.layout)
 
 
-def _seed_anew(source: OpenArrays, members: Members) -> None:
-    """Seed the generators from the first saved state, differently where ranks differed."""
-    saved, leaves = source.manifest.arrays["rng.torch"], source.manifest.leaves
-    first = source.read("rng.torch", whole_box((1, *saved.shape[1:]))).numpy().tobytes()
-    number = int.from_bytes(hashlib.sha256(first).digest()[:7], "big")
-    rows = np.array([piece.crc32 for piece in sorted(saved.pieces, key=lambda each: each.box)])
-    there, differ_over = leaves.get("rng.mesh"), leaves.get("rng.differ_over")
-    mesh = members.mesh
-    if mesh is None or there is None:
-        differs = bool((rows != rows[0]).any())
-        seed(number + members.place if differs else number)
+def _seed_again(saved: Manifest, members: Members) -> None:
+    """Seed the generators with the CRC-32 of the first rank's saved state, on another mesh."""
+    pieces = sorted(saved.arrays["rng.torch"].pieces, key=lambda each: each.box)
+    number, num_states = pieces[0].crc32, len({piece.crc32 for piece in pieces})
+    axes = saved.leaves["rng.differ_over"]
+    if axes is None:  # the program seeded without md.seed, alike on all ranks or not
+        number += members.place if num_states > 1 else 0
+        torch.manual_seed(number)
+        np.random.seed(number % (1 << 32))
+        random.seed(number)
+        if 1 < num_states < len(pieces):
+            warn_caller(
+                "some ranks drew the same random numbers, seeded without md.seed: now each rank "
+                "draws its own; call md.seed(..., differ_over=...) after the load"
+            )
         return
-    if differ_over is None:  # the program has seeded by itself: rows tell along which axes
-        grid = rows.reshape([size for _, size in there])
-        cells = enumerate(np.moveaxis(grid, axis, 0) for axis in range(grid.ndim))
-        differ_over = [there[axis][0] for axis, lines in cells if (lines != lines[0]).any()]
-    lacking = [axis for axis in differ_over if axis not in mesh.axis_names]
+    names = () if members.mesh is None else members.mesh.axis_names
+    lacking = [axis for axis in axes if axis not in names]
     if lacking:
         warn_caller(
             f"the random generators differed over {', '.join(lacking)}, which this mesh lacks: "
-            "they are alike there now; call md.seed(..., differ_over=...) if they shall differ"
+            "ranks draw the same numbers there now; call md.seed(..., differ_over=...) if they "
+            "should differ"
         )
-    seed(
-        number,
-        differ_over=tuple(axis for axis in mesh.axis_names if axis in differ_over),
-        mesh=mesh,
-    )
+    differ_over = tuple(axis for axis in names if axis in axes)
+    seed(number, differ_over=differ_over, mesh=members.mesh)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import math
 import random
+import zlib
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -202,30 +204,60 @@ def test_a_model_with_dropout_goes_on_bit_for_bit(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("shape", [(4, 1), (1, 4), (4,)])
-@pytest.mark.parametrize("seeded_by", ["md.seed", "torch.manual_seed"])
 def test_as_many_ranks_on_another_mesh_differ_along_the_same_axes(
-    shape: tuple[int, ...], seeded_by: str, tmp_path: Path
+    shape: tuple[int, ...], tmp_path: Path
 ) -> None:
-    path = tmp_path / "one"
-
     def save() -> None:
-        with md.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")) as mesh:
-            if seeded_by == "md.seed":
-                md.seed(7, differ_over="dp")
-            else:
-                torch.manual_seed(100 + mesh.get_local_rank("dp"))
-            md.checkpoint.save(md.checkpoint.State(), path)
+        with md.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")):
+            md.seed(7, differ_over="dp")
+            md.checkpoint.save(md.checkpoint.State(), tmp_path / "one")
 
     def load() -> str:
         with md.init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp")[: len(shape)]):
-            md.seed(7, differ_over="dp")
-            md.checkpoint.load(md.checkpoint.State(), path)
-            found = str(draws())
-            md.checkpoint.save(md.checkpoint.State(), tmp_path / "two")
-            return found
+            md.checkpoint.load(md.checkpoint.State(), tmp_path / "one")
+            return str(draws())
 
     md.simulate(save, 4)
     assert len(set(md.simulate(load, 4))) == shape[0]
+
+
+def test_on_another_mesh_the_seed_is_the_checksum_of_the_first_ranks_state(tmp_path: Path) -> None:
+    def save() -> int:
+        md.seed(7)
+        md.checkpoint.save(md.checkpoint.State(), tmp_path / "one")
+        return zlib.crc32(torch.get_rng_state().numpy())
+
+    def load() -> Any:
+        md.checkpoint.load(md.checkpoint.State(), tmp_path / "one")
+        return torch.initial_seed(), draws()
+
+    def seeded(number: int) -> Any:
+        md.seed(number)
+        return number, draws()
+
+    number, _ = md.simulate(save, 2)
+    assert md.simulate(load, 3) == md.simulate(seeded, 3, (number,))
+
+
+@pytest.mark.parametrize(
+    ("seeds", "num_apart"), [((5, 5, 5, 5), 1), ((1, 2, 3, 4), 3), ((1, 1, 2, 2), 3)]
+)
+def test_ranks_seeded_without_md_seed_draw_apart_unless_all_drew_alike(
+    seeds: tuple[int, ...], num_apart: int, tmp_path: Path
+) -> None:
+    def save() -> None:
+        torch.manual_seed(seeds[md.get_rank()])
+        md.checkpoint.save(md.checkpoint.State(), tmp_path / "one")
+
+    def load() -> str:
+        md.checkpoint.load(md.checkpoint.State(), tmp_path / "one")
+        return str(draws())
+
+    md.simulate(save, 4)
+    is_told = len(set(seeds)) == 2
+    text = "some ranks drew the same random numbers, seeded without md.seed: now each rank"
+    with pytest.warns(UserWarning, match=text) if is_told else nullcontext():
+        assert len(set(md.simulate(load, 3))) == num_apart
 
 
 def test_an_axis_that_the_mesh_lacks_is_told(tmp_path: Path) -> None:
