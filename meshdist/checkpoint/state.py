@@ -278,7 +278,7 @@ def _restore_generators(tree: Mapping[str, Any], mesh: DeviceMesh | None) -> Non
     *words, has_pair, pair = tree["python"].array.tolist()
     random.setstate((3, tuple(map(int, words)), pair if has_pair else None))
     *key, pos, has_gauss, gauss = tree["numpy"].array.tolist()
-    np.random.set_state(("MT19937", np.uint32(key), int(pos), int(has_gauss), gauss))
+    np.random.set_state(("MT19937", np.array(key, np.uint32), int(pos), int(has_gauss), gauss))
     if "cuda" in tree:
         torch.cuda.set_rng_state(tree["cuda"].array)
     if mesh is not None and isinstance(tree["differ_over"], list):
@@ -288,7 +288,8 @@ def _restore_generators(tree: Mapping[str, Any], mesh: DeviceMesh | None) -> Non
 def _seed_again(saved: Manifest, members: Members) -> None:
     """Seed the generators with the CRC-32 of the first rank's saved state, on another mesh."""
     pieces = sorted(saved.arrays["rng.torch"].pieces, key=lambda each: each.box)
-    number, num_states = pieces[0].crc32, len({piece.crc32 for piece in pieces})
+    sums = [piece.crc32 or 0 for piece in pieces]  # other programs' files lack them
+    number, num_states = sums[0], len({*sums})
     axes = saved.leaves["rng.differ_over"]
     if axes is None:  # the program seeded without md.seed, alike on all ranks or not
         number += members.place if num_states > 1 else 0

@@ -56,6 +56,8 @@ class DistributedSampler(data.DistributedSampler[T]):
         [[0, 2, 4], [0, 2, 4], [1, 3, 5], [1, 3, 5]]
     """
 
+    _reader: dict[str, Any] | None
+
     def __init__(
         self,
         dataset: data.Dataset[Any],
@@ -143,9 +145,9 @@ class DistributedSampler(data.DistributedSampler[T]):
         if self._num_passes:
             self._begin = 0
         self._num_passes += 1
-        one: Any = data.DistributedSampler(self.dataset, 1, 0, self.shuffle, self.seed)
-        one.set_epoch(self.epoch)
-        order = list(one)
+        whole: Any = data.DistributedSampler(self.dataset, 1, 0, self.shuffle, self.seed)
+        whole.set_epoch(self.epoch)
+        order = list(whole)
         left, size = order[self._begin :], self.num_replicas
         if self.drop_last:
             left = left[: len(left) // size * size]
@@ -196,11 +198,11 @@ class DistributedSampler(data.DistributedSampler[T]):
 
 def _find_reader() -> dict[str, Any] | None:
     """Return the attributes of the DataLoader iterator in a frame above, None without."""
-    frame, reader = sys._getframe(1).f_back, None
-    while frame is not None and not isinstance(reader, _BaseDataLoaderIter):
-        frame, reader = frame.f_back, frame.f_locals.get("self")
+    frame: Any = sys._getframe(1)
+    while frame and not isinstance(reader := frame.f_locals.get("self"), _BaseDataLoaderIter):
+        frame = frame.f_back
     # torchdata's keeps what a sampler says at each batch that is fetched: what was handed out.
-    is_read = isinstance(reader, _BaseDataLoaderIter) and "torchdata" not in type(reader).__module__
+    is_read = frame and not type(reader).__module__.startswith("torchdata.")
     return vars(reader) if is_read else None
 
 
@@ -215,8 +217,12 @@ def _size_and_rank(
                 expected="rank only with a number of replicas",
                 fix="drop rank",
             )
-        is_group, own = isinstance(num_replicas, ProcessGroup), num_replicas.world.rank
-        ranks = num_replicas.ranks if is_group else num_replicas.layout.ranks().ravel().tolist()
+        own = num_replicas.world.rank
+        ranks: list[int] = (
+            list(num_replicas.ranks)
+            if isinstance(num_replicas, ProcessGroup)
+            else num_replicas.layout.ranks().ravel().tolist()
+        )
         if own not in ranks:
             raise NotInGroupError(
                 "this rank has no share: it is not on the mesh",
