@@ -180,6 +180,7 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "point_to_point",
             "object_rounds",
             "objects",
+            "comparing",
             "breakpoints",
             "monitored_barrier",
             "shared_buffers",
@@ -736,7 +737,11 @@ def private_uses(where: str, text: str, owners: Mapping[str, set[str]]) -> list[
     """Return a line for each underscore name of the package that a text touches or spells."""
     # Most texts are seen to have private names of their own alone without parsing them.
     words = {word for word in re.findall(r"\b_\w+", text) if is_private(word)}
-    if not words - {*re.findall(r"(?:def |class |self\.|^)(_\w+)", text, re.MULTILINE)} - TORCH_NAMES:
+    if (
+        not words
+        - {*re.findall(r"(?:def |class |self\.|^)(_\w+)", text, re.MULTILINE)}
+        - TORCH_NAMES
+    ):
         return []
     nodes = [node for node in nodes_of(text) if getattr(node, "attr", "") not in TORCH_NAMES]
     own = own_names(nodes)
