@@ -38,7 +38,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from itertools import compress
@@ -110,7 +110,7 @@ def agree(
     with torch.cuda.device_of(differs):  # to which objects travel
         held = _with_shapes(texts, tensors)
         short = {label: _shortened(text) for label, text in held.items()}
-        if difference := _find_different(short, group, _texts_by_rank):
+        if difference := _find_different(short, group, grouped_text):
             return difference
         distances = _distances_to_first(tensors, group, differs.device, title)
         for is_rounding in (False, True):
@@ -154,6 +154,7 @@ def is_any(is_so: bool, group: ProcessGroup, title: str) -> bool:
 
 
 def _with_shapes(texts: Mapping[str, str], tensors: Tensors) -> dict[str, str]:
+    """Return ``texts``, and shape and dtype of each tensor whose label has no text."""
     return {**texts, **{label: describe(x) for label, x in tensors.items()}, **texts}
 
 
@@ -166,12 +167,12 @@ def _shortened(text: str) -> str:
 def _find_different(
     mine: Mapping[str, Any],
     group: ProcessGroup,
-    show: Callable[[Sequence[int], Sequence[Any]], str],
+    show: Callable[[Iterable[tuple[int, Any]], str], str],
 ) -> Difference | None:
     """Return how short values by label differ between ranks, None if none do; collective.
 
     Args:
-        show: returns a text of some ranks and their values.
+        show: returns a text of pairs of a rank and its value, with a separator.
     """
     box: list[Any] = [mine]
     broadcast_object_list(box, group=group, group_src=0)
@@ -185,7 +186,7 @@ def _find_different(
     rows = gather_from_all([mine.get(label, "missing") for label in labels], group)
     columns = [*zip(*rows, strict=True)]
     lines = [
-        f"{label}: " * bool(label) + show(group.ranks, column)
+        f"{label}: " * bool(label) + show(zip(group.ranks, column, strict=True), "; ")
         for label, column in zip(labels, columns, strict=True)
     ]
     if (num_more := max(num for _, num in of_all) - len(lines)) > 0:
@@ -194,18 +195,16 @@ def _find_different(
     return Difference("\n".join(lines), [*compress(group.ranks, is_far)])
 
 
-def _texts_by_rank(ranks: Sequence[int], texts: Sequence[str]) -> str:
-    return grouped_text(zip(ranks, texts, strict=True), "; ")
-
-
-def _odd_ranks(ranks: Sequence[int], distances: Sequence[float]) -> str:
+def _odd_ranks(distances: Iterable[tuple[int, float]], _: str) -> str:
     """Return a text of the ranks whose distance from the first rank is not the most frequent."""
-    usual = Counter(distances).most_common(1)[0][0]
-    odd = [rank for rank, far in zip(ranks, distances, strict=True) if far != usual]
-    rest = [rank for rank, far in zip(ranks, distances, strict=True) if far == usual]
+    by_rank = dict(distances)
+    usual = Counter(by_rank.values()).most_common(1)[0][0]
+    odd, rest = (
+        [rank for rank, far in by_rank.items() if (far == usual) is i] for i in (False, True)
+    )
     return (
         f"{ranks_text(odd)} {'differs' if len(odd) == 1 else 'differ'} from {ranks_text(rest)}, "
-        f"by up to {max(distances):.2g} of its largest value"
+        f"by up to {max(by_rank.values()):.2g} of its largest value"
     )
 
 
@@ -224,7 +223,7 @@ def _distances_to_first(
         mine = tensors[label].to(device).clone(memory_format=torch.contiguous_format)
         first = mine.clone()
         broadcast(first, group=group, group_src=0)
-        # Zeros of other signs and NaNs of other bits are equal numbers.
+        # Numbers of other bits may be equal in double precision: zeros, NaNs, large integers.
         least = 0.0 if torch.equal(_words(mine), _words(first)) else math.ulp(0.0)
         distances[label] = relative_distance(mine, first) or least
     return distances
@@ -264,30 +263,23 @@ def _words(x: torch.Tensor) -> torch.Tensor:
 
 def tolerance(x: torch.Tensor) -> float:
     """Return the relative distance up to which tensors of this dtype count as equal."""
-    return torch.finfo(x.dtype).eps ** 0.5 if _is_inexact(x) else 0.0
+    is_inexact = x.dtype in DTYPES and (x.is_floating_point() or x.is_complex())
+    return torch.finfo(x.dtype).eps ** 0.5 if is_inexact else 0.0
 
 
 def relative_distance(mine: torch.Tensor, first: torch.Tensor) -> float:
     """Return the largest |mine - first| over the largest |first|; NaN and infinities are equal."""
-    mine, first = _computable(mine), _computable(first)
+    mine, first = _widened(mine), _widened(first)
     differs = (mine != first) & ~(mine.isnan() & first.isnan())
-    if not bool(differs.any()):
+    gaps = (mine - first)[differs].abs().nan_to_num(nan=torch.inf, posinf=torch.inf)
+    if not gaps.numel():
         return 0.0
-    if not _is_inexact(mine):  # differences of whole numbers might not fit into their dtype
-        mine, first = mine.double(), first.double()
-    gap = float((mine - first)[differs].abs().nan_to_num(nan=torch.inf, posinf=torch.inf).max())
     finite = first[first.isfinite()].abs()
     scale = float(finite.max()) if finite.numel() else 0.0
-    return gap / scale if scale else torch.inf
+    return float(gaps.max()) / scale if scale else torch.inf
 
 
-def _computable(x: torch.Tensor) -> torch.Tensor:
-    """Return ``x`` in a dtype that can be subtracted, or as bytes if torch has no arithmetic."""
-    facts = DTYPES.get(x.dtype)
-    if facts is None:
-        return x.contiguous().view(torch.uint8)
-    return x.to(facts.wide) if facts.wide is not None and _is_inexact(x) else x
-
-
-def _is_inexact(x: torch.Tensor) -> bool:
-    return x.dtype in DTYPES and (x.is_floating_point() or x.is_complex())
+def _widened(x: torch.Tensor) -> torch.Tensor:
+    """Return ``x`` in double precision, as bytes first if torch has no arithmetic of its dtype."""
+    numbers = x if x.dtype in DTYPES else x.contiguous().view(torch.uint8)
+    return numbers.to(torch.complex128 if x.is_complex() else torch.float64)
