@@ -78,14 +78,13 @@ class Members:
             read: returns a value, and texts and tensors, by label, equal on all members, else
                 AgreementError.
         """
-        value: Any = None
-        texts: Mapping[str, str] = {}
-        tensors: Mapping[str, torch.Tensor] = {}
+        found: Any = (None, {"error": f"on rank {self.rank}"}, {})  # unlike all other members'
         error: Exception | None = None
         try:
-            value, texts, tensors = read()
+            found = read()
         except Exception as raised:  # whatever an object of the state raises
-            error, texts = raised, {"error": f"on rank {self.rank}"}  # unlike all other members'
+            error = raised
+        value, texts, tensors = found
         if self.group is None and error is not None:
             raise as_ours(error, self.call)
         group = self.group

@@ -1,12 +1,12 @@
 """Compare texts and tensors between the ranks of a group.
 
 Each rank makes a digest of 64 bits of its texts and of its tensors' bits. One all-reduce takes the
-maximum of the digests and of their complements, which tells every rank whether all are equal:
+maximum of the digests and of their complements. Then every rank knows whether all are equal:
 
     rank 0: 7    rank 1: 7    rank 2: 9        MAX of (d, ~d) over the ranks: (9, ~7)
 
-Only if digests differ do ranks exchange details: the first rank its texts, and each rank at most 8
-entries of 300 characters. So an error has the same size on three ranks and on thousands.
+Ranks exchange details only if digests differ: the first rank broadcasts its texts, and each rank
+sends at most 8 entries of 300 characters. So details stay small with thousands of ranks.
 
 A checksum of a tensor is a sum of integers, equal in any order. The words of 32 bits have odd
 weights, all different, so that the sum changes if a bit flips or if values change places:
@@ -26,7 +26,7 @@ Drawn case: rank 2 of 3 has another value of "step", lacks "lr", and has "eps".
     >>> import meshdist as md
     >>> def program():
     ...     texts = {"step": "2", "eps": "0"} if md.get_rank() == 2 else {"step": "1", "lr": "0.1"}
-    ...     return agree(md.group.WORLD, texts, title="options").found
+    ...     return agree(md.group.WORLD, texts, {}, title="options").found
     >>> print(md.simulate(program, 3)[0])
     step: ranks 0-1: 1; rank 2: 2
     lr: ranks 0-1: 0.1; rank 2: missing
@@ -42,7 +42,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from itertools import compress
-from types import MappingProxyType
 from typing import Any
 from zlib import crc32
 
@@ -61,7 +60,6 @@ from .torch_private import hidden_from_modes
 from .verbs import broadcast
 
 Tensors = Mapping[str, torch.Tensor]
-NO_TENSORS: Tensors = MappingProxyType({})
 
 _ROW = 1 << 16  # words, and as many sums, which stay in a core's cache
 _FACTOR, _SPREAD = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9  # odd: nothing is lost modulo 2^64
@@ -72,7 +70,7 @@ _LONGEST_TEXT = 300
 
 @dataclass(frozen=True)
 class Difference:
-    """How texts or tensors differ between the ranks of a group; equal on all of these ranks.
+    """Difference of texts or tensors between the ranks of a group, equal on all of them.
 
     Args:
         found: a line for each of the first entries that differ, for an error's field ``found``.
@@ -90,7 +88,7 @@ class Difference:
 def agree(
     group: ProcessGroup,
     texts: Mapping[str, str],
-    tensors: Tensors = NO_TENSORS,
+    tensors: Tensors,
     *,
     title: str,
     device: torch.device | None = None,

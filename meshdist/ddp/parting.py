@@ -3,7 +3,7 @@
 Nothing else compares weights once a model is wrapped: where one rank alone loads a state, steps by
 another learning rate, or has a bit flipped in its memory, gradients of different weights would be
 averaged in silence. So after a few backwards the ranks compare a digest of their parameters. It is
-read at the next forward, and the parameters are compared one by one only if digests differ.
+read at the next forward. The parameters themselves are compared only if digests differ.
 """
 
 from __future__ import annotations

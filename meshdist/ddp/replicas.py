@@ -93,7 +93,7 @@ def check_equal(
     texts: Mapping[str, str], group: ProcessGroup, *, device: torch.device, summary: str, fix: str
 ) -> None:
     """Raise AgreementError on all members if ``texts``, by label, or their order differ."""
-    difference = agree(group, texts, title="a comparison of models", device=device)
+    difference = agree(group, texts, {}, title="a comparison of models", device=device)
     if difference:
         raise AgreementError(
             summary,

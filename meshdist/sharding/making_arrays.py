@@ -440,7 +440,7 @@ def _drawing(making: Making, generator: Any) -> tuple[Callable[[int], torch.Tens
 def _check_drawn_alike(mesh: DeviceMesh, first: list[complex]) -> None:
     """Raise on all ranks if the ranks' ``first`` drawn numbers differ; collective."""
     numbers = f"{', '.join(map(str, first))}, ..."
-    difference = agree(mesh.open_group(), {"": numbers}, title="randn")
+    difference = agree(mesh.open_group(), {"": numbers}, {}, title="randn")
     if difference:
         raise UnequalError(
             "randn: the ranks' generators draw different numbers",
