@@ -105,7 +105,7 @@ class Parting:
         """Start to compare the ranks' digests, read at the next forward; collective."""
         state = self._state(group)
         differs = find_unequal_digests(group, *state, title=_TITLE, device=self._device)
-        self._reader.note(differs)  # read later: a device is not awaited
+        self._reader.note(differs.view(1))  # read later: a device is not awaited
 
     def _state(self, group: ProcessGroup) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
         """Return the training modes as text, and by name the tensors, to be equal in ``group``."""
