@@ -173,16 +173,16 @@ def test_roundings_are_told_from_other_values() -> None:
 
 
 @pytest.mark.parametrize(
-    ("backend", "size"),
+    ("backend", "hosts"),
     [
-        ("shm", 1),
-        ("shm", 3),
-        ("gloo", 2),
-        ("gloo", 5),
-        pytest.param("mpi", 2, marks=[pytest.mark.mpi, pytest.mark.soak]),
+        ("shm", "A"),
+        ("shm", "AAA"),
+        ("gloo", "AB"),
+        ("gloo", "AABBC"),
+        pytest.param("mpi", "AA", marks=[pytest.mark.mpi, pytest.mark.soak]),
     ],
 )
-def test_every_wire_compares(pool: Pool, backend: str, size: int) -> None:
+def test_every_wire_compares(pool: Pool, backend: str, hosts: str) -> None:
     def program() -> Any:
         last = md.get_rank() == md.get_world_size() - 1
         equal = {"x": torch.arange(100_000), "y": torch.ones(3, 2).T}
@@ -194,10 +194,11 @@ def test_every_wire_compares(pool: Pool, backend: str, size: int) -> None:
             str(is_any(False, md.group.WORLD, "test")),
         ]
 
+    size = len(hosts)
     if backend == "mpi":
         texts_of_all = job_of(pool, size).run_in_world(program)
     else:
-        texts_of_all = pool.run(program, size, backend=backend)
+        texts_of_all = pool.run(program, size, backend=backend, hosts=hosts)
     others = "rank 0" if size == 2 else f"ranks 0-{size - 2}"
     expected = [
         None,
