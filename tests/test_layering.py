@@ -180,6 +180,7 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "point_to_point",
             "object_rounds",
             "objects",
+            "comparing",
             "breakpoints",
             "monitored_barrier",
             "shared_buffers",

@@ -32,7 +32,7 @@ from .manifest import Manifest
 from .members import Members
 from .opened import OpenArrays, read_manifest
 from .pieces import SMALL, own_parts, whole_box
-from .saving import agreed_entries, checked_path, mesh_of, read_state
+from .saving import Facts, agreed_entries, checked_path, mesh_of, read_state
 from .trees import EachRanks, StateArray, Tree, axes_told, entries_of, facts_of
 
 __all__ = ["load"]
@@ -99,7 +99,7 @@ def load(
     tree, error = read_state(call, state, mesh, manifest)
     values: dict[str, Any] = {}
 
-    def read() -> tuple[dict[str, StateArray], list[str]]:
+    def read() -> Facts:
         where = checked_path(call, path)
         if error is not None:
             raise error
@@ -108,8 +108,9 @@ def load(
         _match(tree, manifest, missing, folder, call)
         values.update(_values_of(tree, manifest, folder, call))
         entries = entries_of(tree.arrays, members, writable=True)
-        told = f"path {where!r}, only={only!r}, missing={missing!r}, verify={verify!r}"
-        return entries, [told, *tree.leaves, *facts_of(entries, members)]
+        told = f"path={where!r}, only={only!r}, missing={missing!r}, verify={verify!r}"
+        leaves = dict.fromkeys(tree.leaves, "a value")
+        return entries, {"arguments": told, **leaves, **facts_of(entries)}, {}
 
     entries = agreed_entries(members, read)
     source = OpenArrays(folder, manifest)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -14,19 +12,17 @@ import torch
 from .. import errors
 from ..bootstrap.bounded_store import await_key, read_json
 from ..bootstrap.world import World, find_unjoined_place, find_world
-from ..collectives.objects import all_gather_object, broadcast_object_list, gather_object
-from ..collectives.prepare import run_titled
-from ..error_text import fields_among, first_line, grouped_text, ranks_text
+from ..collectives.comparing import agree, is_any
+from ..collectives.objects import broadcast_object_list, gather_from_all, gather_object
+from ..error_text import fields_among, first_line, ranks_text
 from ..errors import AgreementError, CheckpointError, KindError, MeshdistError, StoreError
 from ..groups.process_group import ProcessGroup, resolve_group
 from ..groups.signals import Endings
 from ..mesh.device_mesh import DeviceMesh, coordinate_in
-from ..reduce_ops import ReduceOp
 from ..runtime.deadlines import Deadline
 from .files import FAILURES
 
 _LOOK_S = 1.0
-_LONGEST = 300
 RANKS = "ranks"
 """The axis of the mesh of all members, where the program has no mesh."""
 
@@ -71,49 +67,47 @@ class Members:
 
     def all_do(self, step: Callable[[], Any]) -> Any:
         """Return ``step()`` of this member; raise on all members what any raises; collective."""
-        return self.all_agree(lambda: (step(), ()))
+        return self.all_agree(lambda: (step(), {}, {}))
 
-    def all_agree(self, read: Callable[[], tuple[Any, Sequence[str]]]) -> Any:
+    def all_agree(
+        self, read: Callable[[], tuple[Any, Mapping[str, str], Mapping[str, torch.Tensor]]]
+    ) -> Any:
         """Return the value that ``read`` returns here; raise on all members what it raises on any.
 
         Args:
-            read: returns a value, and texts equal on all members, else AgreementError.
+            read: returns a value, and texts and tensors, by label, equal on all members, else
+                AgreementError.
         """
-        result: Any = None
-        facts: Sequence[str] = ()
+        found: Any = (None, {"error": f"on rank {self.rank}"}, {})  # unlike all other members'
         error: Exception | None = None
         try:
-            result, facts = read()
+            found = read()
         except Exception as raised:  # whatever an object of the state raises
             error = raised
-        self._agree(error, facts)
-        return result
-
-    def _agree(self, error: Exception | None, facts: Sequence[str]) -> None:
-        """Raise on all members an error that any has, or if ``facts`` differ; collective."""
-        if self.group is None:
-            if error is not None:
-                raise as_ours(error, self.call)
-            return
-        # One message of 40 bytes: where the largest number and the smallest are equal, all are.
-        digest = hashlib.sha256("\n".join(facts).encode()).digest()
-        first, second = (int.from_bytes(digest[at : at + 7], "big") for at in (0, 7))
-        numbers = [error is not None, first, -first, second, -second]
-        told = torch.tensor(numbers, dtype=torch.int64, device=self.group.first_device_type())
-        run_titled("all_reduce", self.group, self.call, told, ReduceOp.MAX)
-        has_failed, *ends = told.tolist()
-        if has_failed:
-            self._raise_first(error)
-        if ends[0] != -ends[1] or ends[2] != -ends[3]:
-            self._raise_difference(facts)
+        value, texts, tensors = found
+        if self.group is None and error is not None:
+            raise as_ours(error, self.call)
+        group = self.group
+        difference = None if group is None else agree(group, texts, tensors, title=self.call)
+        if group is None or (difference is None and error is None):
+            return value
+        told = None if error is None else told_error(error, self.call)
+        of_all = gather_from_all(told, group)
+        failures = [(rank, each) for rank, each in zip(self.ranks, of_all, strict=True) if each]
+        if failures:
+            raise told_again(failures, self.ranks) from error
+        assert difference is not None
+        raise AgreementError(
+            f"{self.call}: ranks have other names, arrays or values",
+            expected="the same on every rank",
+            found=difference.found,
+            fix="give all ranks the same, as by md.distributed.broadcast_object_list; a part of a "
+            "global array needs a spec: md.checkpoint.State(model=model), or md.annotate(x, spec)",
+        )
 
     def has_any(self, is_so: bool) -> bool:
         """Return whether ``is_so`` is True on any member; collective."""
-        if self.group is None:
-            return is_so
-        flag = torch.tensor([int(is_so)], device=self.group.first_device_type())
-        run_titled("all_reduce", self.group, self.call, flag, ReduceOp.MAX)
-        return bool(flag.item())
+        return is_so if self.group is None else is_any(is_so, self.group, self.call)
 
     def gather(self, value: Any) -> list[Any] | None:
         """Return all members' JSON values, in order, on the first, else None; collective."""
@@ -137,33 +131,6 @@ class Members:
         if failure is not None:
             raise told_again([(self.ranks[0], failure)], self.ranks)
         return result
-
-    def _raise_first(self, error: Exception | None) -> None:
-        assert self.group is not None
-        of_all: list[Any] = [None] * len(self.ranks)
-        told = None if error is None else told_error(error, self.call)
-        all_gather_object(of_all, told, self.group)
-        failures = [(rank, each) for rank, each in zip(self.ranks, of_all, strict=True) if each]
-        raise told_again(failures, self.ranks) from error
-
-    def _raise_difference(self, facts: Sequence[str]) -> None:
-        theirs = self.share(list(facts))
-        pairs = zip_longest(facts, theirs, fillvalue="nothing more")
-        mine, first = next(((a, b) for a, b in pairs if a != b), ("as on the first rank", ""))
-        of_all: list[Any] = [None] * len(self.ranks)
-        all_gather_object(of_all, (mine[:_LONGEST], first[:_LONGEST]), self.group)
-        firsts = next(first for _, first in of_all if first)
-        shown = [mine if first else firsts for mine, first in of_all]
-        is_array = ": " in firsts.partition(" = ")[0]
-        raise AgreementError(
-            f"{self.call}: ranks have other names, arrays or values",
-            expected="the same on every rank",
-            found=grouped_text(zip(self.ranks, shown, strict=True), separator="; "),
-            fix="a part of a whole carries a spec: md.checkpoint.State(model=model), or "
-            "md.annotate(x, spec)"
-            if is_array
-            else "give all ranks the same, as by md.distributed.broadcast_object_list",
-        )
 
 
 class MembersInStore:

@@ -8,15 +8,12 @@ import threading
 from types import FrameType
 from typing import Any
 
-import torch
-
 from ..bootstrap.environments import find_restart_count
 from ..bootstrap.world import find_unjoined_place, find_world
-from ..collectives.prepare import run_titled
+from ..collectives.comparing import is_any
 from ..collectives.torch_private import hidden_from_modes
 from ..errors import WorldError
 from ..groups.process_group import resolve_group
-from ..reduce_ops import ReduceOp
 from ..wires.simulated.scheduler import find_rank_here
 
 __all__ = ["preempted", "restart_count"]
@@ -60,10 +57,7 @@ def preempted() -> bool:
     mine = bool(_received)
     if find_world() is None and find_unjoined_place() is None:
         return mine
-    group = resolve_group(None)
-    told = torch.tensor([mine], dtype=torch.int32, device=group.first_device_type())
-    run_titled("all_reduce", group, "preempted", told, ReduceOp.MAX)
-    return bool(told.item())
+    return is_any(mine, resolve_group(None), "preempted")
 
 
 def restart_count() -> int:

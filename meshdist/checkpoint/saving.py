@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -24,9 +24,20 @@ from .members import Members
 from .pending_saves import PendingSave, staging_of
 from .pieces import Holding, holding_of, parts_of
 from .save_jobs import SaveJob
-from .trees import StateArray, Tree, entries_of, facts_of, facts_of_wholes, find_mesh, find_sizes
+from .trees import (
+    StateArray,
+    Tree,
+    entries_of,
+    facts_of,
+    facts_of_wholes,
+    find_mesh,
+    find_sizes,
+    values_of,
+)
 
 __all__ = ["save", "save_async"]
+
+Facts: TypeAlias = tuple[dict[str, StateArray], dict[str, str], dict[str, torch.Tensor]]
 
 
 @hidden_from_modes
@@ -120,18 +131,18 @@ def _prepare(call: str, state: Any, path: Any, mesh: DeviceMesh | None) -> SaveJ
     tree, error = read_state(call, state, mesh)
     members = Members(mesh or find_mesh(tree.arrays.values()), call)
 
-    def read() -> tuple[dict[str, StateArray], list[str]]:
+    def read() -> Facts:
         final = checked_path(call, path)
         if error is not None:
             raise error
         entries = entries_of(tree.arrays, members)
-        leaves = [
-            f"{name} = {json.dumps(leaf.json)}"
+        leaves = {
+            name: json.dumps(leaf.json)
             for name, leaf in tree.leaves.items()
             if not leaf.is_first_ranks
-        ]
-        facts = facts_of(entries, members, has_values=True)
-        return entries, [f"path {final!r}", *leaves, *facts]
+        }
+        texts = {"argument path": repr(final), **leaves, **facts_of(entries)}
+        return entries, texts, values_of(entries, members)
 
     entries = agreed_entries(members, read)
     holdings = {
@@ -177,19 +188,17 @@ def checked_path(call: str, path: Any) -> str:
     return os.path.abspath(os.fspath(path))
 
 
-def agreed_entries(
-    members: Members, read: Callable[[], tuple[dict[str, StateArray], list[str]]]
-) -> dict[str, StateArray]:
+def agreed_entries(members: Members, read: Callable[[], Facts]) -> dict[str, StateArray]:
     """Return this member's entries, checked to equal all others', with whole sizes; collective.
 
     Args:
-        read: returns this member's, and texts of all that must be equal on all members.
+        read: returns this member's, and texts and tensors that must be equal on all members.
     """
     entries: dict[str, StateArray] = members.all_agree(read)
     marked = {name: each for name, each in entries.items() if not each.sizes_are_known}
     if marked:
         find_sizes(marked, members)
-        members.all_agree(lambda: (None, facts_of_wholes(marked, members)))
+        members.all_agree(lambda: (None, facts_of_wholes(marked, members), {}))
     return entries
 
 

@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ..arrays import as_tensor, is_of
-from ..collectives.prepare import run_titled
+from ..collectives.objects import gather_from_all
 from ..dtypes import dtype_name
 from ..errors import (
     ArgumentError,
@@ -29,7 +29,7 @@ from ..errors import (
     MeshError,
 )
 from ..functional.axis_types import kinds_in
-from ..functional.value_checks import host_checksum, is_compared
+from ..functional.value_checks import is_compared
 from ..mesh.current_mesh import find_current_mesh
 from ..mesh.device_mesh import DeviceMesh
 from ..mesh.partition_spec import PartitionSpec, axes_of
@@ -105,15 +105,15 @@ class StateArray:
         whole = whole_box(self.shape)
         return whole if self.whose != "each" else ((self.row, self.row + 1), *whole[1:])
 
-    def fact(self, name: str) -> str:
-        """Return a text of array ``name``: dtype, sizes and spec, to be equal on all ranks."""
+    def fact(self) -> str:
+        """Return a text of the array's dtype, sizes and spec, to be equal on all ranks."""
         if self.sharding is None:
-            return f"{name}: {self.dtype}{list(self.shape)}"
+            return f"{self.dtype}{list(self.shape)}"
         if not self.sizes_are_known:
-            return f"{name}: {self.dtype} of {self.tensor.dim()} dims, {self.sharding.spec!r}"
+            return f"{self.dtype} of {self.tensor.dim()} dims, {self.sharding.spec!r}"
         text = array_type(self.dtype, self.shape, self.sharding)
         sizes = self.sharding.shard_sizes
-        return f"{name}: {text}" + (f", shard_sizes={sizes}" if sizes else "")
+        return text + (f", shard_sizes={sizes}" if sizes else "")
 
 
 @dataclass
@@ -224,19 +224,20 @@ def entries_of(
     return {name: _entry(name, x, members, writable=writable) for name, x in arrays.items()}
 
 
-def facts_of(
-    entries: Mapping[str, StateArray], members: Members, *, has_values: bool = False
-) -> list[str]:
-    """Return a text per entry, with checksums if ``has_values``, that all members must share."""
+def facts_of(entries: Mapping[str, StateArray]) -> dict[str, str]:
+    """Return a text per entry that must be equal on all members."""
+    return {name: entry.fact() for name, entry in entries.items()}
+
+
+def values_of(entries: Mapping[str, StateArray], members: Members) -> dict[str, torch.Tensor]:
+    """Return arrays that must be equal on all members, or samples of them."""
     # On simulated ranks and at DETAIL all elements are compared.
     is_thorough = members.world is not None and is_compared(members.world)
-    facts = []
-    for name, entry in entries.items():
-        fact = entry.fact(name)
-        if has_values and entry.sharding is None and entry.whose == "all":
-            fact += f", values {_checksum(entry.tensor, is_whole=is_thorough):08x}"
-        facts.append(fact)
-    return facts
+    return {
+        name: entry.tensor if is_thorough else _sampled(entry.tensor)
+        for name, entry in entries.items()
+        if entry.sharding is None and entry.whose == "all"
+    }
 
 
 def find_sizes(entries: Mapping[str, StateArray], members: Members) -> None:
@@ -250,34 +251,22 @@ def find_sizes(entries: Mapping[str, StateArray], members: Members) -> None:
             by_axes.setdefault(tuple(axis for axis in names if axis in cut), []).append(entry)
     for axes in sorted(by_axes):
         assert members.mesh is not None
-        _tell_sizes(by_axes[axes], members.mesh, axes, members.call)
+        _tell_sizes(by_axes[axes], members.mesh, axes)
 
 
-def _tell_sizes(
-    entries: Sequence[StateArray], mesh: DeviceMesh, axes: tuple[str, ...], call: str
-) -> None:
+def _tell_sizes(entries: Sequence[StateArray], mesh: DeviceMesh, axes: tuple[str, ...]) -> None:
     part = mesh[axes]
     group = part.open_group()
-    sizes = [size for entry in entries for size in entry.tensor.shape]
-    device = torch.device(group.first_device_type())
-    mine = torch.tensor(sizes, dtype=torch.int64, device=device)
-    told = torch.empty(len(group.ranks) * len(sizes), dtype=torch.int64, device=device)
-    run_titled("all_gather_into_tensor", group, f"{call}: sizes of parts", told, mine)
-    rows = told.view(len(group.ranks), -1).tolist()
-    at = 0
-    for entry in entries:
-        ndim, sharding = entry.tensor.dim(), entry.sharding
-        assert sharding is not None
-        shapes = {
-            rank: tuple(row[at : at + ndim]) for rank, row in zip(group.ranks, rows, strict=True)
-        }
-        at += ndim
-        found, entry.shape = sized_by_shards(NamedSharding(part, sharding.spec), shapes)
-        entry.sharding = NamedSharding(mesh, sharding.spec, shard_sizes=found.shard_sizes)
+    of_all = gather_from_all([tuple(entry.tensor.shape) for entry in entries], group)
+    for entry, *shapes in zip(entries, *of_all, strict=True):
+        assert entry.sharding is not None
+        spec, by_rank = entry.sharding.spec, dict(zip(group.ranks, shapes, strict=True))
+        found, entry.shape = sized_by_shards(NamedSharding(part, spec), by_rank)
+        entry.sharding = NamedSharding(mesh, spec, shard_sizes=found.shard_sizes)
         entry.sizes_are_known = True
 
 
-def facts_of_wholes(entries: Mapping[str, StateArray], members: Members) -> list[str]:
+def facts_of_wholes(entries: Mapping[str, StateArray], members: Members) -> dict[str, str]:
     """Return a text per array, equal on all members; raise if a part here misfits its spec."""
     for name, entry in entries.items():
         if entry.sharding is not None:
@@ -289,7 +278,7 @@ def facts_of_wholes(entries: Mapping[str, StateArray], members: Members) -> list
                     found=f"shape {tuple(entry.tensor.shape)}",
                     fix="mark it as it lies: md.annotate(x, spec)",
                 )
-    return facts_of(entries, members)
+    return facts_of(entries)
 
 
 def _entry(name: str, x: Any, members: Members, *, writable: bool) -> StateArray:
@@ -392,14 +381,14 @@ def _summands(name: str, found: str, call: str) -> AxisTypeError:
     )
 
 
-def _checksum(x: torch.Tensor, *, is_whole: bool) -> int:
-    """Return a checksum of a tensor's values; of a sample if it is large and not ``is_whole``."""
-    if x.nbytes <= _LARGE_BYTES or is_whole:
-        return host_checksum(x)
+def _sampled(x: torch.Tensor) -> torch.Tensor:
+    """Return some of a tensor's elements if it is large, else all."""
+    if x.nbytes <= _LARGE_BYTES:
+        return x
     # As whole numbers with a sign, which torch takes of any tensor.
     bits = x.resolve_conj().resolve_neg().view(_NUMBERS[x.dtype.itemsize])
     places = torch.arange(_SAMPLED, device=x.device) * (x.numel() - 1) // (_SAMPLED - 1)
-    return host_checksum(bits.take(places))
+    return bits.take(places).view(x.dtype)
 
 
 def _checked_leaf(given: Any, path: tuple[str, ...], call: str) -> Any:

@@ -87,6 +87,13 @@ def all_gather_object(object_list: list[Any], obj: Any, group: GroupLike = None)
     object_list[:size] = [rounds.unpack(part, member)[0] for member, part in enumerate(parts)]
 
 
+def gather_from_all(obj: Any, group: ProcessGroup) -> list[Any]:
+    """Return every member's object, in group order; collective."""
+    of_all: list[Any] = [None] * group.size()
+    all_gather_object(of_all, obj, group)
+    return of_all
+
+
 @untransformed
 @verb()
 def gather_object(

@@ -11,17 +11,17 @@ from typing import Any
 import torch
 
 from ..arguments import get_whole_number
+from ..arrays import describe
 from ..checking.program import warn_caller
 from ..collectives.flat_sums import reduce_together
 from ..collectives.torch_private import hidden_from_modes
-from ..dtypes import dtype_name
 from ..errors import ArgumentError, AxisError, KindError, MeshError
 from ..groups.group_calls import new_subgroups
 from ..groups.process_group import GroupLike, ProcessGroup, resolve_group
 from ..mesh.current_mesh import mesh_in_force, with_hidden_mesh
 from ..mesh.device_mesh import DeviceMesh
 from ..reduce_ops import ReduceOp
-from .replicas import check_equal_lines
+from .replicas import check_equal
 
 __all__ = [
     "HierarchicalModelAverager",
@@ -230,17 +230,16 @@ def _flat_list(params: Parameters) -> list[torch.nn.Parameter]:
 def _average(parameters: list[torch.nn.Parameter], group: ProcessGroup, step: int) -> None:
     """Average in place parameters with a ``.grad``; raise if these, or ``step``, differ by rank."""
     chosen = {index: mine for index, mine in enumerate(parameters) if mine.grad is not None}
-    check_equal_lines(
-        [
-            f"parameter {index} {tuple(parameter.shape)} {dtype_name(parameter.dtype)}"
-            for index, parameter in chosen.items()
-        ],
+    check_equal(
+        {
+            "step": str(step),
+            **{f"parameter {index}": describe(each) for index, each in chosen.items()},
+        },
         group,
         device=parameters[0].device if parameters else torch.device("cpu"),
         summary="the ranks would average different parameters",
         fix="let the same parameters get gradients on every rank, or clear those of the others; "
         "let step and period be equal on every rank",
-        options={"step": step},
     )
     if not chosen:
         text = (

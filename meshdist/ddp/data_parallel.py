@@ -14,6 +14,7 @@ from ..checking.program import warn_caller
 from ..collectives.flat_sums import broadcast_from
 from ..collectives.torch_private import hidden_from_modes
 from ..errors import ArgumentError, GradientError, MeshError
+from ..functional.axis_types import shown
 from ..groups.process_group import GroupLike, ProcessGroup, resolve_group
 from ..mesh.device_mesh import DeviceMesh
 from ..runtime.untraced import untraced
@@ -24,7 +25,7 @@ from .joined_replica import JoinMethods
 from .parting import Parting
 from .precision import CastParameters, MixedPrecisionConfig, check_precision
 from .reducer import Reducer
-from .replicas import ModelBuffers, check_equal_lines, tensor_line
+from .replicas import ModelBuffers, check_equal, tensor_facts
 from .shard_guards import (
     refuse_marked_shards,
     refuse_probable_shards,
@@ -33,7 +34,7 @@ from .shard_guards import (
 )
 from .torch_methods import TorchMethods
 from .typed_owner import TypedOwner
-from .wider_groups import further_axes, further_lines, open_wider_groups
+from .wider_groups import further_axes, open_wider_groups
 from .wrapping import (
     WrappedModel,
     check_module,
@@ -205,9 +206,9 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
             self.process_group.connect(device)
         self._further = further_axes(trained, self.process_group, self.device_mesh)
         if init_sync:
-            lines = [tensor_line(name, tensor) for name, tensor in state.items()]
+            facts = {name: tensor_facts(tensor) for name, tensor in state.items()}
             # Before groups over further axes are opened, for which other ranks would wait.
-            self._compare(module, self.process_group, lines + further_lines(self._further))
+            self._compare(module, self.process_group, facts)
             if self.device_mesh is not None and self.device_mesh.mesh_dim_names:
                 device = next(iter(trained.values())).device
                 refuse_probable_shards(without_marks(state), self.device_mesh, device)
@@ -215,29 +216,33 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
         if init_sync:
             self._make_equal(state)
 
-    def _compare(self, module: nn.Module, over: ProcessGroup, lines: list[str]) -> None:
+    def _compare(self, module: nn.Module, over: ProcessGroup, facts: dict[str, str]) -> None:
         """Raise on all ranks of a group where their models or options differ."""
         trainable = trainable_parameters(module, self.parameters_to_ignore)
-        check_equal_lines(
-            lines,
+        options = {
+            **self._reduction_options(module, trainable).shared(list(trainable)),
+            "broadcast_buffers, forward_sync_buffers": self.forward_sync_buffers,
+            "verify_every": self.verify_every,
+        }
+        check_equal(
+            {
+                **facts,
+                **{f"{name}, reduced too over": shown(it) for name, it in self._further.items()},
+                **{f"option {name}": str(value) for name, value in options.items()},
+            },
             over,
             device=next(iter(trainable.values())).device,
             summary=f"DistributedDataParallel: the ranks wrap different "
             f"{type(module).__name__} modules, or with different options",
             fix="build and wrap the same model on every rank of the axis, by equal arguments",
-            options={
-                **self._reduction_options(module, trainable).shared(list(trainable)),
-                "broadcast_buffers, forward_sync_buffers": self.forward_sync_buffers,
-                "verify_every": self.verify_every,
-            },
         )
 
     def _make_equal(self, state: dict[str, torch.Tensor]) -> None:
         """Take tensors of the first rank of their group."""
         terms, group = self.reducer.layout.terms, self.process_group
         if terms.wider.groups:  # shards differ in shape along further axes
-            lines = [*terms.reports.names, *further_lines(self._further)]
-            self._compare(self.module, terms.wider.all_ranks, lines)
+            names = dict.fromkeys(terms.reports.names, "trained")
+            self._compare(self.module, terms.wider.all_ranks, names)
         by_group: dict[ProcessGroup, list[torch.Tensor]] = {group: []}
         over_further = {terms.reports.names[i]: wider for i, wider in terms.wider.groups.items()}
         for name, tensor in state.items():

@@ -24,7 +24,7 @@ from ..reduce_ops import ReduceOp
 from ..runtime.module_locks import ModuleLock
 from ..wires.work import Work
 from .bucket_layout import bucket_caps
-from .replicas import check_equal_lines, tensor_line
+from .replicas import check_equal, tensor_facts
 
 __all__ = ["GradientBuckets"]
 
@@ -183,11 +183,11 @@ class GradientBuckets:
             for array, name in zip(originals, self._names, strict=True)
         ]
         self._check(likes)
-        check_equal_lines(
-            [
-                tensor_line(name, x) + ("" if x.is_cpu else f" on {x.device.type}")
+        check_equal(
+            {
+                name: tensor_facts(x) + ("" if x.is_cpu else f" on {x.device.type}")
                 for name, x in zip(self._names, likes, strict=True)
-            ],
+            },
             self._group,
             device=likes[0].device,
             summary="GradientBuckets: the ranks hold different trees",

@@ -36,7 +36,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..collectives.objects import all_gather_object
+from ..collectives.objects import gather_from_all
 from ..collectives.torch_private import version_of
 from ..error_text import first_texts, ranks_text
 from ..errors import GradientError
@@ -149,8 +149,7 @@ def refused_norm(parameters: Sequence[NormParameter], mesh: DeviceMesh) -> Gradi
         (name_of(index, x), axes, x.grad is not None, local_ranks(x.grad))
         for index, x, axes in parameters
     ]
-    of_all: list[Any] = [None] * group.size()
-    all_gather_object(of_all, mine, group)
+    of_all = gather_from_all(mine, group)
     local: dict[str, list[int]] = {}
     axes_of_wrapper: set[str] = set()
     has_it: dict[Any, tuple[str, dict[int, bool]]] = {}  # by axes, part, and place in the order

@@ -2,72 +2,25 @@
 
 Nothing else compares weights once a model is wrapped: where one rank alone loads a state, steps by
 another learning rate, or has a bit flipped in its memory, gradients of different weights would be
-averaged in silence. So behind a few backwards each rank makes a checksum of its parameters, and the
-largest checksum of all ranks meets the smallest, in one message of 16 bytes:
-
-    rank 0: 7    rank 1: 7    rank 2: 9        MAX of (c, ~c) over the ranks: (9, ~7)
-
-All ranks see that 9 is not 7. Only then do they exchange the checksums of each parameter.
-
-A checksum is a sum of integers, equal in any order. The words of 32 bits have odd weights, each its
-own, so that the sum tells of a bit that flipped and of values that changed places:
-
-    words 3 5 6, weights 1 7 9:  3 + 35 + 54 = 92        5 3 6:  5 + 21 + 54 = 80
+averaged in silence. So after a few backwards the ranks compare a digest of their parameters. It is
+read at the next forward. The parameters themselves are compared only if digests differ.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
-
 import torch
 from torch import nn
-from torch._utils import _flatten_dense_tensors, _take_tensors
 
-from ..collectives.objects import all_gather_object
+from ..collectives.comparing import agree, find_unequal_digests
 from ..collectives.torch_private import hidden_from_modes
-from ..collectives.verbs import all_reduce
-from ..dtypes import dtype_name
-from ..error_text import first_texts, ranks_text
+from ..error_text import first_texts
 from ..errors import GradientError
 from ..functional.axis_types import kinds_in
-from ..functional.value_checks import find_differing
 from ..groups.process_group import ProcessGroup
-from ..reduce_ops import ReduceOp
 from ..typed_contexts.refusals import type_of
 from .backward import Backward
 from .device_streams import is_capturing, reader_for
 from .wrapping import ignored_names, module_state, trainable_parameters
-
-_ROW = 1 << 16  # words, and as many sums, which stay in a core's cache
-_FACTOR, _SPREAD = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9  # odd: nothing is lost modulo 2^64
-_WORDS = {1: torch.int8, 2: torch.int16}  # of smaller elements; else 32 bits
-
-
-@torch.no_grad()
-def checksum(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Return a checksum of 64 bits on ``device`` of dense tensors; no device is awaited.
-
-    Example:
-        >>> x, y = torch.tensor([1.0, -1.0]), torch.tensor([-1.0, 1.0])
-        >>> bool(checksum([x], x.device) == checksum([y], x.device))
-        False
-    """
-    total = torch.zeros((), dtype=torch.int64, device=device)
-    for device in dict.fromkeys(tensor.device for tensor in tensors):
-        length = _ROW if device.type == "cpu" else 64 * _ROW  # else: by few kernels
-        sums = torch.zeros(length, dtype=torch.int64, device=device)
-        here = [x.resolve_conj().resolve_neg() for x in tensors if x.device == device]
-        for alike in _take_tensors(here, 4 * _ROW):  # a large tensor alone, small together
-            words = _WORDS.get(alike[0].itemsize, torch.int32)
-            for row in _flatten_dense_tensors(alike).view(words).split(length):
-                part = sums[: len(row)]  # times a factor, plus the row: one pass, little memory
-                torch.add(row, part, alpha=_FACTOR, out=part)
-        weights = torch.arange(1, length + 1, device=device).mul_(_FACTOR)
-        weights = (weights ^ (weights >> 29)).mul_(_SPREAD).bitwise_or_(1)
-        total = total * _FACTOR + sums.mul_(weights).sum().to(device, non_blocking=True)
-    return total
-
 
 _FIRST = (2, 10, 100)  # backwards behind which replicas are compared, besides each n-th
 _LOCAL_HOOKS = ("noop_hook", "post_localSGD_hook")  # replicas part, as is meant
@@ -78,6 +31,7 @@ _PARTED = (
     "look for what one rank does otherwise (weights loaded or drawn, learning rate, clipping, "
     "steps under no_sync(), eval()) by {}, or for a bit that flipped"
 )
+_TITLE = "a comparison of replicas"
 _ROUNDED = "use equal processors and threads, and torch.use_deterministic_algorithms(True)"
 
 
@@ -89,7 +43,7 @@ class Parting:
         self._every = every
         self._device = device
         self._wrapped = {id(parameter): parameter for parameter in module.parameters()}
-        self._reader = reader_for(device, 2, torch.int64)
+        self._reader = reader_for(device, 1, torch.bool)
         self._num_forwards = 0
         self.count_anew()
 
@@ -148,54 +102,39 @@ class Parting:
     @hidden_from_modes
     @torch.no_grad()
     def _compare(self, group: ProcessGroup) -> None:
-        """Start to compare the ranks' checksums, read at the next forward; collective."""
-        mine = checksum([*self._state(group).values()], self._device)
-        numbers = torch.stack([mine, ~mine])
-        all_reduce(numbers, ReduceOp.MAX, group)
-        self._reader.note(numbers)  # read later: a device is not awaited
+        """Start to compare the ranks' digests, read at the next forward; collective."""
+        state = self._state(group)
+        differs = find_unequal_digests(group, *state, title=_TITLE, device=self._device)
+        self._reader.note(differs.view(1))  # read later: a device is not awaited
 
-    def _state(self, group: ProcessGroup) -> dict[str, torch.Tensor]:
-        """Return, by name, training modes and the tensors that must be equal in ``group``."""
+    def _state(self, group: ProcessGroup) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
+        """Return the training modes as text, and by name the tensors, to be equal in ``group``."""
         root = self._module.training  # ranks may have modules of their own, which follow the root
         num_other = sum(module.training != root for module in self._module.modules())
-        modes = torch.full((), num_other if root else ~num_other, device=self._device)
-        state = {"modules in training mode": modes}
+        mode = f"{'train' if root else 'eval'}(), except for {num_other} submodules"
+        state = {}
         found = module_state(self._module, ignored_names(self._module), with_buffers=False)
         for name, parameter in found.items():
             kinds = kinds_in(type_of(parameter))
             # Shards, by their marks, differ between ranks.
             if not any(kinds.get(axis) in ("V", "U") for axis in group.axis_names or kinds):
                 state[name] = parameter.detach()
-        return state
-
-    def report(self, group: ProcessGroup) -> None:
-        """Raise on every rank if replicas differed behind the last backward, and still do."""
-        numbers = self._reader.take()
-        if numbers is not None:
-            self._compare_parameters(numbers, group)
+        return {"mode": mode}, state
 
     @hidden_from_modes
-    def _compare_parameters(self, numbers: torch.Tensor, group: ProcessGroup) -> None:
-        if int(numbers[0]) == ~int(numbers[1]):
+    def report(self, group: ProcessGroup) -> None:
+        """Raise on every rank if replicas differed behind the last backward, and still do."""
+        differs = self._reader.take()
+        if not differs:
             return
-        state = {
-            f"{name} {tuple(x.shape)} {dtype_name(x.dtype)}" if x.ndim else name: x
-            for name, x in self._state(group).items()
-        }
-        held: list[dict[str, int]] = [{}] * group.size()
-        with torch.cuda.device_of(next(iter(state.values()))):
-            mine = {name: int(checksum([x], self._device)) for name, x in state.items()}
-            all_gather_object(held, mine, group)
-        lines = _differences(held, group.ranks)
-        is_rounding = len({*map(frozenset, held)}) == 1 and not any(
-            find_differing([state[name] for name in lines], group)
-        )
-        if lines:
+        difference = agree(group, *self._state(group), title=_TITLE, device=self._device)
+        if difference:
+            is_rounding = difference.is_rounding
             raise GradientError(
                 "the replicas have parted: gradients of different models are averaged",
                 where=f"rank {group.world.rank}, backward {self._num_backwards} over {group.name}",
                 expected="the same bits in every parameter on every rank, eval() on all or none",
-                found=first_texts([*lines.values()]) + "\nby roundings alone" * is_rounding,
+                found=difference.found + "\nby roundings alone" * is_rounding,
                 fix=f"{_ROUNDED if is_rounding else _PARTED.format(_comparison(group))}; then load "
                 "one state on every rank; where it is meant, wrap with verify_every=0",
             )
@@ -208,17 +147,3 @@ def _comparison(group: ProcessGroup) -> str:
         return f"md.assert_equal(model, md.make_mesh(({group.size()},), ('dp',)))"
     axis = repr(names[0] if len(names) == 1 else names) if names else "axis"
     return f"md.assert_equal(model, {axis}, mesh=mesh)"
-
-
-def _differences(held: Sequence[Mapping[str, int]], ranks: Sequence[int]) -> dict[str, str]:
-    """Return, by name, a line on the ranks whose number differs from the most frequent."""
-    lines = {}
-    for name in dict.fromkeys(name for mine in held for name in mine):
-        numbers = [mine.get(name) for mine in held]
-        usual = Counter(numbers).most_common(1)[0][0]
-        odd = [rank for rank, number in zip(ranks, numbers, strict=True) if number != usual]
-        if odd:
-            verb = "differs" if len(odd) == 1 else "differ"
-            rest = ranks_text([rank for rank in ranks if rank not in odd])
-            lines[name] = f"{name}: {ranks_text(odd)} {verb} from {rest}"
-    return lines

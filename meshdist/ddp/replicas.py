@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
-import itertools
-import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
+from ..collectives.comparing import agree
 from ..collectives.flat_sums import broadcast_from
-from ..collectives.objects import all_gather_object
 from ..collectives.torch_private import is_wrapped, outside_transforms
-from ..collectives.verbs import all_gather_into_tensor
 from ..dtypes import dtype_name
-from ..error_text import first_texts, grouped_text, ranks_text
+from ..error_text import ranks_text
 from ..errors import AgreementError, GradientError, KindError
 from ..groups.process_group import ProcessGroup
 from .typed_owner import note_equal
@@ -78,65 +74,31 @@ class ModelBuffers:
         return list(futures) if isinstance(futures, (list, tuple)) else []
 
 
-def tensor_line(name: str, tensor: torch.Tensor) -> str:
-    """Describe one tensor of a model by all that replicas must share.
+def tensor_facts(tensor: torch.Tensor) -> str:
+    """Describe a tensor of a model by all that replicas must share.
 
     Example:
-        >>> tensor_line("head.weight", torch.zeros(2, 3).requires_grad_())
-        'head.weight (2, 3) float32'
+        >>> tensor_facts(torch.zeros(2, 3).requires_grad_())
+        '(2, 3) float32'
     """
-    line = f"{name} {tuple(tensor.shape)} {dtype_name(tensor.dtype)}"
+    text = f"{tuple(tensor.shape)} {dtype_name(tensor.dtype)}"
     if not tensor.is_contiguous():
-        line += f" strides {tensor.stride()}"
+        text += f" strides {tensor.stride()}"
     if isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad:
-        line += " frozen"
-    return line
+        text += " frozen"
+    return text
 
 
-def check_equal_lines(
-    lines: Sequence[str],
-    group: ProcessGroup,
-    *,
-    device: torch.device,
-    summary: str,
-    fix: str,
-    options: Mapping[str, object] | None = None,
+def check_equal(
+    texts: Mapping[str, str], group: ProcessGroup, *, device: torch.device, summary: str, fix: str
 ) -> None:
-    """Raise on all members if lines or options differ; collective.
-
-    Args:
-        lines: texts that must be equal on all members, compared by their place in the list.
-        options: values that must be equal, under names that are equal on all members.
-    """
-    # Only digests travel if all are equal.
-    named = {name: str(value) for name, value in (options or {}).items()}
-    mine_all = json.dumps([list(lines), named]).encode()
-    digest = list(hashlib.sha256(mine_all).digest())
-    mine = torch.tensor(digest, dtype=torch.uint8, device=device)
-    gathered = mine.new_empty((group.size(), len(digest)))
-    all_gather_into_tensor(gathered, mine, group)
-    if bool((gathered == mine).all()):
-        return
-    held: list[Any] = [None] * group.size()
-    with torch.cuda.device_of(mine):
-        all_gather_object(held, (lines, named), group)
-    raise AgreementError(
-        summary,
-        where=f"group of {ranks_text(group.ranks)}",
-        expected="equal lines, in the same order, on every rank",
-        found=_differences(held, group),
-        fix=fix,
-    )
-
-
-def _differences(held: Sequence[tuple[Sequence[str], dict[str, str]]], group: ProcessGroup) -> str:
-    """Return a text of where the ranks' (lines, options) differ, with the value of each rank."""
-    by_name = {name: tuple(options[name] for _, options in held) for name in held[0][1]}
-    by_place = enumerate(itertools.zip_longest(*(lines for lines, _ in held), fillvalue="nothing"))
-    return first_texts(
-        [
-            f"{label}: {grouped_text(zip(group.ranks, entries, strict=True), '; ')}"
-            for label, entries in (*by_name.items(), *by_place)
-            if len(set(entries)) > 1
-        ]
-    )
+    """Raise AgreementError on all members if ``texts``, by label, or their order differ."""
+    difference = agree(group, texts, {}, title="a comparison of models", device=device)
+    if difference:
+        raise AgreementError(
+            summary,
+            where=f"group of {ranks_text(group.ranks)}",
+            expected="equal entries, in the same order, on every rank",
+            found=difference.found,
+            fix=fix,
+        )

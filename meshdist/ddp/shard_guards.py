@@ -27,6 +27,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from ..collectives.comparing import checksum, find_unequal
 from ..collectives.verbs import all_reduce
 from ..error_text import first_texts
 from ..errors import MeshError
@@ -35,7 +36,6 @@ from ..groups.process_group import ProcessGroup, resolve_group
 from ..mesh.device_mesh import DeviceMesh
 from ..reduce_ops import ReduceOp
 from ..typed_contexts.refusals import mesh_text, tensor_text, type_of
-from .parting import checksum
 from .typed_owner import OWNER, of_a_shard
 from .wider_groups import axes_spanned, layouts_with
 
@@ -95,11 +95,8 @@ def refuse_probable_shards(
     if len(names) < 2 or not unmarked:
         return
     sums = torch.stack([checksum([tensor.detach()], device) for tensor in unmarked.values()])
-    differ = []
-    for axis in names:
-        both = torch.stack([sums, ~sums])
-        all_reduce(both, ReduceOp.MAX, grid[axis])
-        differ.append(both[0] != ~both[1])
+    title = "a search for shards"
+    differ = [find_unequal(sums, resolve_group(grid[axis]), title) for axis in names]
     anywhere = torch.stack(differ).to(torch.uint8)  # [axes, tensors]
     all_reduce(anywhere, ReduceOp.MAX, group)
     for name, column in zip(unmarked, anywhere.T.tolist(), strict=True):

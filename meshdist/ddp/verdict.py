@@ -39,7 +39,7 @@ from typing import TypeVar
 
 import torch
 
-from ..collectives.objects import all_gather_object
+from ..collectives.objects import gather_from_all
 from .bucket_layout import BucketLayout
 from .history import History
 from .tail import Ending
@@ -206,7 +206,5 @@ class Verdict:
     def _gather(self, mine: T) -> dict[int, T]:
         """Return the values of all ranks, by rank; collective."""
         group = self._layout.terms.wider.all_ranks
-        found = [mine] * group.size()
         with torch.cuda.device_of(self._layout.tail.numbers):
-            all_gather_object(found, mine, group)
-        return dict(zip(group.ranks, found, strict=True))
+            return dict(zip(group.ranks, gather_from_all(mine, group), strict=True))

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from ..errors import AxisTypeError
-from ..functional.axis_types import SUMMED_BY_USES, axes_of_kind, shown, with_kinds
+from ..functional.axis_types import SUMMED_BY_USES, axes_of_kind, with_kinds
 from ..groups.process_group import ProcessGroup, resolve_group
 from ..mesh.device_mesh import DeviceMesh
 from ..mesh.layout import Layout
@@ -107,11 +107,6 @@ def further_axes(
         if found := find_further_axes(text, own, sizes, about):
             further[name] = found
     return further
-
-
-def further_lines(further: Mapping[str, tuple[str, ...]]) -> list[str]:
-    """Return a text of each parameter that is reduced over further axes, equal on all ranks."""
-    return [f"{name} reduced over {shown(axes)} too" for name, axes in further.items()]
 
 
 def _own_axes(group: ProcessGroup, axes: DeviceMesh) -> set[str]:

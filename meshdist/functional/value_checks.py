@@ -1,9 +1,5 @@
 """Compare tensors between the members of a group, and gradients that must be equal on all.
 
-Half of a floating dtype's digits must agree, measured by the tensor's largest value: equal
-computations may still add in another order. Other dtypes must agree wholly. NaN equals NaN, and
-infinity equals infinity of its sign.
-
 The result of a call such as psum is equal on all ranks, so its gradient must be, too. It is not if
 the result met a varying value without a cast (``lax.pvary``), whose backward sums. So each backward
 compares a sketch of this gradient: its norm and two products, in which rounding changes as few
@@ -27,7 +23,6 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any
-from zlib import crc32
 
 import optree
 import torch
@@ -37,11 +32,8 @@ from ..arrays import describe
 from ..bootstrap.world import World
 from ..checking.debug_levels import DebugLevel, get_debug_level
 from ..checking.program import call_site, show_site
-from ..collectives.objects import all_gather_object
+from ..collectives.comparing import agree, tolerance
 from ..collectives.torch_private import are_transforms_active, hidden_from_modes, keeps_graph
-from ..collectives.verbs import all_gather_into_tensor, broadcast
-from ..dtypes import DTYPES
-from ..error_text import grouped_text, ranks_text
 from ..errors import GradientError, StoreError, UnequalError
 from ..groups.process_group import ProcessGroup
 from ..mesh.device_mesh import DeviceMesh
@@ -59,20 +51,20 @@ def check_invariant(
     """Raise the same GradientError on every member unless all hold the same ``x``.
 
     Args:
-        x: equal in shape and dtype on all members, without gradient.
+        x: dense, without gradient.
         what: names ``x`` in the error; ``where`` and ``expected`` are fields of the error.
         fix: may be made of the ranks that differ from the group's first member.
     """
     if are_transforms_active():  # there are no plain numbers in a transform of torch.func
         return
-    (far,) = find_differing([x], group)
-    if far:
+    difference = agree(group, {}, {"": x}, title="a check of equal values", device=x.device)
+    if difference and not difference.is_rounding:
         raise GradientError(
             f"{what} over {group.name} is not the same on every rank",
             where=where,
             expected=expected,
-            found=difference_text(far, group.ranks[0]),
-            fix=fix if isinstance(fix, str) else fix(far),
+            found=difference.found,
+            fix=fix if isinstance(fix, str) else fix(difference.far),
         )
 
 
@@ -105,98 +97,18 @@ def check_replicas(
     names = tuple(axis for axis in sizes if axis in axes and sizes[axis] > 1)
     if not names or are_transforms_active():
         return
-    x, group = x.detach(), mesh[names].open_group()
-    of_all: list[Any] = [None] * group.size()
-    all_gather_object(of_all, (f"{call}, {describe(x)}", host_checksum(x)), group)
-    texts = [text for text, _ in of_all]
-    is_same = len(set(texts)) == 1
-    # Values travel only where checksums differ.
-    far = find_differing([x], group)[0] if is_same and len(set(of_all)) > 1 else {}
-    if far or not is_same:
-        by_rank = grouped_text(zip(group.ranks, texts, strict=True), separator="; ")
+    group = mesh[names].open_group()
+    difference = agree(group, {"call": call}, {"": x.detach()}, title="a comparison of replicas")
+    if difference and not difference.is_rounding:
         raise UnequalError(
             f"the array is not the same on every rank over {group.name}",
-            where=f"{texts[0]}, called at {show_site(call_site())}",
+            where=f"{call}, {describe(x)}, called at {show_site(call_site())}",
             expected="equal arrays along an axis that the source, or the left side, does not name",
-            found=difference_text(far, group.ranks[0]) if far else by_rank,
+            found=difference.found,
             fix="md.seed(0) on every rank before it is drawn; or send one rank's: md.device_put(x, "
             "sharding, root=0)"
             + ("; or check=False, where each rank's own is meant" if has_argument else ""),
         )
-
-
-def host_checksum(x: torch.Tensor) -> int:
-    """Return a checksum of a tensor's bits, computed on the host."""
-    bits = x.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format).view(-1)
-    return crc32(bits.view(torch.uint8).cpu().numpy().data)
-
-
-@torch.no_grad()
-def find_differing(tensors: Sequence[torch.Tensor], group: ProcessGroup) -> list[dict[int, float]]:
-    """Return, per tensor, {global rank: relative distance to the first} of differing ranks.
-
-    Args:
-        tensors: without gradient; as many on all members, of equal shapes and dtypes.
-    """
-    if not tensors:
-        return []
-    distances = []
-    for x in tensors:
-        mine = x.clone(memory_format=torch.contiguous_format)
-        first = mine.clone()
-        broadcast(first, group=group, group_src=0)
-        distances.append(relative_distance(mine, first))
-    own = torch.tensor(distances, dtype=torch.float64).to(tensors[0].device)
-    of_all = own.new_empty((group.size(), len(tensors)))
-    all_gather_into_tensor(of_all, own.view(1, -1), group=group)
-    return [
-        {
-            rank: distance
-            for rank, distance in zip(group.ranks, column, strict=True)
-            if distance > tolerance(x)
-        }
-        for x, column in zip(tensors, of_all.t().tolist(), strict=True)
-    ]
-
-
-def difference_text(far: Mapping[int, float], first: int) -> str:
-    """Return text that the ranks in ``far`` differ from rank ``first``, and how much."""
-    verb = "differs" if len(far) == 1 else "differ"
-    return (
-        f"{ranks_text(tuple(far))} {verb} from rank {first}, by up to {max(far.values()):.2g} of "
-        "its largest value"
-    )
-
-
-def tolerance(x: torch.Tensor) -> float:
-    """Return the relative distance up to which tensors of this dtype count as equal."""
-    return torch.finfo(x.dtype).eps ** 0.5 if _is_inexact(x) else 0.0
-
-
-def relative_distance(mine: torch.Tensor, first: torch.Tensor) -> float:
-    """Return the largest |mine - first| over the largest |first|; NaN and infinities are equal."""
-    mine, first = _computable(mine), _computable(first)
-    differs = (mine != first) & ~(mine.isnan() & first.isnan())
-    if not bool(differs.any()):
-        return 0.0
-    if not _is_inexact(mine):  # differences of whole numbers might not fit into their dtype
-        mine, first = mine.double(), first.double()
-    gap = float((mine - first)[differs].abs().nan_to_num(nan=torch.inf, posinf=torch.inf).max())
-    finite = first[first.isfinite()].abs()
-    scale = float(finite.max()) if finite.numel() else 0.0
-    return gap / scale if scale else torch.inf
-
-
-def _computable(x: torch.Tensor) -> torch.Tensor:
-    """Return ``x`` in a dtype that can be subtracted, or as bytes if torch has no arithmetic."""
-    facts = DTYPES.get(x.dtype)
-    if facts is None:
-        return x.contiguous().view(torch.uint8)
-    return x.to(facts.wide) if facts.wide is not None and _is_inexact(x) else x
-
-
-def _is_inexact(x: torch.Tensor) -> bool:
-    return x.dtype in DTYPES and (x.is_floating_point() or x.is_complex())
 
 
 _CONTAINERS = (dict, list, tuple)

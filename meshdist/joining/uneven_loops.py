@@ -11,7 +11,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from ..collectives.object_rounds import find_device
-from ..collectives.objects import all_gather_object, broadcast_object_list
+from ..collectives.objects import broadcast_object_list, gather_from_all
 from ..error_text import grouped_text, ranks_text
 from ..errors import JoinError, KindError
 from ..groups.process_group import GroupLike, resolve_group
@@ -88,8 +88,7 @@ class _Ahead:
         if not failed:
             return flags
         error = self._error
-        texts: list[Any] = [None] * group.size()
-        all_gather_object(texts, error and format_exception_only(error)[-1].strip(), group)
+        texts = gather_from_all(error and format_exception_only(error)[-1].strip(), group)
         if error is not None:
             raise error
         raise JoinError(

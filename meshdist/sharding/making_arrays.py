@@ -12,8 +12,7 @@ import torch
 
 from ..arguments import get_shape, get_whole_number
 from ..arrays import Array, as_tensor, shape_text
-from ..collectives.objects import all_gather_object
-from ..error_text import grouped_text
+from ..collectives.comparing import agree
 from ..errors import DtypeError, KindError, LengthError, ShapeError, UnequalError
 from ..mesh.device_mesh import DeviceMesh
 from ..mesh.partition_spec import PartitionSpec
@@ -440,16 +439,14 @@ def _drawing(making: Making, generator: Any) -> tuple[Callable[[int], torch.Tens
 
 def _check_drawn_alike(mesh: DeviceMesh, first: list[complex]) -> None:
     """Raise on all ranks if the ranks' ``first`` drawn numbers differ; collective."""
-    group = mesh.open_group()
-    of_all: list[Any] = [None] * group.size()
-    all_gather_object(of_all, first, group)
-    if any(numbers != of_all[0] for numbers in of_all):
-        heads = [f"{numbers[0]:.4g}, ..." for numbers in of_all]
+    numbers = f"{', '.join(map(str, first))}, ..."
+    difference = agree(mesh.open_group(), {"": numbers}, {}, title="randn")
+    if difference:
         raise UnequalError(
             "randn: the ranks' generators draw different numbers",
             where=f"mesh ({mesh.layout.axis_text()})",
             expected="generators in one state: each rank draws the whole, and keeps its part",
-            found=grouped_text(zip(group.ranks, heads, strict=True), separator="; "),
+            found=difference.found,
             fix="md.seed(0) on every rank, before the first draw",
         )
 

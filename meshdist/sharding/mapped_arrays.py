@@ -14,7 +14,7 @@ import optree
 import torch
 
 from ..arrays import as_tensor, describe, shape_text
-from ..collectives.objects import all_gather_object
+from ..collectives.objects import gather_from_all
 from ..collectives.torch_private import HiddenFromModes
 from ..error_text import first_texts, grouped_text
 from ..errors import (
@@ -295,9 +295,8 @@ def with_common_shapes(
         is_even: whether the shards of each result must have one size.
     """
     group = mesh[mesh.axis_names].open_group()
-    of_all: list[Any] = [None] * group.size()
     with HiddenFromModes():
-        all_gather_object(of_all, [tuple(array.value.shape) for array in arrays], group)
+        of_all = gather_from_all([tuple(array.value.shape) for array in arrays], group)
     counts = {rank: len(each) for rank, each in zip(group.ranks, of_all, strict=True)}
     if len({*counts.values()}) > 1:
         raise ShapeError(

@@ -17,12 +17,10 @@ import torch
 from torch import nn
 
 from ..checking.program import one_frame, warn_caller
-from ..collectives.objects import all_gather_object
 from ..collectives.torch_private import HiddenFromModes
 from ..error_text import explain as explain_text, first_texts
 from ..errors import ArgumentError, KindError, MeshError, ShapeError, UnequalError
 from ..functional.axis_types import ATTRIBUTE, RANKS_OF_OWNER, REDUCED_BY_OWNER
-from ..functional.value_checks import is_compared
 from ..lax.asserting import assert_equal
 from ..mesh.device_mesh import DeviceMesh, coordinate_in
 from ..mesh.placement import balanced_boundaries
@@ -55,9 +53,6 @@ _PACKED = re.compile(
     r"|Wqkv|Wkv|W_pack|c_attn|in_proj"
 )
 """The names of layers that pack several projections."""
-
-_WHOLE_NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""The dtype of whole numbers with so many bytes."""
 
 
 @dataclass(frozen=True)
@@ -323,9 +318,8 @@ def parallelize(module: M, mesh: DeviceMesh, plan: Mapping[str, str], *, check: 
             last; ``column_sequence_whole``; ``reduced``, a whole module that each rank uses on its
             own part, as a norm between the latter; ``cut_sequence`` and ``gather_sequence``, of the
             output of any module.
-        check: whether ranks compare what they hold: all of it on simulated ranks, and at debug
-            level DETAIL; else sums of the bits of each parameter that is cut, and all of it where
-            these differ. False where values are loaded later, and nothing is sent.
+        check: whether ranks compare their models. Pass False if you load values later; then nothing
+            is sent.
 
     Returns:
         ``module``. Its cut parameters are the same objects, with this rank's part as values, marked
@@ -336,8 +330,8 @@ def parallelize(module: M, mesh: DeviceMesh, plan: Mapping[str, str], *, check: 
         is summed over the axis.
 
     Cost:
-        As ``md.tensor_parallel.explain(module)`` tells. For the comparison each rank reads what is
-        cut once, and sends a number a parameter.
+        As ``md.tensor_parallel.explain(module)`` tells. The comparison reads the model once, and
+        sends 16 bytes.
 
     Raises:
         ArgumentError: a pattern that fits no module, two that fit the same, an unknown word, a
@@ -371,7 +365,7 @@ def parallelize(module: M, mesh: DeviceMesh, plan: Mapping[str, str], *, check: 
     assigned = read_plan(module, plan, axis, mesh.size())
     with HiddenFromModes(), torch.no_grad():
         if check:
-            _check_equal(module, assigned, mesh)
+            _check_equal(module, mesh)
         parts = {}
         for each in assigned:
             for leaf, spec in _specs(each, axis).items():
@@ -388,16 +382,8 @@ def parallelize(module: M, mesh: DeviceMesh, plan: Mapping[str, str], *, check: 
     return module
 
 
-def _check_equal(model: nn.Module, assigned: list[Assignment], mesh: DeviceMesh) -> None:
+def _check_equal(model: nn.Module, mesh: DeviceMesh) -> None:
     """Raise UnequalError on every rank along the axis if they hold different models; collective."""
-    if not is_compared(mesh.world):
-        axis, group = mesh.axis_names[0], mesh.open_group()
-        cut = [getattr(each.module, leaf) for each in assigned for leaf in _specs(each, axis)]
-        of_all: list[Any] = [None] * group.size()
-        if cut:
-            all_gather_object(of_all, list(map(_sum_of_bits, cut)), group)
-        if all(sums == of_all[0] for sums in of_all):
-            return
     try:
         assert_equal(model, mesh)
     except UnequalError as error:
@@ -406,17 +392,6 @@ def _check_equal(model: nn.Module, assigned: list[Assignment], mesh: DeviceMesh)
             "parallelize(..., check=False) where values are loaded later"
         )
         raise
-
-
-def _sum_of_bits(x: torch.Tensor) -> int:
-    """Return the sum of a tensor's elements, their bits read as whole numbers.
-
-    Example:
-        >>> _sum_of_bits(torch.tensor([1.0, -0.0])) == 0x3F800000 - 0x80000000
-        True
-    """
-    bits = torch.view_as_real(x) if x.is_complex() else x
-    return int(bits.view(_WHOLE_NUMBERS[bits.element_size()]).sum())
 
 
 def _warn_of_norms(model: nn.Module, assigned: list[Assignment], axis: str) -> None:

@@ -51,10 +51,10 @@ def test_the_state_dict_of_a_split_model_has_lost_its_marks(tmp_path: Path) -> N
 
     error = error_of(program, AgreementError)
     assert error.summary == "checkpoint.save: ranks have other names, arrays or values"
-    assert error.found.startswith("rank 0: model.0.bias: float32[3], values ")
+    assert error.found.startswith("model.0.bias, float32[3]: rank 1 differs from rank 0")
     assert error.fix == (
-        "a part of a whole carries a spec: md.checkpoint.State(model=model), or "
-        "md.annotate(x, spec)"
+        "give all ranks the same, as by md.distributed.broadcast_object_list; a part of a global "
+        "array needs a spec: md.checkpoint.State(model=model), or md.annotate(x, spec)"
     )
     assert list(tmp_path.iterdir()) == []
 
@@ -71,7 +71,10 @@ def test_values_that_differ(pool: Pool, backend: str, tmp_path: Path) -> None:
         return texts
 
     found = pool.run(program, 3, str(tmp_path / "one"), backend=backend)
-    assert found[0][1] == "rank 0: n = 0; rank 1: n = 1; rank 2: n = 2"
+    assert found[0][0] == (
+        "x, float32[500, 400]: ranks 1-2 differ from rank 0, by up to 2 of its largest value"
+    )
+    assert found[0][1] == "n: rank 0: 0; rank 1: 1; rank 2: 2"
     assert found[0] == found[1] == found[2] and len(found[0]) == 2
     assert list(tmp_path.iterdir()) == []
 
@@ -83,9 +86,12 @@ def test_other_names_and_paths(tmp_path: Path) -> None:
     def paths() -> None:
         md.checkpoint.save({"x": 1}, tmp_path / str(md.get_rank()))
 
-    assert error_of(names, AgreementError).found == "rank 0: x0 = 1; rank 1: x1 = 1"
+    assert error_of(names, AgreementError).found == (
+        "x0: rank 0: 1; rank 1: missing\nx1: rank 0: missing; rank 1: 1"
+    )
     found = error_of(paths, AgreementError).found
-    assert found == f"rank 0: path {str(tmp_path / '0')!r}; rank 1: path {str(tmp_path / '1')!r}"
+    first, second = (str(tmp_path / name) for name in "01")
+    assert found == f"argument path: rank 0: {first!r}; rank 1: {second!r}"
     assert list(tmp_path.iterdir()) == []
 
 

@@ -186,10 +186,10 @@ def test_gradients_on_some_ranks_alone_are_an_error_on_all() -> None:
 
     for text in md.simulate(program, 3, (1,)):
         assert text.startswith("the ranks would average different parameters")
-        assert "1: ranks 0, 2: parameter 1 (2,) float32; rank 1: nothing" in text
+        assert "parameter 1: ranks 0, 2: shape (2,), float32; rank 1: missing" in text
         assert "let the same parameters get gradients on every rank" in text
     assert (
-        "0: ranks 0, 2: parameter 0 (2,) float32; rank 1: nothing"
+        "parameter 0: ranks 0, 2: shape (2,), float32; rank 1: missing"
         in (md.simulate(program, 3, (0,))[1])
     )
 

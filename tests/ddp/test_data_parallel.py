@@ -805,13 +805,13 @@ def differing(what: str, is_other: bool) -> nn.Module:
 @pytest.mark.parametrize(
     ("what", "found"),
     [
-        ("shape", "0: ranks 0, 2: weight (3, 2) float32; rank 1: weight (4, 2) float32\n"),
-        ("shape", "1: ranks 0, 2: bias (3,) float32; rank 1: bias (4,) float32\n"),
-        ("dtype", "0: ranks 0, 2: weight (3, 2) float32; rank 1: weight (3, 2) float64\n"),
-        ("strides", "rank 1: weight (3, 2) float32 strides (1, 3)\n"),
-        ("frozen", "1: ranks 0, 2: bias (3,) float32; rank 1: bias (3,) float32 frozen\n"),
-        ("number", "1: ranks 0, 2: bias (3,) float32; rank 1: nothing\n"),
-        ("buffer", "2: ranks 0, 2: nothing; rank 1: scale (1,) float32\n"),
+        ("shape", "weight: ranks 0, 2: (3, 2) float32; rank 1: (4, 2) float32\n"),
+        ("shape", "bias: ranks 0, 2: (3,) float32; rank 1: (4,) float32\n"),
+        ("dtype", "weight: ranks 0, 2: (3, 2) float32; rank 1: (3, 2) float64\n"),
+        ("strides", "rank 1: (3, 2) float32 strides (1, 3)\n"),
+        ("frozen", "bias: ranks 0, 2: (3,) float32; rank 1: (3,) float32 frozen\n"),
+        ("number", "bias: ranks 0, 2: (3,) float32; rank 1: missing\n"),
+        ("buffer", "scale: ranks 0, 2: missing; rank 1: (1,) float32\n"),
     ],
 )
 def test_models_that_differ_are_shown_on_every_rank(run: Run, what: str, found: str) -> None:

@@ -341,16 +341,22 @@ def test_its_repr_tells_arrays_and_buckets() -> None:
 @pytest.mark.parametrize(
     ("tree", "found"),
     [
-        (lambda rank: {"a": np.zeros(1 + rank)}, "rank 0: tree['a'] (1,) float64; rank 1: tree"),
-        (lambda rank: {"ab"[rank]: np.zeros(1)}, "rank 0: tree['a'] (1,) float64; rank 1: tree"),
+        (
+            lambda rank: {"a": np.zeros(1 + rank)},
+            "tree['a']: rank 0: (1,) float64; rank 1: (2,) float64",
+        ),
+        (
+            lambda rank: {"ab"[rank]: np.zeros(1)},
+            "tree['b']: rank 0: missing; rank 1: (1,) float64",
+        ),
         (
             lambda rank: [np.zeros(1, [np.float32, np.float64][rank])],
-            "rank 0: tree[0] (1,) float32; rank 1: tree[0] (1,) float64",
+            "tree[0]: rank 0: (1,) float32; rank 1: (1,) float64",
         ),
-        (lambda rank: [np.zeros(1)] * (1 + rank), "rank 0: nothing; rank 1: tree[1] (1,) float64"),
+        (lambda rank: [np.zeros(1)] * (1 + rank), "tree[1]: rank 0: missing; rank 1: (1,) float64"),
         (
             lambda rank: [np.zeros((2, 3), order="CF"[rank])],
-            "rank 1: tree[0] (2, 3) float64 strides (1, 2)",
+            "rank 1: (2, 3) float64 strides (1, 2)",
         ),
     ],
 )

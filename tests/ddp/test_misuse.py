@@ -254,7 +254,7 @@ def test_the_error_names_the_rank_that_differs_and_its_fix_finds_the_step(run: R
         where, expected, parted, *more, fix = text.splitlines()[1:]
         assert where == f"  where:    rank {rank}, backward 2 over the world"
         assert "the same bits in every parameter on every rank, eval() on all or none" in expected
-        assert f"0.weight (6, 4) float64: rank 1 differs from {others}" in parted
+        assert f"0.weight, shape (6, 4), float64: rank 1 differs from {others}, by up" in parted
         assert len(more) == 3
         assert "learning rate" in fix
         assert f"md.assert_equal(model, md.make_mesh(({len(texts)},), ('dp',)))" in fix

@@ -357,7 +357,7 @@ def test_ranks_with_other_marks_are_all_told() -> None:
 
     for text in md.simulate(program, 4):
         assert "the ranks wrap different Linear modules" in text
-        assert "bias reduced over 'tp' too" in text
+        assert "bias, reduced too over: ranks 0, 2: missing; ranks 1, 3: 'tp'" in text
 
 
 def test_marks_that_a_wrapper_has_made_go_with_it() -> None:
@@ -506,7 +506,7 @@ def test_a_mark_on_one_rank_alone_is_told_before_others_wait_for_a_group() -> No
     assert found[0] == found[2] == ""
     for text in (found[1], found[3]):
         assert "the ranks wrap different Linear modules" in text
-        assert "rank 1: nothing; rank 3: weight reduced over 'tp' too" in text
+        assert "weight, reduced too over: rank 1: missing; rank 3: 'tp'" in text
 
 
 def test_a_copied_wrapper_keeps_further_axes_of_tensors_that_lost_their_marks() -> None:

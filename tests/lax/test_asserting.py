@@ -37,12 +37,12 @@ def test_each_axis_is_compared_by_itself() -> None:
         with mesh:
             return [found(along_tp, axis) for axis in ("dp", "tp", ("dp", "tp"), mesh["dp"])]
 
-    line = "tree, shape (3,), float32: {} from rank {}, by up to 1 of its largest value"
+    line = "tree, shape (3,), float32: {} from {}, by up to 1 of its largest value"
     for rank, (of_dp, of_tp, of_both, of_slice) in enumerate(md.simulate(program, 4)):
         assert of_dp is None and of_slice is None
         first = rank // 2 * 2
-        assert of_tp == line.format(f"rank {first + 1} differs", first)
-        assert of_both == line.format("ranks 1, 3 differ", 0)
+        assert of_tp == line.format(f"rank {first + 1} differs", f"rank {first}")
+        assert of_both == line.format("ranks 1, 3 differ", "ranks 0, 2")
 
 
 def test_the_whole_text() -> None:
@@ -61,8 +61,8 @@ def test_the_whole_text() -> None:
     assert "test_asserting.py:" in lines[1] and lines[1].startswith("  where:")
     assert lines[2:4] == [
         "  expected: equal leaves; of floating dtypes half of the digits count",
-        "  found:    tree['weight'], shape (2,), float32: rank 1 differs from rank 0, by up to 0.5 "
-        "of its largest value",
+        "  found:    tree['weight'], shape (2,), float32: rank 1 differs from ranks 0, 2, by up to "
+        "0.5 of its largest value",
     ]
     assert "lax.pvary(x, axis)" in lines[4]
 
@@ -135,11 +135,11 @@ def test_other_trees_are_named_before_values_are_compared() -> None:
 
     for texts in md.simulate(program, 3):
         assert texts == [
-            "tree['b']: ranks 0-1: not there; rank 2: shape (1,), float32",
+            "tree['b']: ranks 0-1: missing; rank 2: shape (1,), float32",
             "tree: ranks 0-1: shape (2,), float32; rank 2: shape (3,), float32",
             "tree: ranks 0, 2: shape (2,), float32; rank 1: shape (2,), float64",
             "tree['a']: rank 0: None; ranks 1-2: shape (2,), float32",
-            "the same leaves, in another order",
+            "the same entries, in another order",
         ]
 
 
@@ -224,7 +224,7 @@ def test_processes_name_the_same_leaf(pool: Pool, backend: str) -> None:
     found_by_all = pool.run(program, 3, backend=backend)
     assert found_by_all[0] == found_by_all[1] == found_by_all[2]
     assert found_by_all[0] == [
-        "tree['parted'], shape (2,), float64: rank 2 differs from rank 0, by up to 1 of its "
+        "tree['parted'], shape (2,), float64: rank 2 differs from ranks 0-1, by up to 1 of its "
         "largest value",
         "tree['a']: rank 0: shape (1,), float32; rank 1: shape (2,), float32; "
         "rank 2: shape (3,), float32",

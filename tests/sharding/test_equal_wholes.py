@@ -158,9 +158,9 @@ def test_values_that_agree_in_half_of_their_digits_pass_and_other_types_are_show
     for case in ("scalar", "empty", "numpy", "trained"):
         assert md.simulate(program, 3, (case,)) == [""] * 3
     for text in md.simulate(program, 3, ("dtype",)):
-        assert "found:    ranks 0-1: device_put as P(), shape (3,), float32; rank 2: dev" in text
+        assert "found:    ranks 0-1: shape (3,), float32; rank 2: shape (3,), float64" in text
     for text in md.simulate(program, 3, ("bool",)):
-        assert "found:    ranks 1-2 differ from rank 0" in text
+        assert "found:    rank 0 differs from ranks 1-2" in text
 
 
 def test_inside_typed_contexts_and_transforms() -> None:

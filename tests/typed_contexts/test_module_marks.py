@@ -345,7 +345,7 @@ def test_shards_of_uneven_sizes_and_what_is_equal_beside_them() -> None:
         module.norm.weight += mesh.get_local_rank("tp")
 
     for found in assertion(change, ("dp", "tp")):
-        assert "norm.weight, shape (4,), float32: ranks 1, 3 differ from rank 0" in found
+        assert "norm.weight, shape (4,), float32: ranks 1, 3 differ from ranks 0, 2" in found
 
 
 def test_marks_that_differ_are_told() -> None:
