@@ -146,7 +146,7 @@ class MpiConnection:
         test, end = operation.request.Test, time.perf_counter() + self.spin_s
         try:
             while not test():
-                if time.perf_counter() >= end:
+                if self.in_flight or time.perf_counter() >= end:
                     self.start(operation).finish(timeout)
                     return
             if operation.then is not None:
