@@ -53,6 +53,7 @@ from ..dtypes import DTYPES
 from ..error_text import grouped_text, ranks_text
 from ..groups.process_group import ProcessGroup
 from ..reduce_ops import ReduceOp
+from ..wires.prepared import flat
 from .object_rounds import find_device
 from .objects import broadcast_object_list, gather_from_all
 from .prepare import run_titled
@@ -255,7 +256,8 @@ def checksum(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Ten
 
 def _words(x: torch.Tensor) -> torch.Tensor:
     """Return a tensor's bits as a flat tensor of integers."""
-    bits = x.resolve_conj().resolve_neg().contiguous().view(-1)
+    # The stride of a single element may be 0.
+    bits = flat(x.resolve_conj().resolve_neg().contiguous())
     return bits.view(_WORDS.get(x.itemsize, torch.int32))
 
 

@@ -499,9 +499,8 @@ def test_too_few_files_are_told_before_anything_is_opened(port: int) -> None:
     with room_for(8), pytest.raises(md.RendezvousError) as caught:
         meet(url, rank=1, world_size=2)
     assert "can open too few files and sockets to join a world" in str(caught.value)
-    assert "found:    8 more files can be opened of about 16 needed; the limit is " in (
-        str(caught.value)
-    )
+    found = r"found:    \d+ more files can be opened of about 16 needed; the limit is "
+    assert re.search(found, str(caught.value))  # this process may close some at the same time
     assert "fix:      raise the hard limit before the program starts: ulimit -n 65536, as root" in (
         str(caught.value)
     )
