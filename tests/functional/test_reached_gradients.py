@@ -139,6 +139,8 @@ def backwards(way: str, factor: float) -> None:
 WAYS = ["retained", "twice", "checkpoint", "reentrant", "accumulated", "later", "several"]
 
 
+# torch 2.11 reports it if a rank that an error ended leaves a checkpoint half done.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("size", [2, 3, 5])
 @pytest.mark.parametrize("way", WAYS)
 def test_every_backward_of_simulated_ranks(way: str, size: int) -> None:

@@ -38,8 +38,9 @@ from .opening import open_link
 
 _SUM = ReduceOp.SUM
 _MOST_NUMBERED_TAGS = 1 << 12
-_EXCHANGED_FROM = 1 << 16
-"""From how many bytes on an all-to-all gathers sooner: Open MPI's all-gather copies them first."""
+_LARGE = 1 << 16
+"""From how many bytes on a reduce is an all-reduce, and an all-gather an all-to-all: Open MPI sends
+the former in many small steps, each of which waits for the next poll, and copies the latter."""
 _CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
 
 
@@ -96,10 +97,10 @@ class MpiCommunicator(Communicator):
     def _reduce(self, prepared: PreparedCall) -> Operation:
         (tensor,), op, root = prepared.outputs, prepared.op, prepared.root
         assert op is not None
+        if tensor.nbytes >= _LARGE:
+            return self.build(prepared)
         plan = find_plan(op, tensor.dtype)
         data = tensor if plan.is_plain else plan.encode(tensor, self.scratch)
-        if data.numel() > self._buffers.most:
-            return self.build(prepared)
         kept, op_and_root = (tensor, data), (self._op(plan), root)
         numbers = self._numbers(data)
         if self.rank != root:
@@ -150,7 +151,7 @@ class MpiCommunicator(Communicator):
     def _all_gather(self, prepared: PreparedCall) -> Operation:
         (output,), (tensor,) = prepared.outputs, prepared.inputs
         tensor, moved = apart(tensor, output), self._buffers.moved
-        if tensor.nbytes >= _EXCHANGED_FROM and output.nbytes <= self._buffers.most:
+        if tensor.nbytes >= _LARGE and output.nbytes <= self._buffers.most:
             memory, num_bytes, byte = moved(tensor)
             for_each = memory, ([num_bytes] * self.size, [0] * self.size), byte
             taken = self._buffers.cut(output, [tensor.numel()] * self.size)
