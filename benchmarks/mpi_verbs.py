@@ -116,12 +116,12 @@ def take_part(wire: str, rounds: int, sizes: list[int], path: Path) -> None:
     import meshdist as md
 
     torch.set_num_threads(1)
+    if wire == "mpi":
+        md.init_process_group(wire)  # starts MPI
     from mpi4py import MPI
 
     world = MPI.COMM_WORLD.Dup()
-    if wire == "mpi":
-        md.init_process_group(wire)
-    else:
+    if wire != "mpi":
         place = f"file://{path}.store?rank={world.Get_rank()}&world_size={world.Get_size()}"
         md.init_process_group(wire, init_method=place)
     rows = []
