@@ -79,7 +79,12 @@ def results() -> dict[str, Any]:
     }
     found = {}
     for name, call in calls.items():
-        work = call()
+        try:
+            work = call()
+        except RuntimeError as error:
+            if "does not support alltoall" in str(error):  # Gloo of torch 2.11
+                continue
+            raise
         value = plain(work.get_future().wait())
         work.wait()
         found[name] = value, plain(work.result())
@@ -89,8 +94,10 @@ def results() -> dict[str, Any]:
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_futures_and_results_nest_as_on_gloo(backend: str, size: int, pool: Pool) -> None:
-    expected = run(pool, results, size, "gloo")
-    assert run(pool, results, size, backend) == expected
+    for mine, expected in zip(
+        run(pool, results, size, backend), run(pool, results, size, "gloo"), strict=True
+    ):
+        assert {name: mine[name] for name in expected} == expected
 
 
 def functional() -> list[Any]:
