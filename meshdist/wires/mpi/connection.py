@@ -143,8 +143,8 @@ class MpiConnection:
 
     def finish_at_once(self, operation: MpiOperation, timeout: timedelta) -> None:
         """Wait for a new collective; raise a handler's exception as an Interrupted."""
-        test, end = operation.request.Test, time.perf_counter() + self.spin_s
         try:
+            test, end = operation.request.Test, time.perf_counter() + self.spin_s
             while not test():
                 if self.in_flight or time.perf_counter() >= end:
                     self.start(operation).finish(timeout)
