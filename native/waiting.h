@@ -156,7 +156,7 @@ bool look(const Patience& patience, Ready ready, IsOver is_over) {
     if (ready() || is_over()) return true;
     now = now_ns();  // looking may be work: a message's pieces are copied there
   }
-  return false;
+  return is_over();
 }
 
 // Sleep once on `seat` until `member` rings, or `limit` has passed, unless `ready()` or `is_over()`.

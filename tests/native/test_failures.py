@@ -213,11 +213,17 @@ def test_a_member_that_does_not_come_leads_to_a_timeout() -> None:
     assert run_ranks(2, body)[0] == (STATUSES["TIMEOUT"], STATUSES["TIMEOUT"])
 
 
-def test_an_abort_frees_every_waiter_at_once() -> None:
+@pytest.mark.parametrize("computes", [False, True])
+def test_an_abort_frees_every_waiter_at_once(computes: bool) -> None:
     def body(c: Any) -> Any:
         x = torch.zeros(5)
+        for _ in range(200 * computes):  # next to programs that compute, waits sleep for long
+            end = time.perf_counter() + 0.002
+            while time.perf_counter() < end:
+                pass
+            c.barrier(TIMEOUT)
         if c.rank == 0:
-            time.sleep(0.5)
+            time.sleep(0.1)
             aborted = time.monotonic()
             c.abort()
             return aborted
