@@ -303,14 +303,14 @@ ORDER = [
 
 FAULTS = [
     everywhere(
-        "[Calls that differ](verbs.md#when-ranks-disagree) are found before data move: one error "
-        "on all "
-        "ranks, tensors as they were, the group broken",
+        "[Calls that differ](verbs.md#when-ranks-disagree) are one error on all ranks, and the "
+        "group is broken; the rank that sees it has sent no data; over shared memory and on "
+        "simulated ranks no data move",
         "tests/verbs/test_checks.py::test_members_that_call_different_things_all_raise",
         program=programs.mismatches_move_nothing,
         differs={
             "gloo across hosts": "between hosts [by the next round](debugging.md#between-hosts), "
-            "at most 256 calls later; before data move at level DETAIL",
+            "at most 256 calls later; at level DETAIL before data move",
             "nccl": "between hosts [at level DETAIL alone](debugging.md#between-hosts)",
         },
         others={
