@@ -623,13 +623,14 @@ def asked_too_early() -> str:
     before = registry.answer(about)
     assert before["about"] is None
 
-    def note(seconds: float) -> None:
+    def note(*_: float) -> None:
         facts = world.open_channel("cpu").group
         opened.recorder.note(facts, get_message("send", torch.ones(3), 0, 5))
 
     with pytest.MonkeyPatch.context() as patch:
         slow_clock = SimpleNamespace(sleep=note, monotonic=time.monotonic)
         patch.setattr(deadlines, "time", slow_clock)
+        patch.setattr(deadlines, "os", SimpleNamespace(sched_yield=note))
         return registry.answer(about)["about"]
 
 
