@@ -1,7 +1,7 @@
-// The fast path over torch's own classes.
+// The fast path over torch's own classes, and over what Python does.
 //
-// Python says once of each kind of call how the class does it: its *shortcut*. From then on a call is
-// a call of the class's method, and Python waits for its work.
+// Python gives once for each kind of call how the class does it: its *shortcut*. From then on a call is
+// a call of the class's method, or of a function, and Python waits for its work.
 #include <nanobind/stl/unique_ptr.h>
 
 #include <map>
@@ -76,7 +76,7 @@ Arguments arguments_of(const Collective& call) {
   }
 }
 
-// Calls `function`, or the method of that name of the first argument where it is a name.
+// Calls `function`, or the method of that name of the first argument if it is a name.
 nb::object call_by_list(nb::handle function, const Arguments& given) {
   std::vector<PyObject*> pointers;
   for (const nb::object& argument : given) pointers.push_back(argument.ptr());
@@ -107,8 +107,9 @@ class TorchStarted final : public PyOperation {
 class TorchRunner final : public Runner {
  public:
   // `communicator` has the class's object as `torch_group`, and `failure` makes a wire's failure of its
-  // errors. `find(verb, op, dtype, root, is_list, is_empty)` gives the shortcut of some calls, as
-  // `meshdist/wires/c10d/shortcuts.py` has it; None where Python does them. `end(work, note)`
+  // errors; neither is used for functions. `find(verb, op, dtype, root, is_list, is_empty)` gives the
+  // shortcut of some calls, as `meshdist/wires/c10d/shortcuts.py` has it, with a method's name or a
+  // function; None where Python does them. `end(work, note)`
   // waits for a work, where the class gives one; or, of calls that are started, `end(work, then, note)`
   // makes the operation. `explain(error)` makes the error to raise of any.
   TorchRunner(nb::object communicator, nb::object find, nb::object end, nb::object explain)
@@ -182,12 +183,13 @@ class TorchRunner final : public Runner {
       for (nb::handle argument : nb::object(prepared[0])) given.push_back(nb::borrow(argument));
       begun.then = prepared[1];
     }
-    given.insert(given.begin(), get(communicator_, names::group));
+    const bool is_of_torch = PyUnicode_Check(shortcut.method.ptr());
+    if (is_of_torch) given.insert(given.begin(), get(communicator_, names::group));
     given.push_back(shortcut.options);
     try {
       begun.work = call_by_list(shortcut.method, given);
     } catch (nb::python_error& error) {
-      if (!error.matches(PyExc_RuntimeError)) throw;
+      if (!is_of_torch || !error.matches(PyExc_RuntimeError)) throw;
       raise_error(meshdist::call(communicator_, names::failure, nb::borrow(error.value())));
     }
     return begun;

@@ -31,12 +31,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import torch
 
+from ..checking.program import is_of_handler
+from ..dtypes import DTYPES
 from ..errors import MeshdistError
-from ..reduce_ops import ReduceKind
+from ..reduce_ops import PLAIN_OPS, ReduceKind
 from ..runtime.memory import Scratch
 from ..verb_table import WIRE_VERBS
-from .built_verbs import BUILT
-from .operations import Operation, WireFailure
+from .built_verbs import BUILT, find_lack
+from .operations import Operation, WireFailure, given_up_for
 from .prepared import PreparedCall, Tensors
 
 if TYPE_CHECKING:
@@ -46,6 +48,27 @@ _log = logging.getLogger("meshdist.wires")
 
 Explain: TypeAlias = Callable[[WireFailure, int | None], BaseException]
 """Makes the error to raise of a failure, given the number of the call's note."""
+
+ANY_SIZE = (1 << 63) - 1
+"""The most bytes of a shortcut's call if any number will do."""
+
+NUMBERED_OPS = {op.value: op for op in PLAIN_OPS}
+"""The reductions by their numbers in the native core."""
+
+FAST_REDUCTIONS = [
+    (op, op.value, {dtype: 0 for dtype in DTYPES if find_lack(op, dtype) is None})
+    for op in PLAIN_OPS
+]
+"""The reductions, as ``FastPath`` takes them, where Python names them to the backend."""
+
+
+def explained(explain: Explain, timeout: timedelta, error: BaseException) -> BaseException:
+    """Return the error that a channel would raise for a failure on the fast path."""
+    if not isinstance(error, WireFailure) and not is_of_handler(error):
+        return error
+    failure = given_up_for(error)
+    failure.limit = timeout
+    return explain(failure, None)
 
 
 class Communicator(ABC):

@@ -148,10 +148,11 @@ class ShmRunner(Runner):
     ) -> None: ...
 
 class TorchRunner(Runner):
-    """Over a class of torch's, which ``communicator`` has as ``torch_group``.
+    """Over a class of torch's, which ``communicator`` has as ``torch_group``, or over functions.
 
     ``find(verb, op, dtype, root, is_list, is_empty)`` gives the shortcut of some calls, as
-    ``c10d/shortcuts.py`` has it; None leaves them to Python. ``end(work, note)`` waits for a
+    ``c10d/shortcuts.py`` has it, with the name of the class's method, or a function that takes what
+    the method would; None leaves the calls to Python. ``end(work, note)`` waits for a
     work, where the class gives one; or, of calls that are started, ``end(work, then, note)`` makes
     the operation. ``explain(error)`` makes the error to raise of any.
     """

@@ -22,20 +22,17 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeAlias
 import torch
 from torch.distributed import distributed_c10d as c10d
 
-from ...checking.program import is_of_handler
 from ...dtypes import DTYPES
-from ...reduce_ops import PLAIN_OPS, ReduceKind, ReduceOp, is_whole_mean
+from ...reduce_ops import ReduceKind, ReduceOp, is_whole_mean
 from ..built_verbs import (
     BuildingCommunicator,
     divide,
-    find_lack,
     in_order,
     reduce_parts,
     reduce_scratch,
 )
-from ..communicator import Explain
+from ..communicator import ANY_SIZE, FAST_REDUCTIONS, NUMBERED_OPS, Explain, explained
 from ..core import DTYPE_CODES, core
-from ..operations import WireFailure, given_up_for
 from ..prepared import PreparedCall, Tensors, write, writing
 from .substitutes import Substitute
 
@@ -46,17 +43,9 @@ Finished: TypeAlias = Callable[[], None] | None
 Prepared: TypeAlias = tuple[tuple[Any, ...], Finished]
 Shortcut: TypeAlias = tuple[str, Any, Callable[..., Prepared] | None, int]
 
-_ANY_SIZE = (1 << 63) - 1
 _SMALL_BYTES = 1 << 16
 """Of so few no memory is kept, which takes longer than to get some anew."""
 
-_REDUCTIONS = [
-    (op, op.value, {dtype: 0 for dtype in DTYPES if find_lack(op, dtype) is None})
-    for op in PLAIN_OPS
-]
-"""The reductions, as ``FastPath`` takes them; c10d does not name ops by numbers."""
-
-_OPS = {op.value: op for op in PLAIN_OPS}
 _DTYPES = {code: dtype for dtype, code in DTYPE_CODES.items()}
 
 
@@ -144,23 +133,14 @@ def open_fast_path(
         return None
     waiting = PreparedCall("", "", (), ()).as_own(timeout)
     going_on = PreparedCall("", "", (), ()).as_own(timeout).as_async()
-    failing = partial(_explained, explain, timeout)
+    failing = partial(explained, explain, timeout)
     find = partial(_find_shortcut, wire, waiting)
     runner = core.TorchRunner(wire, find, partial(finish, waiting), failing)
-    path: FastPath = core.FastPath(entry, runner, _REDUCTIONS)
+    path: FastPath = core.FastPath(entry, runner, FAST_REDUCTIONS)
     find = partial(_find_shortcut, wire, going_on)
     runner = core.TorchRunner(wire, find, partial(kind, wire, timeout), failing)
-    path.starting = core.FastPath(entry, runner, _REDUCTIONS, works)
+    path.starting = core.FastPath(entry, runner, FAST_REDUCTIONS, works)
     return path
-
-
-def _explained(explain: Explain, timeout: timedelta, error: BaseException) -> BaseException:
-    """Return the error that a channel would raise of a failure on the fast path."""
-    if not isinstance(error, WireFailure) and not is_of_handler(error):
-        return error
-    failure = given_up_for(error)
-    failure.limit = timeout
-    return explain(failure, None)
 
 
 def _find_shortcut(wire: ShortCommunicator, like: PreparedCall, *of: Any) -> Shortcut | None:
@@ -172,7 +152,7 @@ def _find_shortcut(wire: ShortCommunicator, like: PreparedCall, *of: Any) -> Sho
     """
     kind = _CallsAlike(*of)
     row, dtype = _CARRIED[kind.verb], _DTYPES[kind.dtype]
-    call = like.by(row.way, (), (), _OPS.get(kind.op), None if kind.root < 0 else kind.root)
+    call = like.by(row.way, (), (), NUMBERED_OPS.get(kind.op), None if kind.root < 0 else kind.root)
     if not DTYPES[dtype].is_in_c10d or (kind.is_empty and row.needs_data):
         return None
     if call.op is not None:
@@ -181,10 +161,10 @@ def _find_shortcut(wire: ShortCommunicator, like: PreparedCall, *of: Any) -> Sho
         return None if kind.is_empty and is_gathered else shortcut
     options = wire.options_for(row.options, call)
     if not kind.is_list:
-        return row.method, options, None, _ANY_SIZE
+        return row.method, options, None, ANY_SIZE
     if "all_to_all" in wire.lacking:
-        return row.method, options, _pack, _ANY_SIZE
-    return "alltoall", options, None, _ANY_SIZE
+        return row.method, options, _pack, ANY_SIZE
+    return "alltoall", options, None, ANY_SIZE
 
 
 def _find_reduction(
@@ -194,12 +174,12 @@ def _find_reduction(
     assert op is not None
     if call.way in wire.lacking:  # the reduce-scatter
         options = wire.options_for(c10d.AllToAllOptions, call)
-        return "alltoall_base", options, partial(_exchange, wire, op), _ANY_SIZE
+        return "alltoall_base", options, partial(_exchange, wire, op), ANY_SIZE
     substitute = wire.find_substitute(op, dtype)
     if substitute is not None and substitute.dtype is dtype:
         if call.root is not None and wire.spoils_others and call.root != wire.rank:
             prepare = partial(_copy_to_overwrite, wire)
-        return method, wire.options_for(kind, call, substitute.op), prepare, _ANY_SIZE
+        return method, wire.options_for(kind, call, substitute.op), prepare, ANY_SIZE
     if not row.is_substituted:
         return None
     if substitute is None:
@@ -207,13 +187,13 @@ def _find_reduction(
         if not is_whole_mean(op, dtype) or total is None or total.dtype is not dtype:
             return None
         options = wire.options_for(kind, call, ReduceOp.SUM)
-        return method, options, partial(_divided, wire.size), _ANY_SIZE
+        return method, options, partial(_divided, wire.size), ANY_SIZE
     if substitute.is_view:
         return None
     if DTYPES[substitute.dtype].is_whole:
         if DTYPES[dtype].is_whole:
             return None
-        return method, wire.options_for(kind, call, op), partial(in_order, op), _ANY_SIZE
+        return method, wire.options_for(kind, call, op), partial(in_order, op), ANY_SIZE
     options = wire.options_for(c10d.AllgatherOptions, call)
     most = wire.most_gathered_bytes // wire.size
     return "_allgather_base", options, partial(_gathered, wire.size, op), most

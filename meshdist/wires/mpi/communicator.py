@@ -7,8 +7,9 @@ reduce itself is done in another dtype (``datatypes``).
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,7 +19,15 @@ from ...dtypes import DTYPES
 from ...reduce_ops import ReduceKind, ReduceOp
 from ...verb_table import REDUCING_VERBS
 from ..built_verbs import reduce_scatter_by_exchange
-from ..communicator import Communicator
+from ..communicator import (
+    ANY_SIZE,
+    FAST_REDUCTIONS,
+    NUMBERED_OPS,
+    Communicator,
+    Explain,
+    explained,
+)
+from ..core import core
 from ..messages import Mailbox, TagNumbers
 from ..operations import DONE, Chain, Operation, WireAborted, WireFailure, followed
 from ..prepared import EXCHANGE_TAG, PreparedCall, Sizes, Tensors, write_all
@@ -36,11 +45,16 @@ from .datatypes import (
 )
 from .opening import open_link
 
+if TYPE_CHECKING:
+    from ..native import FastPath
+
 _SUM = ReduceOp.SUM
 _MOST_NUMBERED_TAGS = 1 << 12
 _LARGE = 1 << 16
 """From how many bytes on a reduce is an all-reduce, and an all-gather an all-to-all: Open MPI sends
 the former in many small steps, each of which waits for the next poll, and copies the latter."""
+_SHORT = frozenset({"all_gather", "all_reduce", "barrier", "reduce_scatter"})
+"""The collectives that no member may leave before the others have come."""
 _CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
 
 
@@ -72,6 +86,36 @@ class MpiCommunicator(Communicator):
         if verb in REDUCING_VERBS and not find_plan(op, dtype).is_plain:
             return "built"
         return super().support(verb, device_type, dtype, op)
+
+    def fast_path(
+        self, entry: Any, explain: Explain, timeout: timedelta, works: tuple[Any, ...]
+    ) -> FastPath | None:
+        if core is None or self._is_cuda:
+            return None
+        runner = core.TorchRunner(
+            self,
+            partial(self._find_shortcut, timeout),
+            partial(_finish, timeout),
+            partial(explained, explain, timeout),
+        )
+        path: FastPath = core.FastPath(entry, runner, FAST_REDUCTIONS)
+        return path
+
+    def _find_shortcut(self, timeout: timedelta, verb: str, op: int, *_: Any) -> Any:
+        """Return the shortcut of the calls that the native core checks; None for the others."""
+        if verb not in _SHORT:
+            return None
+        return partial(self._start_checked, verb, NUMBERED_OPS.get(op)), timeout, None, ANY_SIZE
+
+    def _start_checked(self, verb: str, op: ReduceKind | None, *given: Any) -> Operation | None:
+        """Start a call on checked tensors, with its timeout; return None if it is over."""
+        *tensors, timeout = given
+        if verb == "all_reduce":
+            (outputs,), (inputs,) = tensors, tensors
+        else:
+            outputs, inputs = tensors[:1], tensors[1:]
+        operation = self.start(PreparedCall(verb, verb, inputs, outputs, None, op).as_own(timeout))
+        return None if operation is DONE else operation
 
     # -- verbs that reduce --------------------------------------------------------------------
 
@@ -418,6 +462,10 @@ def _synchronize(tensor: torch.Tensor) -> None:
     if not tensor.is_cuda:  # a copy in host memory
         return
     torch.cuda.current_stream(tensor.device).synchronize()
+
+
+def _finish(timeout: timedelta, operation: Operation, _: int) -> None:
+    operation.finish(timeout)
 
 
 def _without_large(tensors: Tensors, most: int) -> list[torch.Tensor]:
