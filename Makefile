@@ -50,8 +50,8 @@ quick: $(VENV)/.rewritten lint ## format, lint, types, pure rooms, simulated ran
 	$(BIN)/python -m pytest -p tests.quick --quiet --numprocesses 4 --dist worksteal $(PYTEST_ARGS)
 
 soak: WORKERS ?= 5
-soak: $(VENV)/.installed-test ## the long tables, stress tests and long programs
-	$(BIN)/python -m pytest -m soak --timeout 3600 -o faulthandler_timeout=3660 --numprocesses $(WORKERS) --dist worksteal $(PYTEST_ARGS)
+soak: $(VENV)/.installed-test ## the long tables, stress tests and long programs; drawn tests with 300 draws
+	$(BIN)/python -m pytest -m "soak or hypothesis" --hypothesis-profile soak --timeout 3600 -o faulthandler_timeout=3660 --numprocesses $(WORKERS) --dist worksteal $(PYTEST_ARGS)
 
 soak-faults: $(VENV)/.installed-test ## ranks that are killed, stopped, raise or leave, at random; writes a report
 	$(BIN)/python -m tests.faults.run --wire $(WIRE) --faults $(COUNT) --loops $(LOOPS) --exits $(EXITS) --seed $(SEED) \

@@ -25,8 +25,9 @@ os.environ.update({**QUICK_NAMES, **os.environ})
 # Without buffers a line and its end are written one by one: lines of ranks that share a pipe mix.
 os.environ.pop("PYTHONUNBUFFERED", None)
 
-# A busy machine makes one example slow now and then, which tells nothing about the code.
-hypothesis.settings.register_profile("meshdist", deadline=None)
+# A busy machine makes one example slow now and then, which is no fault of the code.
+hypothesis.settings.register_profile("meshdist", deadline=None, max_examples=25)
+hypothesis.settings.register_profile("soak", deadline=None, max_examples=300)
 hypothesis.settings.load_profile("meshdist")
 
 

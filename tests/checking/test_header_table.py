@@ -8,7 +8,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from meshdist.checking import header_table as module
 from meshdist.checking.header_table import CHECK_EVERY, WINDOW, HeaderTable
@@ -411,7 +411,6 @@ def test_a_message_that_differs_is_seen_there_by_the_later_side(
 
 
 @compares_messages
-@settings(max_examples=40)
 @given(
     st.lists(st.tuples(st.integers(0, 1), st.booleans(), headers), max_size=60),
     st.integers(0, 300),

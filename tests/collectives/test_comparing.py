@@ -102,12 +102,12 @@ def test_tensors_in_another_order_are_compared_by_label() -> None:
 def test_what_an_error_shows_does_not_grow_with_ranks_and_texts() -> None:
     def program() -> str | None:
         rank = md.get_rank()
-        return found({f"{number}": f"{rank} of many" * 10_000 for number in range(100)})
+        return found({f"{number}": f"{rank} of many" * 10_000 for number in range(20)})
 
-    (text,) = set(md.simulate(program, 70))
+    (text,) = set(md.simulate(program, 52))
     assert text is not None and len(text) < 8 * 50 * 400
-    assert "... (100000 characters, " in text and "ranks 50-69: ... (other texts)" in text
-    assert text.endswith("\nand 92 more")
+    assert "... (100000 characters, " in text and "ranks 50-51: ... (other texts)" in text
+    assert text.endswith("\nand 12 more")
 
 
 def test_equal_ranks_send_sixteen_bytes_in_one_all_reduce(pool: Pool) -> None:

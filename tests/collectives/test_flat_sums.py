@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 import meshdist as md
 from meshdist.collectives import flat_sums
@@ -15,7 +15,6 @@ dtypes = st.sampled_from([torch.float32, torch.float64, torch.complex64, torch.i
 
 
 @given(shapes, dtypes, st.sampled_from([1, 2, 3, 5]), st.booleans(), st.booleans())
-@settings(deadline=None, max_examples=40)
 def test_each_is_the_sum_of_what_the_ranks_have(
     sizes: list[list[int]], dtype: torch.dtype, num_ranks: int, is_turned: bool, has_likes: bool
 ) -> None:

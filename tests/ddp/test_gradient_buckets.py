@@ -12,7 +12,7 @@ import numpy as np
 import optree
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 import meshdist as md
 from meshdist.errors import (
@@ -56,7 +56,6 @@ TREES = st.recursive(
 )
 
 
-@settings(max_examples=25, deadline=None)
 @given(
     tree=TREES,
     size=st.sampled_from([1, 2, 4]),

@@ -80,7 +80,7 @@ def keep(names: list[str], options: dict[str, Any]) -> list[str]:
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("size", [1, 3, *(pytest.param(n, marks=pytest.mark.soak) for n in (2, 5))])
+@pytest.mark.parametrize("size", [1, 2, *(pytest.param(n, marks=pytest.mark.soak) for n in (3, 5))])
 def test_kept_gradients_stay(size: int, options: dict[str, Any]) -> None:
     assert md.simulate(keep, size, args=([*KEEPING], options)) == [[]] * size
 

@@ -173,7 +173,6 @@ arguments = (
 
 
 @given(*arguments)
-@settings(deadline=None, max_examples=40)
 def test_any_backwards_in_any_order(
     num_ranks: int, size: int, happened: Any, cap: float, as_views: bool
 ) -> None:

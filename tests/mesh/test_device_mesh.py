@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 import meshdist as md
 from tests.inner import get_world
@@ -40,7 +40,6 @@ def rank_arrays(draw: st.DrawFn) -> np.ndarray:
     return np.array(order).reshape(shape)
 
 
-@settings(max_examples=25)
 @given(rank_arrays())
 def test_coordinate_equals_group_rank_for_any_order_of_ranks(ranks: np.ndarray) -> None:
     def program():
@@ -55,7 +54,6 @@ def test_coordinate_equals_group_rank_for_any_order_of_ranks(ranks: np.ndarray) 
             assert group_rank == coordinate[axis]
 
 
-@settings(max_examples=25)
 @given(rank_arrays())
 def test_all_gather_over_an_axis_comes_in_mesh_order(ranks: np.ndarray) -> None:
     def program():

@@ -239,7 +239,7 @@ ORDER = [
     everywhere(
         "[Async verbs](verbs.md#async) of one group end as they were started, of several in any "
         "order",
-        "tests/verbs/test_stress.py::test_twenty_of_each_verb_in_flight",
+        "tests/verbs/test_stress.py::test_eight_of_each_verb_in_flight",
         "tests/verbs/test_stress.py::test_verbs_in_flight_over_three_overlapping_groups",
         nccl="[one global order](cuda.md#several-communicators) over several groups",
     ),

@@ -6,7 +6,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from meshdist.mesh.placement import DimSplit, Placement
 from meshdist.sharding.changes import bare, change_between, extended
@@ -16,7 +16,6 @@ from tests.sharding.interpreter import coordinates
 MESH = (2, 2, 2)
 
 
-@settings(max_examples=150, deadline=None)
 @given(pairs(most_dims=3))
 def test_a_price_is_what_all_ranks_lack_together(pair):
     source, target = map(bare, pair)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import given
 
 from meshdist.sharding.change_steps import coordinates_along, exchange_steps, local_steps, relative
 from meshdist.sharding.changes import bare, change_between
@@ -11,7 +11,6 @@ from tests.sharding.cases import assert_lies, pairs, placed, shards, whole_array
 from tests.sharding.interpreter import coordinates, run
 
 
-@settings(max_examples=150, deadline=None)
 @given(pairs())
 def test_boxes_serve_every_change_also_those_that_verbs_could(pair):
     source, target = map(bare, pair)

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from meshdist.errors import MeshError
 from meshdist.mesh.layout import Layout
@@ -37,7 +37,6 @@ def two_meshes(draw):
     return meshes
 
 
-@settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_every_rank_keeps_its_box_and_its_copies(data):
     source, target = data.draw(two_meshes())

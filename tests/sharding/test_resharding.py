@@ -43,7 +43,6 @@ TRANSITIONS = {
 SIZES = {"b": 7, "s": 6, "d": 4}
 
 
-@settings(max_examples=60)
 @given(transitions())
 def test_values_and_gradients(case: Any) -> None:
     args = (*case, 1)

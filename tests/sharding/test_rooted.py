@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 import meshdist as md
 from meshdist.errors import GradientError, KindError, NotInGroupError
@@ -28,7 +28,6 @@ def gathered(sizes: Any, shape: Any, source: Lie, root: int) -> Any:
     return whole
 
 
-@settings(max_examples=60)
 @given(transitions(), st.data())
 def test_the_root_alone_holds_the_whole(case: Any, data: Any) -> None:
     sizes, shape, source, _ = case
@@ -41,7 +40,6 @@ def test_the_root_alone_holds_the_whole(case: Any, data: Any) -> None:
     assert np.array_equal(results[root], expected)
 
 
-@settings(max_examples=40)
 @given(st.data())
 def test_each_element_leaves_one_owner_once(data: Any) -> None:
     sizes, shape = (2, 3), (5, 4)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 
 import meshdist as md
 from tests.pool import Pool
@@ -23,13 +23,11 @@ def check(results: list[Any], body: Body) -> None:
 
 
 @given(bodies())
-@settings(max_examples=100)
 def test_random_bodies(body: Body) -> None:
     check(md.simulate(found, math.prod(body.sizes), (body,)), body)
 
 
 @given(bodies())
-@settings(max_examples=30)
 def test_random_bodies_of_sharded_arrays(body: Body) -> None:
     check(md.simulate(found, math.prod(body.sizes), (body, True)), body)
 

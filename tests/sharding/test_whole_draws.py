@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from meshdist.sharding.making_arrays import draw_box
 
@@ -22,7 +22,6 @@ def cases(draw: Any) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...], int]
     return shape, tuple(box), draw(st.sampled_from([16, 32, 64]))
 
 
-@settings(max_examples=100)
 @given(cases(), st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.complex64]))
 def test_pieces_of_torch_make_the_whole(case: Any, dtype: torch.dtype) -> None:
     shape, box, piece = case
@@ -52,7 +51,6 @@ def test_the_pieces_of_large_arrays(count: int) -> None:
     assert sum(counts) == count and max(counts) < (1 << 18) + 16
 
 
-@settings(max_examples=25)
 @given(cases())
 def test_pieces_of_numpy_make_the_whole(case: Any) -> None:
     shape, box, piece = case

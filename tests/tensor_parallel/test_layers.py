@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from torch import nn
 from torch.nn.parallel.distributed import _MixedPrecision
 from torch.utils.checkpoint import checkpoint
@@ -79,7 +79,6 @@ SMALL = st.builds(
 )
 
 
-@settings(max_examples=40)
 @given(
     sizes=SMALL,
     size=st.integers(1, 3),

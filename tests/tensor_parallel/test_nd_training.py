@@ -161,7 +161,7 @@ def check(case: Case) -> None:
         assert found < 1e-11 and of_norms < 1e-11
 
 
-@settings(max_examples=12)
+@settings(max_examples=6)
 @given(cases())
 def test_steps_are_those_of_one_device(case: Case) -> None:
     check(case)

@@ -99,7 +99,7 @@ def queues_of(count: int) -> dict[str, list[Case]]:
 def test_verbs_in_flight_over_three_overlapping_groups(
     wire: str, is_same_order: bool, pool: Pool
 ) -> None:
-    queues = queues_of(150)
+    queues = queues_of(60)
     judge(queues, WIRES[wire](pool, in_flight, 4, queues, is_same_order))
 
 
@@ -114,8 +114,8 @@ def test_a_thousand_verbs_in_flight_over_three_overlapping_groups(
 
 
 @pytest.mark.parametrize("wire", WIRES)
-def test_twenty_of_each_verb_in_flight(wire: str, pool: Pool) -> None:
-    queues = {verb: drawn(4, 20, verb) for verb in ASYNC}
+def test_eight_of_each_verb_in_flight(wire: str, pool: Pool) -> None:
+    queues = {verb: drawn(4, 8, verb) for verb in ASYNC}
     judge_verbs(queues, WIRES[wire](pool, one_verb_at_a_time, 4, queues))
 
 
