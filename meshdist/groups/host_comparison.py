@@ -192,11 +192,6 @@ def _parse(card: dict[str, Any]) -> WordsAddress | None:
     return None if address is None else WordsAddress(*map(int, address))
 
 
-def key_of_all(key: str) -> str:
-    """Return the key that is set once all ranks have been counted under ``key``."""
-    return f"{key}/all"
-
-
 def reason_of(disagreement: dict[str, str]) -> str:
     """Return summary and finding of an AgreementError as text: why later verbs are refused."""
     return f"{disagreement['summary']}: {disagreement['found']}"
