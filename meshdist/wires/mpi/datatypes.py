@@ -37,7 +37,7 @@ _PIECE = 1 << 30
 
 
 class MpiBuffers:
-    """Maker of the arguments of MPI's calls for tensors; ``most`` is the largest count in a call."""
+    """Maker of the arguments of MPI's calls for tensors; ``most`` is a call's largest count."""
 
     def __init__(self, MPI: Any) -> None:
         self.most = _MOST if MPI.Get_version() >= (4, 0) else _MOST_BEFORE_4
