@@ -8,7 +8,7 @@
 namespace meshdist {
 
 void bind_fast_path(nb::module_& module);
-void bind_torch_runner(nb::module_& module);
+void bind_python_runner(nb::module_& module);
 void bind_verb_calls(nb::module_& module);
 
 // The method for a verb, to be called with an object of the class: to find it by its name takes 40 ns more.

@@ -192,7 +192,7 @@ NB_MODULE(native, m) {
     if (write == nullptr) throw std::invalid_argument("no such order");
     write(memory_of(floats), memory_of(bits), number(floats.attr("numel")()));
   });
-  bind_torch_runner(m);
+  bind_python_runner(m);
   bind_fast_path(m);
   bind_verb_calls(m);
   m.def("knows_torch", [] { return TorchTensor::here().is_known(); });

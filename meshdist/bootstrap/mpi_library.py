@@ -214,7 +214,7 @@ def describe_mpi() -> dict[str, Any]:
         "library": library_version(MPI),
         "standard": "{}.{}".format(*MPI.Get_version()),
         "threads": _thread_level(MPI),
-        "cuda_aware": is_cuda_aware(MPI),
+        "cuda_aware": is_cuda_aware(),
         "large_counts": MPI.Get_version() >= (4, 0),
     }
 
@@ -226,8 +226,8 @@ def library_version(MPI: Any) -> str:
     return " ".join(first.replace("Version:", "").split())
 
 
-def is_cuda_aware(MPI: Any) -> bool:
-    """Return whether the library says of itself that it takes addresses of CUDA memory."""
+def is_cuda_aware() -> bool:
+    """Return whether this process's MPI library reports that it takes CUDA memory."""
     with suppress(OSError, AttributeError), open("/proc/self/maps", encoding="utf-8") as file:
         paths = (line.split(maxsplit=5)[-1].strip() for line in file if "/libmpi" in line)
         # Without such a file: by this process's own names.

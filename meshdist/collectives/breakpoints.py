@@ -15,6 +15,7 @@ from ..arguments import check_timeout, get_number, get_whole_number
 from ..bootstrap.world import get_usable_world
 from ..checking.program import call_site
 from ..errors import WorldError
+from ..groups.other_members import wait_notice
 from .objects import broadcast_object_list
 from .verbs import barrier
 
@@ -77,7 +78,8 @@ def _limit(timeout_s: object) -> timedelta | None:
 
 def _meet(rank: int, limit: timedelta | None, without_input: int | None = None) -> None:
     """Wait for all ranks; raise on each if ``rank`` passed ``without_input``, its process id."""
-    barrier(timeout=limit)
+    with wait_notice(None):
+        barrier(timeout=limit)
     found = [without_input]
     broadcast_object_list(found, rank)
     if found[0] is not None:

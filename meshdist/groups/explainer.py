@@ -291,7 +291,7 @@ class Explainer:
     def _late(self, call: Note, failure: WireFailure, found: str) -> MeshdistError:
         seconds = (failure.limit or self._group.timeout).total_seconds()
         fix = (
-            "look at the ranks that did not come to this call, or came with other tensors; "
+            "check why these ranks did not make this call, or made it with other tensors; "
             "the group is broken now"
         )
         if call.is_message:

@@ -64,7 +64,7 @@ DISAGREEMENT = "disagreement"
 
 
 class HeaderTables:
-    """Maker of header tables and call words, the shared memory by which members compare calls.
+    """Maker of header tables, the shared memory by which members compare calls.
 
     Args:
         words: this process's shared words; None until ``make_words`` makes some.
@@ -190,11 +190,6 @@ def _key_of(label: str) -> int:
 def _parse(card: dict[str, Any]) -> WordsAddress | None:
     address = card["words"]
     return None if address is None else WordsAddress(*map(int, address))
-
-
-def key_of_all(key: str) -> str:
-    """Return the key that is set once all ranks have been counted under ``key``."""
-    return f"{key}/all"
 
 
 def reason_of(disagreement: dict[str, str]) -> str:

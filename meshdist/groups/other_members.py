@@ -302,7 +302,7 @@ class LateMembers:
             if (peer := call.call.peer) is not None:
                 ranks = (call.group.ranks[peer],)
             texts = members.find_texts(call, ranks).items()
-            late = grouped_text(((r, t) for r, t in texts if not t.startswith("arrived; ")), "\n  ")
+            late = grouped_text(((r, t) for r, t in texts if not t.startswith("arrived")), "\n  ")
             if late and opened.recorder.moment == self._moment:
                 text = f"rank {mine} has waited for {self._limit_s:g} s in {call.heading}"
                 _log.warning("meshdist: %s\n  %s", text, late)

@@ -38,7 +38,6 @@ from ..errors import StoreError
 from ..runtime.deadlines import Deadline, Looks
 from ..runtime.hosts import IN_GOOD_ORDER
 from .agreement import Agreement
-from .host_comparison import key_of_all
 from .signals import Endings
 
 _DONE = timedelta(seconds=30)
@@ -62,7 +61,7 @@ class Presence:
             patience: None waits and looks for nothing: only the last rank to come returns True.
         """
         # Where a member of this host is seen to have ended, none waits any more.
-        store, all_key, rank = self.world.store, key_of_all(key), self.world.rank
+        store, all_key, rank = self.world.store, _key_of_all(key), self.world.rank
         counts, read = head_count_of(members, self.world.hosts), partial(read_number, store)
         num_come, is_last = counts.count(store.add, key, rank)
         if is_last:
@@ -97,7 +96,7 @@ class Presence:
             self.count(key, tuple(sorted(members)), patience)
             if patience is not None:
                 names = head_count_of(tuple(sorted(members)), world.hosts).names()
-                for old in (key_of_all(key), *(f"{key}/{name}" for name in names)):
+                for old in (_key_of_all(key), *(f"{key}/{name}" for name in names)):
                     world.store.delete_key(old)
 
     def make_search(self, agreement: Agreement, ranks: tuple[int, ...]) -> Callable[[], str]:
@@ -126,3 +125,8 @@ class Presence:
 def key_of_opened(agreement: Agreement) -> str:
     """Return the key under which members are counted that have opened what they agreed upon."""
     return f"{agreement.name}/opened"
+
+
+def _key_of_all(key: str) -> str:
+    """Return the key that is set once all ranks have been counted under ``key``."""
+    return f"{key}/all"

@@ -146,7 +146,6 @@ class Join:
         self._is_strict = throw_on_early_termination
         self._hooks = [x.join_hook(**kwargs) for x in self._joinables]
         self._group, self._device = self._find_group()
-        self._active = [1] * self._group.size()  # the flags of the last exchange
 
     def __enter__(self) -> None:
         if not self._enable:
@@ -158,11 +157,11 @@ class Join:
                 expected="one join context at a time",
                 fix="pass all joinables to one context: Join([first, second])",
             )
-        for index, joinable in enumerate(self._joinables):
-            joinable._join_config = JoinConfig(True, self._is_strict, index == 0, self)
-        self._active = [1] * self._group.size()
+        self._active = [1] * self._group.size()  # the flags of the last exchange
         self._opened = self._group.open_channel(self._device.type).opened
         self._opened.compares_first = self._opened.spans_hosts
+        for index, joinable in enumerate(self._joinables):
+            joinable._join_config = JoinConfig(True, self._is_strict, index == 0, self)
         self._watched = register_optimizer_step_pre_hook(self._refuse_unknown_step)
 
     def __exit__(

@@ -147,14 +147,14 @@ class ShmRunner(Runner):
         timeout: float,
     ) -> None: ...
 
-class TorchRunner(Runner):
-    """Over a class of torch's, which ``communicator`` has as ``torch_group``, or over functions.
+class PythonRunner(Runner):
+    """Over methods of torch's classes, or over functions of Python.
 
-    ``find(verb, op, dtype, root, is_list, is_empty)`` gives the shortcut of some calls, as
-    ``c10d/shortcuts.py`` has it, with the name of the class's method, or a function that takes what
-    the method would; None leaves the calls to Python. ``end(work, note)`` waits for a
-    work, where the class gives one; or, of calls that are started, ``end(work, then, note)`` makes
-    the operation. ``explain(error)`` makes the error to raise of any.
+    Methods are those of ``communicator.torch_group``. ``find(verb, op, dtype, root, is_list,
+    is_empty)`` returns the shortcut of a kind of call, as in ``c10d/shortcuts.py``, with a method's
+    name, or a function that takes the arguments of the method; None leaves these calls to Python.
+    ``end(work, note)`` waits for a work that is not None; of calls that are started,
+    ``end(work, then, note)`` returns the operation. ``explain(error)`` returns the error to raise.
     """
 
     def __init__(
@@ -403,7 +403,7 @@ class StartedCollective(Started):
 class StartedTransfer(Started):
     """A message in flight in shared memory."""
 
-class TorchStarted(Started):
+class PythonStarted(Started):
     """A collective in flight in a class of torch's, which an operation of Python's waits for."""
 
 def explain_failures_by(

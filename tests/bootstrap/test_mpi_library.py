@@ -92,11 +92,11 @@ def test_the_version_in_one_line(text: str, shown: str) -> None:
 def test_cuda_is_asked_of_the_library(monkeypatch: pytest.MonkeyPatch, answer: int) -> None:
     library = SimpleNamespace(MPIX_Query_cuda_support=lambda: answer)
     monkeypatch.setattr(mpi_library.ctypes, "CDLL", lambda path: library)
-    assert mpi_library.is_cuda_aware(fake_mpi("")) is bool(answer)
+    assert mpi_library.is_cuda_aware() is bool(answer)
 
 
 def test_a_library_that_cannot_be_asked_takes_no_cuda_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(mpi_library.ctypes, "CDLL", lambda path: SimpleNamespace())
-    assert mpi_library.is_cuda_aware(fake_mpi("")) is False
+    assert mpi_library.is_cuda_aware() is False

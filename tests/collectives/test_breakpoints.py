@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bdb
+import logging
 import os
 import pty
 import re
@@ -274,6 +275,25 @@ def test_the_others_wait_no_longer_than_timeout_s(pool: Pool) -> None:
         assert re.match(r"barrier on the world (was not finished|timed out).* 0\.5 s", text), text
         assert re.search(r"where:    rank 0, .*barrier\(\) at \S+test_breakpoints.py:\d+", text)
         assert re.search(rf"rank 1: .*; now at .* in ({place})", text), text
+
+
+def test_ranks_that_wait_for_the_debugger_log_no_wait(pool: Pool) -> None:
+    def program() -> list[str]:
+        lines: list[str] = []
+        handler = logging.Handler()
+        handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+        logging.getLogger("meshdist.waits").addHandler(handler)
+        md.barrier()
+        with streams(Scripted("import time; time.sleep(1.5)", "c")):
+            md.breakpoint()
+        if md.get_rank() == 0:
+            time.sleep(1.5)  # a wait of the program's own
+        md.barrier()
+        logging.getLogger("meshdist.waits").removeHandler(handler)
+        return lines
+
+    told = pool.run(program, 2, env={"MESHDIST_WAIT_NOTICE_S": "0.3"})[1]
+    assert len(told) == 1 and "barrier() at " in told[0] and "in program\n" in told[0], told
 
 
 # -- simulated ranks ----------------------------------------------------------------------------

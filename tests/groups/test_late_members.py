@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -17,14 +18,23 @@ from tests.inner import World
 from tests.pool import Pool
 
 
-def waits() -> list[str]:
-    """A rank that is late for a collective, and one that is late with a message."""
+@contextlib.contextmanager
+def logged() -> Iterator[list[str]]:
+    """Collect what this rank logs of waits."""
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     log = logging.getLogger("meshdist.waits")
     log.addHandler(handler)
     try:
+        yield lines
+    finally:
+        log.removeHandler(handler)
+
+
+def waits() -> list[str]:
+    """A rank that is late for a collective, and one that is late with a message."""
+    with logged() as lines:
         x, rank = torch.ones(4), md.get_rank()
         md.all_reduce(x)
         time.sleep(0.6)  # no rank is in a verb
@@ -37,8 +47,6 @@ def waits() -> list[str]:
         if rank == 0:
             md.recv(x, 1)
         return lines
-    finally:
-        log.removeHandler(handler)
 
 
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
@@ -55,6 +63,25 @@ def test_who_is_late_is_named_once(backend: str, pool: Pool) -> None:
     second = next(line for line in told if "s in recv" in line).splitlines()
     assert second[0].startswith("meshdist: rank 0 has waited for 0.3 s in recv((4,) float32, from")
     assert second[1].startswith("  rank 1: last call 2 on the world: all_reduce(")
+
+
+def gathers() -> list[str]:
+    """Rank 0 waits for rank 2 in a call that rank 1 has left."""
+    with logged() as lines:
+        x, rank = torch.ones(4), md.get_rank()
+        md.barrier()
+        if rank == 2:
+            time.sleep(2.5)
+        md.gather(x, [torch.empty(4) for _ in range(3)] if rank == 0 else None)
+        md.barrier()
+        return lines
+
+
+def test_a_rank_that_is_past_the_call_is_not_late(pool: Pool) -> None:
+    told, _, _ = pool.run(gathers, 3, backend="gloo", env={WAIT_NOTICE_VARIABLE: "0.8"})
+    (line,) = [line for line in told if "s in call 2 on the world: gather(" in line]
+    _, late = line.splitlines()
+    assert late.startswith("  rank 2: did not arrive; last call 1 on the world: barrier()")
 
 
 def meant() -> list[tuple[str, int]]:

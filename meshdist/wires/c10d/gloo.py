@@ -60,7 +60,6 @@ _SPIN_S = 0.0005
 _ABORT_LOOK_S = 0.1
 _LOST_LOOK_S = 1.0
 _LAST_S = 5.0  # for threads that wait for Gloo, as the program ends
-_LONGEST_PAUSE_S = 0.001
 _AT_ONCE = timedelta(milliseconds=10)
 _ALMOST_FOR_EVER = timedelta(days=3650)
 _EXPIRED_SLICE = "Operation timed out!"
@@ -458,8 +457,8 @@ class GlooTransfer(C10dTransfer):
         Args:
             seconds: how long to wait for the thread.
         """
-        # When it is late all connections are closed, and this is true, too. No connection's end
-        # ends a receive from any member, so that those which may send are looked after.
+        # If it is late all connections are closed. That does not end a receive from any member, so
+        # this looks whether a member is left that may send.
         if self._waited is None:
             self._deadline, self._next_look = Deadline(self.timeout), Deadline(_LOST_LOOK_S)
             self._waited = threading.Event()
@@ -469,9 +468,8 @@ class GlooTransfer(C10dTransfer):
         if self.peer is None and self._next_look.is_over:
             self._next_look = Deadline(_LOST_LOOK_S)
             lost = self.communicator.find_lost()
-            if lost is not None and not self._waited.wait(
-                _LOST_LOOK_S
-            ):  # its last may be under way
+            # A member's last message may still arrive.
+            if lost is not None and not self._waited.wait(_LOST_LOOK_S):
                 self._lost = lost
         if not self._is_late and self._deadline.is_over:
             self._is_late = True

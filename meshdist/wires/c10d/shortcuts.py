@@ -135,10 +135,10 @@ def open_fast_path(
     going_on = PreparedCall("", "", (), ()).as_own(timeout).as_async()
     failing = partial(explained, explain, timeout)
     find = partial(_find_shortcut, wire, waiting)
-    runner = core.TorchRunner(wire, find, partial(finish, waiting), failing)
+    runner = core.PythonRunner(wire, find, partial(finish, waiting), failing)
     path: FastPath = core.FastPath(entry, runner, FAST_REDUCTIONS)
     find = partial(_find_shortcut, wire, going_on)
-    runner = core.TorchRunner(wire, find, partial(kind, wire, timeout), failing)
+    runner = core.PythonRunner(wire, find, partial(kind, wire, timeout), failing)
     path.starting = core.FastPath(entry, runner, FAST_REDUCTIONS, works)
     return path
 

@@ -53,8 +53,8 @@ _MOST_NUMBERED_TAGS = 1 << 12
 _LARGE = 1 << 16
 """From how many bytes on a reduce is an all-reduce, and an all-gather an all-to-all: Open MPI sends
 the former in many small steps, each of which waits for the next poll, and copies the latter."""
-_SHORT = frozenset({"all_gather", "all_reduce", "barrier", "reduce_scatter"})
-"""The collectives that no member may leave before the others have come."""
+_AWAITING_ALL = frozenset({"all_gather", "all_reduce", "barrier", "reduce_scatter"})
+"""The collectives from which no member returns before all members have called them."""
 _CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
 
 
@@ -69,7 +69,7 @@ class MpiCommunicator(Communicator):
         MPI = self._MPI = link.MPI
         self._link = link
         self._comm = link.comm
-        self._buffers = MpiBuffers(MPI)
+        self.buffers = MpiBuffers(MPI)
         self._mailbox = Mailbox(opening.rank)
         self._tag_numbers = TagNumbers(opening.store)
         self._largest_tag = int(link.comm.Get_attr(MPI.TAG_UB))
@@ -92,7 +92,7 @@ class MpiCommunicator(Communicator):
     ) -> FastPath | None:
         if core is None or self._is_cuda:
             return None
-        runner = core.TorchRunner(
+        runner = core.PythonRunner(
             self,
             partial(self._find_shortcut, timeout),
             partial(_finish, timeout),
@@ -103,7 +103,7 @@ class MpiCommunicator(Communicator):
 
     def _find_shortcut(self, timeout: timedelta, verb: str, op: int, *_: Any) -> Any:
         """Return the shortcut of the calls that the native core checks; None for the others."""
-        if verb not in _SHORT:
+        if verb not in _AWAITING_ALL:
             return None
         return partial(self._start_checked, verb, NUMBERED_OPS.get(op)), timeout, None, ANY_SIZE
 
@@ -123,13 +123,13 @@ class MpiCommunicator(Communicator):
         (tensor,), op = prepared.outputs, prepared.op
         assert op is not None
         kind = self._kinds.get(tensor.dtype) if op is _SUM else None
-        if kind is not None and tensor.numel() <= self._buffers.most:  # the common case
-            buffers = self._in_place, self._buffers.numbers(tensor, kind), self._sum
+        if kind is not None and tensor.numel() <= self.buffers.most:  # the common case
+            buffers = self._in_place, self.buffers.numbers(tensor, kind), self._sum
             return self._collective("Iallreduce", prepared, tensor, None, *buffers)
         plan = find_plan(op, tensor.dtype)
         data = tensor if plan.is_plain else plan.encode(tensor, self.scratch)
-        if data.numel() > self._buffers.most:
-            pieces = data.view(-1).split(self._buffers.most)
+        if data.numel() > self.buffers.most:
+            pieces = data.view(-1).split(self.buffers.most)
             started = [
                 self.start(prepared.by("all_reduce", [piece], [piece], plan.op)) for piece in pieces
             ]
@@ -168,7 +168,7 @@ class MpiCommunicator(Communicator):
         (output,), kind = prepared.outputs, prepared.op
         assert kind is not None
         plan = find_plan(kind, whole.dtype)
-        if whole.numel() > self._buffers.most:
+        if whole.numel() > self.buffers.most:
             given = sizes or [output.numel()] * self.size
             return reduce_scatter_by_exchange(self, prepared, output, whole, given)
         mine, data = output, apart(whole, output)
@@ -189,16 +189,16 @@ class MpiCommunicator(Communicator):
 
     def _broadcast(self, prepared: PreparedCall) -> Operation:
         (tensor,) = prepared.outputs
-        buffers = self._buffers.moved(tensor), prepared.root
+        buffers = self.buffers.moved(tensor), prepared.root
         return self._collective("Ibcast", prepared, tensor, None, *buffers)
 
     def _all_gather(self, prepared: PreparedCall) -> Operation:
         (output,), (tensor,) = prepared.outputs, prepared.inputs
-        tensor, moved = apart(tensor, output), self._buffers.moved
-        if tensor.nbytes >= _LARGE and output.nbytes <= self._buffers.most:
+        tensor, moved = apart(tensor, output), self.buffers.moved
+        if tensor.nbytes >= _LARGE and output.nbytes <= self.buffers.most:
             memory, num_bytes, byte = moved(tensor)
             for_each = memory, ([num_bytes] * self.size, [0] * self.size), byte
-            taken = self._buffers.cut(output, [tensor.numel()] * self.size)
+            taken = self.buffers.cut(output, [tensor.numel()] * self.size)
             return self._collective("Ialltoallv", prepared, (output, tensor), None, for_each, taken)
         buffers = moved(tensor), moved(output, self.size)
         return self._collective("Iallgather", prepared, (output, tensor), None, *buffers)
@@ -206,16 +206,16 @@ class MpiCommunicator(Communicator):
     def _all_gather_list(self, prepared: PreparedCall) -> Operation:
         outputs, (tensor,) = prepared.outputs, prepared.inputs
         sizes = [output.numel() for output in outputs]
-        if sum(sizes) * tensor.itemsize > self._buffers.most:
+        if sum(sizes) * tensor.itemsize > self.buffers.most:
             return self.build(prepared)
         whole, unpack = view_or_unpack(outputs, self.scratch)
         tensor = apart(tensor, whole)
-        buffers = self._buffers.moved(tensor), self._buffers.cut(whole, sizes)
+        buffers = self.buffers.moved(tensor), self.buffers.cut(whole, sizes)
         return self._collective("Iallgatherv", prepared, (whole, tensor), unpack, *buffers)
 
     def _gather(self, prepared: PreparedCall) -> Operation:
         (tensor,), root = prepared.inputs, prepared.root
-        mine = self._buffers.moved
+        mine = self.buffers.moved
         if self.rank != root:
             return self._collective("Igather", prepared, tensor, None, mine(tensor), None, root)
         whole, unpack = view_or_unpack(prepared.outputs, self.scratch)
@@ -225,7 +225,7 @@ class MpiCommunicator(Communicator):
 
     def _scatter(self, prepared: PreparedCall) -> Operation:
         (tensor,), root = prepared.outputs, prepared.root
-        mine = self._buffers.moved
+        mine = self.buffers.moved
         if self.rank != root:
             return self._collective("Iscatter", prepared, tensor, None, None, mine(tensor), root)
         whole, give_back = view_or_pack(prepared.inputs, self.scratch)
@@ -273,7 +273,7 @@ class MpiCommunicator(Communicator):
         takes: Sizes,
         gives: Sizes,
     ) -> Operation:
-        cut = self._buffers.cut
+        cut = self.buffers.cut
         kept, buffers = (output, tensor), (cut(tensor, gives), cut(output, takes))
         return self._collective("Ialltoallv", prepared, kept, None, *buffers)
 
@@ -332,7 +332,7 @@ class MpiCommunicator(Communicator):
 
     def _numbers(self, data: torch.Tensor, num_blocks: int = 1) -> tuple[Any, int, Any]:
         kind = mpi_type(self._MPI, data.dtype)
-        return self._buffers.numbers(data, kind, num_blocks)
+        return self.buffers.numbers(data, kind, num_blocks)
 
     def _collective(
         self,
@@ -385,7 +385,7 @@ class MpiCommunicator(Communicator):
         if link.is_aborted:
             raise WireAborted("the communicator was aborted")
         try:
-            request = call(self._buffers.moved(tensor), peer, number)
+            request = call(self.buffers.moved(tensor), peer, number)
         except self._failing as error:
             raise link.failure(error) from None
         return link.start(MpiOperation(link, request, tensor, [others], None, *taken))
@@ -408,7 +408,7 @@ class MpiCommunicator(Communicator):
 
     def _most_for_one(self, x: torch.Tensor) -> int:
         """Return the most elements that a member may send to another in an all-to-all."""
-        return self._buffers.most // (self.size * x.itemsize)
+        return self.buffers.most // (self.size * x.itemsize)
 
 
 class StagedMpiCommunicator(MpiCommunicator):
@@ -453,7 +453,7 @@ class MpiWire(Wire):
     def open(self, opening: Opening) -> Communicator:
         """Open the group among its members alone; the first group of a process starts MPI."""
         link = open_link(opening)
-        is_staged = opening.device_type == "cuda" and not is_cuda_aware(link.MPI)
+        is_staged = opening.device_type == "cuda" and not is_cuda_aware()
         return (StagedMpiCommunicator if is_staged else MpiCommunicator)(opening, link)
 
 

@@ -37,12 +37,10 @@ _PIECE = 1 << 30
 
 
 class MpiBuffers:
-    """Maker of the arguments of MPI's calls for tensors, of at most ``most`` elements each."""
+    """Maker of the arguments of MPI's calls for tensors; ``most`` is a call's largest count."""
 
-    def __init__(self, MPI: Any, most: int | None = None) -> None:
-        if most is None:  # as the library counts
-            most = _MOST if MPI.Get_version() >= (4, 0) else _MOST_BEFORE_4
-        self.most = most
+    def __init__(self, MPI: Any) -> None:
+        self.most = _MOST if MPI.Get_version() >= (4, 0) else _MOST_BEFORE_4
         self._MPI = MPI
         self._at = MPI.buffer.fromaddress
         self._byte = MPI.BYTE

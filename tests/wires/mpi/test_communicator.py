@@ -215,7 +215,7 @@ def with_few_counted() -> list[str]:
     """What more elements than a count holds go through, with a small one."""
     group = md.new_group(range(md.get_world_size()))
     wire = group.open_channel("cpu").communicator
-    wire._buffers.most = 16
+    wire.buffers.most = 16
     return [
         check_every_verb(wire, (torch.float32, torch.int16), waits=waits) for waits in (False, True)
     ]

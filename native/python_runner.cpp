@@ -1,7 +1,7 @@
-// The fast path over torch's own classes, and over what Python does.
+// The fast path over methods of torch's classes, and over functions of Python.
 //
-// Python gives once for each kind of call how the class does it: its *shortcut*. From then on a call is
-// a call of the class's method, or of a function, and Python waits for its work.
+// For each kind of call Python returns a *shortcut* once: the method or function that does it. From then
+// on each such call calls that, and Python waits for its work.
 #include <nanobind/stl/unique_ptr.h>
 
 #include <map>
@@ -52,7 +52,7 @@ bool is_list(const Collective& call) {
   return call.verb == Verb::all_to_all && PyTuple_Check(call.read.ptr());
 }
 
-// What the class's method takes before its options.
+// The arguments of the method or function before its options.
 Arguments arguments_of(const Collective& call) {
   switch (call.verb) {
     case Verb::all_reduce: return {checked(PySequence_List(call.written.ptr()))};
@@ -84,10 +84,10 @@ nb::object call_by_list(nb::handle function, const Arguments& given) {
   return checked(call(function.ptr(), pointers.data(), pointers.size(), nullptr));
 }
 
-// A collective that a class of torch's has started, and for which an operation of Python's waits.
-class TorchStarted final : public PyOperation {
+// A collective that a method has started, with the Python operation that waits for it.
+class PythonStarted final : public PyOperation {
  public:
-  explicit TorchStarted(nb::object operation)
+  explicit PythonStarted(nb::object operation)
       : PyOperation({}, 0), operation_(std::move(operation)),
         is_on_stream_(is_true(get(operation_, names::on_stream))) {}
 
@@ -104,15 +104,15 @@ class TorchStarted final : public PyOperation {
   const bool is_on_stream_;
 };
 
-class TorchRunner final : public Runner {
+class PythonRunner final : public Runner {
  public:
-  // `communicator` has the class's object as `torch_group`, and `failure` makes a wire's failure of its
-  // errors; neither is used for functions. `find(verb, op, dtype, root, is_list, is_empty)` gives the
-  // shortcut of some calls, as `meshdist/wires/c10d/shortcuts.py` has it, with a method's name or a
-  // function; None where Python does them. `end(work, note)`
-  // waits for a work, where the class gives one; or, of calls that are started, `end(work, then, note)`
-  // makes the operation. `explain(error)` makes the error to raise of any.
-  TorchRunner(nb::object communicator, nb::object find, nb::object end, nb::object explain)
+  // Methods are those of `communicator.torch_group`; `communicator.failure` makes a wire's failure of
+  // their errors. Functions use neither. `find(verb, op, dtype, root, is_list, is_empty)` returns the
+  // shortcut of a kind of call, as in `meshdist/wires/c10d/shortcuts.py`, with a method's name or a
+  // function; None leaves these calls to Python. `end(work, note)` waits for a work that is not None; of
+  // calls that are started, `end(work, then, note)` returns the operation. `explain(error)` returns the
+  // error to raise.
+  PythonRunner(nb::object communicator, nb::object find, nb::object end, nb::object explain)
       : Runner(0), communicator_(std::move(communicator)), find_(std::move(find)), end_(std::move(end)),
         explain_(std::move(explain)) {}
 
@@ -138,7 +138,7 @@ class TorchRunner final : public Runner {
       nb::object operation = call_with(end_, begun.work, begun.then, whole(call.note));
       // What completes a result on a stream is ordered by a Work of Python's.
       if (!begun.then.is_none()) return operation;
-      return nb::cast(std::make_unique<TorchStarted>(std::move(operation)));
+      return nb::cast(std::make_unique<PythonStarted>(std::move(operation)));
     } catch (nb::python_error& error) {
       raise_error(call_with(explain_, nb::borrow(error.value())));
     }
@@ -148,7 +148,7 @@ class TorchRunner final : public Runner {
 
  private:
   struct Shortcut {
-    nb::object method, options, prepare;  // no method where Python does it
+    nb::object method, options, prepare;  // no method if Python does it
     std::uint64_t most_bytes = 0;
   };
   // The work, and what completes the result behind it, or None.
@@ -183,13 +183,13 @@ class TorchRunner final : public Runner {
       for (nb::handle argument : nb::object(prepared[0])) given.push_back(nb::borrow(argument));
       begun.then = prepared[1];
     }
-    const bool is_of_torch = PyUnicode_Check(shortcut.method.ptr());
-    if (is_of_torch) given.insert(given.begin(), get(communicator_, names::group));
+    const bool is_method = PyUnicode_Check(shortcut.method.ptr());
+    if (is_method) given.insert(given.begin(), get(communicator_, names::group));
     given.push_back(shortcut.options);
     try {
       begun.work = call_by_list(shortcut.method, given);
     } catch (nb::python_error& error) {
-      if (!is_of_torch || !error.matches(PyExc_RuntimeError)) throw;
+      if (!is_method || !error.matches(PyExc_RuntimeError)) throw;
       raise_error(meshdist::call(communicator_, names::failure, nb::borrow(error.value())));
     }
     return begun;
@@ -201,9 +201,9 @@ class TorchRunner final : public Runner {
 
 }  // namespace
 
-void bind_torch_runner(nb::module_& m) {
-  nb::class_<TorchStarted, PyOperation>(m, "TorchStarted");
-  nb::class_<TorchRunner, Runner>(m, "TorchRunner")
+void bind_python_runner(nb::module_& m) {
+  nb::class_<PythonStarted, PyOperation>(m, "PythonStarted");
+  nb::class_<PythonRunner, Runner>(m, "PythonRunner")
       .def(nb::init<nb::object, nb::object, nb::object, nb::object>(), "communicator"_a, "find"_a, "end"_a,
            "explain"_a);
 }
