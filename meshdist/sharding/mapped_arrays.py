@@ -26,7 +26,7 @@ from ..errors import (
     MeshError,
     ShapeError,
 )
-from ..functional.axis_types import KINDS, kinds_in
+from ..functional.axis_types import KINDS, kinds_in, type_of
 from ..lax.reducing import pcast
 from ..mesh.current_mesh import with_hidden_mesh
 from ..mesh.device_mesh import DeviceMesh
@@ -35,7 +35,7 @@ from ..mesh.pattern_sizes import size_side
 from ..mesh.placement import Placement
 from ..mesh.spec import NamedSharding
 from ..typed_contexts.carried_specs import checked_spec
-from ..typed_contexts.refusals import tensor_text, type_of
+from ..typed_contexts.refusals import tensor_text
 from .requests import on_mesh, sized_by_shards, whole_shape
 from .resharding import kinds_of
 from .sharded_array import ShardedArray

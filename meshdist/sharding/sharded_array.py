@@ -15,7 +15,7 @@ from ..checking.program import one_frame
 from ..dtypes import dtype_name
 from ..error_text import explain
 from ..errors import ArgumentError, KindError
-from ..functional.axis_types import ATTRIBUTE
+from ..functional.axis_types import find_type
 from ..mesh.device_mesh import coordinate_in
 from ..mesh.partition_spec import PartitionSpec
 from ..mesh.pattern import parse
@@ -116,7 +116,7 @@ class ShardedArray(ElementwiseArray):
                 found=array_type(local.dtype, placement.shape, sharding),
                 fix="convert them first, for example to int32",
             )
-        if isinstance(local, torch.Tensor) and ATTRIBUTE not in local.__dict__:
+        if isinstance(local, torch.Tensor) and find_type(local) is None:
             mark_spec(local, sharding.spec)  # as md.annotate would: typed contexts see how it lies
         self.local, self.sharding, self.shape, self._box = local, sharding, placement.shape, box
 

@@ -11,11 +11,11 @@ from collections.abc import Collection
 import torch
 
 from ..checking.debug_levels import DebugLevel, get_debug_level
-from ..functional.axis_types import kinds_in
+from ..functional.axis_types import kinds_in, type_of
 from ..functional.value_checks import check_invariant
 from ..groups.process_group import ProcessGroup, resolve_group
 from ..mesh.device_mesh import DeviceMesh
-from .refusals import axes_argument, tensor_text, type_of, where
+from .refusals import axes_argument, tensor_text, where
 
 
 def is_checked() -> bool:
