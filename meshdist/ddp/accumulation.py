@@ -8,11 +8,7 @@ from typing import Any
 
 import torch
 
-from ..collectives.flat_sums import assign_buckets, items_of, reduce_together, sparse_psum
-from ..collectives.torch_private import hidden_from_modes
-from ..collectives.verbs import all_reduce
-from ..errors import ArgumentError, AxisTypeError, KindError
-from ..functional.axis_types import (
+from ..annotations.axis_types import (
     KINDS,
     annotation_of,
     kinds_in,
@@ -20,6 +16,10 @@ from ..functional.axis_types import (
     type_of,
     with_kinds,
 )
+from ..collectives.flat_sums import assign_buckets, items_of, reduce_together, sparse_psum
+from ..collectives.torch_private import hidden_from_modes
+from ..collectives.verbs import all_reduce
+from ..errors import ArgumentError, AxisTypeError, KindError
 from ..groups.process_group import ProcessGroup, resolve_group
 from ..lax.axes import AxisName, get_axes
 from ..mesh.device_mesh import DeviceMesh

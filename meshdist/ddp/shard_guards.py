@@ -27,11 +27,11 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from ..annotations.axis_types import find_type, kinds_in, shown, type_of
 from ..collectives.comparing import checksum, find_unequal
 from ..collectives.verbs import all_reduce
 from ..error_text import first_texts
 from ..errors import MeshError
-from ..functional.axis_types import find_type, kinds_in, shown, type_of
 from ..groups.process_group import ProcessGroup, resolve_group
 from ..mesh.device_mesh import DeviceMesh
 from ..reduce_ops import ReduceOp

@@ -15,9 +15,7 @@ from typing import Any
 
 import torch
 
-from ..error_text import ranks_text
-from ..errors import AxisTypeError
-from ..functional.axis_types import (
+from ..annotations.axis_types import (
     ANNOTATION,
     KINDS,
     annotation_of,
@@ -30,6 +28,8 @@ from ..functional.axis_types import (
     type_text,
     with_kinds,
 )
+from ..error_text import ranks_text
+from ..errors import AxisTypeError
 from ..groups.process_group import ProcessGroup
 from ..mesh.device_mesh import DeviceMesh
 from ..runtime.untraced import untraced

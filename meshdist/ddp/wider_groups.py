@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from ..annotations.axis_types import annotation_of, axes_of_kind, type_of, with_kinds
 from ..errors import AxisTypeError
-from ..functional.axis_types import annotation_of, axes_of_kind, type_of, with_kinds
 from ..groups.process_group import ProcessGroup, resolve_group
 from ..mesh.device_mesh import DeviceMesh
 from ..mesh.layout import Layout

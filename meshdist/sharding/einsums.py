@@ -14,12 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..arrays import describe
-from ..checking.program import one_frame
-from ..collectives.torch_private import HiddenFromModes, are_transforms_active
-from ..dtypes import dtype_name
-from ..errors import AxisError, DtypeError, KindError, MeshdistError, PatternError, ShapeError
-from ..functional.axis_types import (
+from ..annotations.axis_types import (
     ANNOTATION,
     INVARIANT,
     Annotation,
@@ -30,6 +25,12 @@ from ..functional.axis_types import (
     type_of,
     with_kinds,
 )
+from ..annotations.carried_specs import spec_texts
+from ..arrays import describe
+from ..checking.program import one_frame
+from ..collectives.torch_private import HiddenFromModes, are_transforms_active
+from ..dtypes import dtype_name
+from ..errors import AxisError, DtypeError, KindError, MeshdistError, PatternError, ShapeError
 from ..functional.value_checks import check_replicas
 from ..mesh.current_mesh import find_current_mesh, with_hidden_mesh
 from ..mesh.device_mesh import DeviceMesh
@@ -37,7 +38,6 @@ from ..mesh.partition_spec import PartitionSpec
 from ..mesh.pattern import column_error, parse
 from ..mesh.pattern_sizes import spec_of
 from ..mesh.spec import NamedSharding
-from ..typed_contexts.carried_specs import spec_texts
 from ..typed_contexts.context import ContextMode, find_context
 from ..typed_contexts.refusals import refused_join, refused_sharding
 from .einsum_layouts import EinsumLayout, lay_out_einsum

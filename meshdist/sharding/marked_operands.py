@@ -28,9 +28,9 @@ from typing import Any
 
 import torch
 
+from ..annotations.axis_types import annotation_of, axes_of_kind, type_of
 from ..error_text import first_texts, ranks_text
 from ..errors import AxisTypeError
-from ..functional.axis_types import annotation_of, axes_of_kind, type_of
 from ..mesh.device_mesh import DeviceMesh
 from ..mesh.pattern import parse
 from ..typed_contexts.refusals import tensor_text

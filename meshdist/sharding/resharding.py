@@ -9,15 +9,7 @@ import torch
 from einops import rearrange
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..arrays import describe
-from ..collectives.torch_private import (
-    HiddenFromModes,
-    are_transforms_active,
-    call_function,
-    current_task,
-)
-from ..errors import ArgumentError, DtypeError
-from ..functional.axis_types import (
+from ..annotations.axis_types import (
     ANNOTATION,
     Annotation,
     annotation_of,
@@ -27,13 +19,21 @@ from ..functional.axis_types import (
     type_of,
     with_kinds,
 )
+from ..annotations.carried_specs import find_spec, spec_texts
+from ..arrays import describe
+from ..collectives.torch_private import (
+    HiddenFromModes,
+    are_transforms_active,
+    call_function,
+    current_task,
+)
+from ..errors import ArgumentError, DtypeError
 from ..functional.linear_function import LinearFunction
 from ..functional.value_checks import check_replicas
 from ..mesh.device_mesh import DeviceMesh
 from ..mesh.partition_spec import PartitionSpec, axes_of
 from ..mesh.placement import Placement, split_dim
 from ..mesh.spec import NamedSharding
-from ..typed_contexts.carried_specs import find_spec, spec_texts
 from ..typed_contexts.context import ContextMode, find_context
 from ..typed_contexts.refusals import foreign_mesh, refused_sharding, unmarked_shard
 from .carrying import Carrier

@@ -35,9 +35,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ..annotations.axis_types import annotation_of, axes_of_kind, change_annotation, type_of
 from ..collectives.torch_private import HiddenFromModes, are_transforms_active, current_task
 from ..errors import ArgumentError, ShapeError
-from ..functional.axis_types import annotation_of, axes_of_kind, change_annotation, type_of
 from ..mesh.device_mesh import DeviceMesh
 from ..mesh.placement import balanced_boundaries
 from ..runtime.untraced import untraced

@@ -16,11 +16,11 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch import nn
 
+from ..annotations.axis_types import annotation_of, find_type
 from ..checking.program import one_frame, warn_caller
 from ..collectives.torch_private import HiddenFromModes
 from ..error_text import explain as explain_text, first_texts
 from ..errors import ArgumentError, KindError, MeshError, ShapeError, UnequalError
-from ..functional.axis_types import annotation_of, find_type
 from ..lax.asserting import assert_equal
 from ..mesh.device_mesh import DeviceMesh, coordinate_in
 from ..mesh.placement import balanced_boundaries

@@ -9,8 +9,7 @@ from typing import Any, TypeAlias, TypeVar, overload
 import torch
 from torch import nn
 
-from ..errors import AxisError, AxisTypeError, KindError
-from ..functional.axis_types import (
+from ..annotations.axis_types import (
     annotation_of,
     axes_of_kind,
     set_spec,
@@ -19,12 +18,20 @@ from ..functional.axis_types import (
     type_text,
     with_kinds,
 )
+from ..annotations.carried_specs import (
+    checked_spec,
+    dims_text,
+    find_spec,
+    layout_of,
+    mark_spec,
+    spec_texts,
+)
+from ..errors import AxisError, AxisTypeError, KindError
 from ..mesh.current_mesh import find_current_mesh, with_hidden_mesh
 from ..mesh.device_mesh import DeviceMesh
 from ..mesh.layout_arguments import no_axis
 from ..mesh.partition_spec import PartitionSpec
 from ..mesh.spec import NamedSharding
-from .carried_specs import checked_spec, dims_text, find_spec, layout_of, mark_spec, spec_texts
 from .context import PLAIN_TENSORS
 from .module_marks import annotate_module
 from .refusals import mesh_text, of_a_subclass, tensor_text, type_as_text

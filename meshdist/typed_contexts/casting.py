@@ -55,9 +55,9 @@ from typing import Any
 import torch
 from torch.autograd import Function
 
+from ..annotations.axis_types import kinds_in, type_of
 from ..collectives.flat_sums import reduce_together, sparse_psum
 from ..collectives.torch_private import call_function, version_of
-from ..functional.axis_types import kinds_in, type_of
 from ..functional.linear_function import keep_line, note_complete
 from ..functional.reducing import psum
 from ..groups.process_group import ProcessGroup, resolve_group

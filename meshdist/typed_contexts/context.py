@@ -20,17 +20,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.overrides import TorchFunctionMode, handle_torch_function
 
-from ..collectives.torch_private import (
-    are_transforms_active,
-    is_mode_enabled,
-    is_wrapped,
-    mode_at,
-    num_modes,
-    storage_uses,
-    unwrapped,
-)
-from ..errors import AxisTypeError
-from ..functional.axis_types import (
+from ..annotations.axis_types import (
     INVARIANT,
     Annotation,
     JoinedType,
@@ -48,6 +38,16 @@ from ..functional.axis_types import (
     type_text,
     with_kinds,
 )
+from ..collectives.torch_private import (
+    are_transforms_active,
+    is_mode_enabled,
+    is_wrapped,
+    mode_at,
+    num_modes,
+    storage_uses,
+    unwrapped,
+)
+from ..errors import AxisTypeError
 from ..mesh.device_mesh import DeviceMesh
 from ..runtime.untraced import untraced
 from .casting import Casts

@@ -10,8 +10,8 @@ from collections.abc import Collection
 
 import torch
 
+from ..annotations.axis_types import kinds_in, type_of
 from ..checking.debug_levels import DebugLevel, get_debug_level
-from ..functional.axis_types import kinds_in, type_of
 from ..functional.value_checks import check_invariant
 from ..groups.process_group import ProcessGroup, resolve_group
 from ..mesh.device_mesh import DeviceMesh

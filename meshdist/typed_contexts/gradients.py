@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from ..errors import AxisTypeError
-from ..functional.axis_types import (
+from ..annotations.axis_types import (
     GRADIENT_KINDS,
     annotation_of,
     find_type,
@@ -19,6 +18,7 @@ from ..functional.axis_types import (
     type_of,
     with_kinds,
 )
+from ..errors import AxisTypeError
 from .context import Backwards, ContextMode
 from .detail_checks import check_gradient_of, check_loss
 from .provenance import varying_loss

@@ -15,11 +15,7 @@ from typing import Any
 import torch
 from torch.nn import Parameter
 
-from ..arguments import mesh_kind_error
-from ..checking.program import is_between
-from ..collectives.torch_private import are_transforms_active
-from ..errors import MeshdistError, MeshError
-from ..functional.axis_types import (
+from ..annotations.axis_types import (
     ANNOTATION,
     EMPTY,
     INVARIANT,
@@ -30,6 +26,10 @@ from ..functional.axis_types import (
     type_alone,
     type_of,
 )
+from ..arguments import mesh_kind_error
+from ..checking.program import is_between
+from ..collectives.torch_private import are_transforms_active
+from ..errors import MeshdistError, MeshError
 from ..mesh.current_mesh import mesh_in_force
 from ..mesh.device_mesh import DeviceMesh, coordinate_in
 from ..runtime.untraced import untraced

@@ -37,14 +37,14 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
 
+from ..annotations.axis_types import annotation_of, find_type, set_spec
+from ..annotations.carried_specs import checked_spec, layout_of, read_spec, spec_texts
 from ..arrays import describe
 from ..error_text import fields_among
 from ..errors import ArgumentError, AxisError, AxisTypeError, KindError, MeshdistError, ShapeError
-from ..functional.axis_types import annotation_of, find_type, set_spec
 from ..mesh.current_mesh import with_hidden_mesh
 from ..mesh.device_mesh import DeviceMesh
 from ..mesh.partition_spec import PartitionSpec
-from .carried_specs import checked_spec, layout_of, read_spec, spec_texts
 from .context import PLAIN_TENSORS
 from .refusals import of_a_subclass
 

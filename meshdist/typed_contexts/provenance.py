@@ -24,9 +24,9 @@ from typing import Any
 
 import torch
 
+from ..annotations.axis_types import axes_of_kind, shown, type_of
 from ..checking.program import Site, program_frame, show_site
 from ..errors import AxisTypeError
-from ..functional.axis_types import axes_of_kind, shown, type_of
 from ..mesh.device_mesh import DeviceMesh
 from .refusals import axes_argument, name_of, tensor_text, where
 from .torch_functions import LINEARITY, tensors_in

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
+from ..annotations.axis_types import KINDS, axes_of_kind, kinds_in, shown, type_of
 from ..checking.program import call_site, program_frame, show_site
 from ..dtypes import dtype_name
 from ..errors import AxisTypeError, KindError, MeshdistError
-from ..functional.axis_types import KINDS, axes_of_kind, kinds_in, shown, type_of
 from ..functional.value_checks import names_of
 from ..mesh.device_mesh import DeviceMesh
 

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointFunction
 
+from ..annotations.axis_types import kinds_in, set_type, shown, type_of
 from ..checking.program import program_frame
 from ..collectives.marks import watchers
 from ..collectives.torch_private import (
@@ -34,7 +35,6 @@ from ..collectives.torch_private import (
 from ..dtypes import DTYPES
 from ..error_text import explain
 from ..errors import AxisTypeError, VaryingNumberWarning
-from ..functional.axis_types import kinds_in, set_type, shown, type_of
 from ..mesh.device_mesh import DeviceMesh
 from ..runtime.module_locks import ModuleLock
 from .context import ContextMode, find_context

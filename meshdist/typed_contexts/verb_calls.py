@@ -18,8 +18,7 @@ from typing import Any
 
 import torch
 
-from ..collectives.torch_private import HiddenFromModes, are_transforms_active
-from ..functional.axis_types import (
+from ..annotations.axis_types import (
     INVARIANT,
     KINDS,
     JoinedType,
@@ -30,6 +29,7 @@ from ..functional.axis_types import (
     type_of,
     with_kinds,
 )
+from ..collectives.torch_private import HiddenFromModes, are_transforms_active
 from ..groups.process_group import ProcessGroup, resolve_group
 from ..mesh.device_mesh import DeviceMesh
 from ..verb_table import VERBS, Form, Verb

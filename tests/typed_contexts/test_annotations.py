@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import meshdist as md
+from meshdist.annotations.axis_types import find_type
 from meshdist.errors import AxisError, AxisTypeError, KindError, MeshdistError, PatternError
-from meshdist.functional.axis_types import find_type
 from tests.typed_contexts.typed_cases import in_mesh, refusal
 
 

@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 import meshdist as md
 from meshdist import lax
+from meshdist.annotations.axis_types import find_type
 from meshdist.errors import AxisTypeError
-from meshdist.functional.axis_types import find_type
 from tests.inner import SingleLevelFunction, is_apply_bare
 from tests.typed_contexts.typed_cases import F64, in_mesh, kinds, refusal, varying
 

@@ -11,8 +11,8 @@ import torch
 
 import meshdist as md
 from meshdist import lax
+from meshdist.annotations.axis_types import change_annotation
 from meshdist.errors import AxisTypeError
-from meshdist.functional.axis_types import change_annotation
 from meshdist.typed_contexts.context import find_context
 from tests.typed_contexts.typed_cases import F64, in_mesh, kinds, refusal, varying
 

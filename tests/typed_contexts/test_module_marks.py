@@ -14,8 +14,8 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 import meshdist as md
+from meshdist.annotations.axis_types import find_type
 from meshdist.errors import ArgumentError, AxisError, AxisTypeError, KindError, MeshdistError
-from meshdist.functional.axis_types import find_type
 from meshdist.mesh.partition_spec import P
 from meshdist.typed_contexts.module_marks import NOTED_MARKS, restore_marks
 from tests.typed_contexts.typed_cases import in_mesh

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, strategies as st
 
-from meshdist.functional.axis_types import (
+from meshdist.annotations.axis_types import (
     Annotation,
     JoinedType,
     Refusal,

@@ -14,13 +14,6 @@ import torch
 
 from ..bootstrap.world import find_world
 from ..errors import DtypeError, KindError, MeshError, ShapeError
-from ..functional.axis_types import (
-    INVARIANT,
-    annotation_of,
-    axes_of_kind,
-    set_spec,
-    type_text,
-)
 from ..mesh.current_mesh import find_current_mesh
 from ..mesh.device_mesh import DeviceMesh
 from ..mesh.layout import Layout
@@ -28,7 +21,13 @@ from ..mesh.partition_spec import PartitionSpec, axes_of, fix_of_entries
 from ..mesh.pattern import cut_text
 from ..mesh.pattern_sizes import parse_side, spec_of
 from ..mesh.spec import NamedSharding
-from .refusals import mesh_text
+from .axis_types import (
+    INVARIANT,
+    annotation_of,
+    axes_of_kind,
+    set_spec,
+    type_text,
+)
 
 
 def mark_spec(tensor: torch.Tensor, spec: PartitionSpec) -> torch.Tensor:
@@ -102,7 +101,7 @@ def layout_of(spec: object, mesh: DeviceMesh | None) -> Layout | None:
         if mesh is not None and mesh.layout != spec.layout:
             raise MeshError(
                 "annotate: the sharding is one of another mesh",
-                expected=mesh_text(mesh),
+                expected=f"DeviceMesh({mesh.layout.axis_text()})",
                 found=repr(spec),
                 fix="leave mesh= out, or give the sharding's spec",
             )

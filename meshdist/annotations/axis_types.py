@@ -149,7 +149,11 @@ ANNOTATION = "_annotation"
 """The key of a tensor's annotation in its ``__dict__``: a plain tuple of its fields."""
 
 EMPTY = tuple(Annotation())
-_read = lru_cache(maxsize=4096)(Annotation._make)
+
+
+@lru_cache(maxsize=4096)
+def _read(fields: tuple[Any, ...]) -> Annotation:
+    return Annotation(*fields)
 
 
 @lru_cache(maxsize=4096)

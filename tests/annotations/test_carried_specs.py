@@ -8,9 +8,9 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from meshdist.functional.axis_types import type_of
+from meshdist.annotations.axis_types import type_of
+from meshdist.annotations.carried_specs import dims_text, find_spec, mark_spec
 from meshdist.mesh.partition_spec import P
-from meshdist.typed_contexts.carried_specs import dims_text, find_spec, mark_spec
 
 
 @given(st.data())
