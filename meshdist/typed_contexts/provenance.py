@@ -151,18 +151,16 @@ def varying_loss(
     for axis in axes:
         joins = _find_joins(loss, axis) if is_noted else []
         with_leaves = [join for join in joins if join.leaves_over(axis)]
-        bringing = [join for join in with_leaves if not join.is_of_leaves] or with_leaves
+        bringing = [join for join in with_leaves if not join.is_of_leaves] or with_leaves or joins
         of = {leaf.is_trained for join in bringing for leaf in join.leaves_over(axis)}
-        if not joins:
+        if joins:
+            first, last = bringing[0], bringing[-1]
+            by = ", by " * bool(of) + " and ".join(map(str, first.leaves_over(axis)))
+            found.append(f"varying over {axis!r} since {first}{by}")
+        if not joins or of == {False}:
             means.append(axis)
             continue
-        first, last = (bringing or joins)[0], (bringing or joins)[-1]
-        by = ", by " * bool(bringing) + " and ".join(map(str, first.leaves_over(axis)))
-        found.append(f"varying over {axis!r} since {first}{by}")
-        if of == {False}:
-            means.append(axis)
-            continue
-        if last is not first and bringing:
+        if last is not first and of:
             leaves = " and ".join(map(str, last.leaves_over(axis)))
             found.append(f"the last leaf that varies over {axis!r} came in {last}: {leaves}")
         fixes.append(
