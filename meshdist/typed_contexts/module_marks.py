@@ -98,9 +98,9 @@ def annotate_module(module: M, specs: object, mesh: DeviceMesh | None) -> M:
                 found=f"{first}: {found[first]!r}; {name}: {spec!r}",
             )
     for owner, leaf, tensor in places.values():  # tied tensors have several owners
-        if (name := first_names.get(id(tensor))) is not None:
-            set_spec(tensor, *noted[name])
-            _notes_of(owner)[leaf] = noted[name]
+        if (first_name := first_names.get(id(tensor))) is not None:
+            set_spec(tensor, *noted[first_name])
+            _notes_of(owner)[leaf] = noted[first_name]
     return module
 
 

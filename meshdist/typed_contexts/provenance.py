@@ -84,14 +84,15 @@ class Notes:
         """Note on the autograd nodes of results the operation that made them of ``operands``."""
         for made in tensors_in(result):
             # A node with a note is that of an operand, which the operation has given back.
-            if made.grad_fn is not None and _NOTE not in made.grad_fn.metadata:
+            node: Any = made.grad_fn
+            if node is not None and _NOTE not in node.metadata:
                 leaves, is_of_leaves = _leaves(tensors_in(operands))
                 if LINEARITY.get(name) == "add" and not is_of_leaves:
                     # In loss + penalty(shard) the parts are complete before the sum, behind
                     # penalty's own node.
                     leaves = [leaf for leaf in leaves if not leaf.is_trained]
                 frame = program_frame(sys._getframe())
-                made.grad_fn.metadata[_NOTE] = _MakingOperation(
+                node.metadata[_NOTE] = _MakingOperation(
                     self.count,
                     name,
                     axes_of_kind(type_of(made), "V"),
