@@ -175,14 +175,24 @@ def find_type(x: Any) -> str | None:
 
 def type_of(x: Any) -> str:
     """Return the text of a tensor's type, "" (invariant) if it has none."""
-    return find_type(x) or INVARIANT
+    found: str | None = x.__dict__.get(ANNOTATION, EMPTY)[0]
+    return found or INVARIANT
+
+
+def find_owner_axes(x: Any) -> tuple[str, ...] | None:
+    """Return the axes over which a wrapper reduces a leaf's gradient, None without such axes."""
+    found: tuple[str, ...] | None = x.__dict__.get(ANNOTATION, EMPTY)[2]
+    return found
 
 
 def set_type(x: Any, kinds: str) -> None:
     """Set a tensor's type, and keep the rest of its annotation."""
     attributes = x.__dict__
     before = attributes.get(ANNOTATION)
-    attributes[ANNOTATION] = type_alone(kinds) if before is None else (kinds, *before[1:])
+    if before is None:
+        attributes[ANNOTATION] = type_alone(kinds)
+    elif before[0] != kinds:
+        attributes[ANNOTATION] = (kinds, *before[1:])
 
 
 def set_spec(x: Any, kinds: str, dims: str | None) -> None:
@@ -281,6 +291,11 @@ class JoinedType:
 
     text: str
     missing: tuple[str, ...]
+
+    @cached_property
+    def annotation(self) -> tuple[Any, ...]:
+        """Return the annotation of the results."""
+        return type_alone(self.text)
 
     @cached_property
     def is_missing(self) -> bool:

@@ -22,8 +22,9 @@ from ..mesh.pattern import cut_text
 from ..mesh.pattern_sizes import parse_side, spec_of
 from ..mesh.spec import NamedSharding
 from .axis_types import (
+    ANNOTATION,
+    EMPTY,
     INVARIANT,
-    annotation_of,
     axes_of_kind,
     set_spec,
     type_text,
@@ -39,7 +40,7 @@ def mark_spec(tensor: torch.Tensor, spec: PartitionSpec) -> torch.Tensor:
 
 def find_spec(tensor: torch.Tensor) -> PartitionSpec | None:
     """Return the spec that ``mark_spec`` attached; None without, or if it no longer fits."""
-    kinds, dims, *_ = annotation_of(tensor)
+    kinds, dims, *_ = tensor.__dict__.get(ANNOTATION, EMPTY)
     return None if dims is None else read_spec(kinds or INVARIANT, dims, tuple(tensor.shape))
 
 

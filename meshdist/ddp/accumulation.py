@@ -10,7 +10,7 @@ import torch
 
 from ..annotations.axis_types import (
     KINDS,
-    annotation_of,
+    find_owner_axes,
     kinds_in,
     set_type,
     type_of,
@@ -139,7 +139,7 @@ def _leaves(parameters: Any) -> list[torch.Tensor]:
 def _check(leaves: Sequence[torch.Tensor], axes: DeviceMesh) -> None:
     """Raise if a leaf is not of invariant type over the axes, or if a DDP wrapper reduces it."""
     for index, leaf in enumerate(leaves):
-        owned = annotation_of(leaf).owner_axes
+        owned = find_owner_axes(leaf)
         for axis in axes.axis_names:
             kind = kinds_in(type_of(leaf)).get(axis, "I")
             if find_reducing_world(leaf) and (not owned or axis in owned):

@@ -21,6 +21,7 @@ from ..annotations.axis_types import (
     annotation_of,
     axes_of_kind,
     change_annotation,
+    find_owner_axes,
     find_type,
     kinds_in,
     shown,
@@ -96,7 +97,7 @@ class TypedOwner:
         """Remove the wrapper's marks from the parameters."""
         for name, parameter in self._parameters.items():
             kinds = type_of(parameter)
-            if annotation_of(parameter).owner_axes is not None:
+            if find_owner_axes(parameter) is not None:
                 kinds = self._without_own(name, kinds)
             is_untyped = not kinds and name in self._untyped
             change_annotation(

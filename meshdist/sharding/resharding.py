@@ -12,7 +12,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..annotations.axis_types import (
     ANNOTATION,
     Annotation,
-    annotation_of,
+    find_owner_axes,
     find_type,
     kinds_in,
     set_type,
@@ -86,7 +86,7 @@ def typed_operand(
             # Nothing says whether the parts of this tensor differ, on which its gradient depends,
             # but the program's ``md.annotate(w)``, on a leaf: a result may be made from a leaf
             # that lacks its mark, and a wrapper marks all its leaves.
-            is_typed = find_type(x) is not None and annotation_of(x).owner_axes is None
+            is_typed = find_type(x) is not None and find_owner_axes(x) is None
             is_leaf = x.is_leaf and is_typed
             if wanted == "V" and x.requires_grad and torch.is_grad_enabled() and not is_leaf:
                 raise unmarked_shard(verb, x, axis, mode.mesh, repr(source.spec))

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from ..annotations.axis_types import (
-    annotation_of,
     axes_of_kind,
+    find_owner_axes,
     set_spec,
     shown,
     type_of,
@@ -159,7 +159,7 @@ def annotate(
 
 def _refuse_late(tensor: torch.Tensor, text: str) -> None:
     """Raise if ``text`` marks a wrapper's parameter reduced over axes unknown to the wrapper."""
-    owned = annotation_of(tensor).owner_axes or ()
+    owned = find_owner_axes(tensor) or ()
     late = [axis for axis in axes_of_kind(text, "R") if axis not in owned]
     if owned and late:
         raise AxisTypeError(

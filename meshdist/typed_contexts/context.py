@@ -21,13 +21,12 @@ from torch.nn.utils.parametrize import ParametrizationList
 from torch.overrides import TorchFunctionMode, handle_torch_function
 
 from ..annotations.axis_types import (
+    ANNOTATION,
+    EMPTY,
     INVARIANT,
-    Annotation,
     JoinedType,
     Refusal,
-    annotation_of,
-    change_annotation,
-    find_type,
+    find_owner_axes,
     gradient_type,
     join_types,
     kinds_in,
@@ -75,9 +74,9 @@ def keep_marks_in_parameters() -> None:
     @wraps(new)
     def marked(cls: type[Parameter], data: Any = None, *rest: Any, **named: Any) -> Parameter:
         made = new(cls, data, *rest, **named)
-        given = annotation_of(data) if isinstance(data, torch.Tensor) else Annotation()
-        if given.kinds is not None and given.owner_axes is None:
-            set_spec(made, given.kinds, given.dims)
+        kinds, dims, owned, *_ = getattr(data, "__dict__", {}).get(ANNOTATION, EMPTY)
+        if kinds is not None and owned is None:
+            set_spec(made, kinds, dims)
         elif (caller := sys._getframe(1)).f_code is ParametrizationList.__init__.__code__:
             _check_lost(caller.f_locals["original"])
         return made
@@ -87,7 +86,7 @@ def keep_marks_in_parameters() -> None:
 
 def _check_lost(original: torch.Tensor) -> None:
     """Raise if a parametrization, such as torch's weight_norm, loses the mark of its leaf."""
-    if type_of(original) and annotation_of(original).owner_axes is None:
+    if type_of(original) and find_owner_axes(original) is None:
         raise AxisTypeError(
             "a parametrization makes several leaves of one that is marked, and loses its mark",
             expected="leaves with marks: without one a leaf is equal on all ranks, and its "
@@ -122,9 +121,9 @@ class TypedHook:
         if mode is None or grad is None:
             return self._hook(given)
         expected = gradient_type(self._type if x is None else type_of(x))
-        if x is not None and (owned := annotation_of(x).owner_axes):
+        if x is not None and (owned := find_owner_axes(x)):
             expected = with_kinds(expected, dict.fromkeys(owned, "V"))
-        before = find_type(grad)
+        before = grad.__dict__.get(ANNOTATION, EMPTY)
         set_type(grad, expected)
         with mode:
             result = self._hook(given)
@@ -140,7 +139,7 @@ class TypedHook:
                 fix=f"make equal first what it multiplies by: lax.pmean(factor, {axis!r})",
             )
         if not is_behind:  # the engine may give the same tensor to others, too
-            change_annotation(grad, kinds=before)
+            grad.__dict__[ANNOTATION] = before
         return result
 
 
@@ -200,7 +199,7 @@ class ContextMode(TorchFunctionMode):
             raise of_a_subclass(tensor, operation)
         if tensor._backward_hooks or tensor._post_accumulate_grad_hooks:
             follow_hooks(self.mesh, tensor)
-        text = find_type(tensor)
+        text: str | None = tensor.__dict__.get(ANNOTATION, EMPTY)[0]
         if text is None and not tensor.is_leaf:
             raise unseen_history(tensor, operation, self.mesh)
         return text or INVARIANT

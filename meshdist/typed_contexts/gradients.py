@@ -9,8 +9,10 @@ from typing import Any
 import torch
 
 from ..annotations.axis_types import (
+    ANNOTATION,
+    EMPTY,
     GRADIENT_KINDS,
-    annotation_of,
+    find_owner_axes,
     find_type,
     gradient_type,
     kinds_in,
@@ -29,7 +31,7 @@ from .torch_functions import Place, argument
 def gradient_type_of(x: torch.Tensor) -> str:
     """Return the type that ``x.grad`` has after a backward."""
     text = gradient_type(type_of(x))
-    owned = annotation_of(x).owner_axes
+    owned = find_owner_axes(x)
     return with_kinds(text, dict.fromkeys(owned, "I")) if owned else text
 
 
@@ -151,14 +153,17 @@ def find_type_of_grad(x: torch.Tensor, grad: torch.Tensor) -> str:
     """Return the type mark of ``grad``, or else the type that a gradient of ``x`` has."""
     # A gradient keeps a type of its own, unless a wrapper reduces it: a backward that the wrapper
     # skips makes a complete gradient incomplete, in the same tensor.
-    own = find_type(grad) if annotation_of(x).owner_axes is None else None
+    own = find_type(grad) if find_owner_axes(x) is None else None
     return gradient_type_of(x) if own is None else own
 
 
 def get_grad(x: torch.Tensor, grad: torch.Tensor | None) -> torch.Tensor | None:
     """Return ``grad``, or None, marked with its type or that of a gradient of ``x``."""
-    if grad is not None:
-        set_type(grad, find_type_of_grad(x, grad))
+    if grad is not None and (  # read without a call: an optimizer asks four times a parameter
+        grad.__dict__.get(ANNOTATION, EMPTY)[0] is None
+        or x.__dict__.get(ANNOTATION, EMPTY)[2] is not None
+    ):
+        set_type(grad, gradient_type_of(x))
     return grad
 
 

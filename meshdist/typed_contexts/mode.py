@@ -23,7 +23,6 @@ from ..annotations.axis_types import (
     axes_of_kind,
     find_type,
     set_type,
-    type_alone,
     type_of,
 )
 from ..arguments import mesh_kind_error
@@ -232,7 +231,8 @@ class _TypedMode(ContextMode):
         if type(result) is _Tensor:  # an operand that is given back keeps its own, of this type
             result.__dict__.setdefault(ANNOTATION, settled)
         else:
-            mark(result, text)
+            for x in tensors_in(result):
+                x.__dict__.setdefault(ANNOTATION, settled)
         if operation.writes and args:
             _mark_base(args[0], text)
         return result
@@ -293,7 +293,7 @@ class _TypedMode(ContextMode):
                         kwargs = {**(kwargs or {}), place: cast}
         result = func(*args, **kwargs) if kwargs else func(*args)
         if type(result) is _Tensor and not any(result is operand for _, operand in operands):
-            result.__dict__[ANNOTATION] = type_alone(found.text)
+            result.__dict__[ANNOTATION] = found.annotation
             return result
         return self._marked(result, found.text, [operand for _, operand in operands])
 

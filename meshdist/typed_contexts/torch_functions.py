@@ -375,4 +375,8 @@ def tensors_in(tree: Any) -> list[torch.Tensor]:
         tree = tree.values()
     elif not isinstance(tree, (tuple, list)):
         return []
-    return [x for entry in tree for x in tensors_in(entry)]
+    return [
+        x
+        for entry in tree
+        for x in ([entry] if isinstance(entry, torch.Tensor) else tensors_in(entry))
+    ]
