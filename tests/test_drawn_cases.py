@@ -16,7 +16,7 @@ HARD_BODIES = [
     "meshdist/checking/header_table.py",
     "meshdist/ddp/reducer.py",
     "meshdist/ddp/verdict.py",
-    "meshdist/functional/axis_types.py",
+    "meshdist/annotations/axis_types.py",
     "meshdist/groups/agreement.py",
     "meshdist/mesh/placement.py",
     "meshdist/sharding/carrying.py",

@@ -191,8 +191,8 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "join",
             "uneven_loops",
         ),
+        "annotations": ("axis_types", "carried_specs"),
         "functional": (
-            "axis_types",
             "value_checks",
             "linear_function",
             "reducing",
@@ -205,7 +205,6 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "detail_checks",
             "casting",
             "context",
-            "carried_specs",
             "module_marks",
             "annotations",
             "gradients",
@@ -613,9 +612,9 @@ PURE = {
     f"{PACKAGE}.{room}.{name}" if room else f"{PACKAGE}.{name}"
     for room, names in {
         "": "arguments arrays dtypes error_text reduce_ops verb_table",
+        "annotations": "axis_types",
         "checking": "calls",
         "ddp": "bucket_layout history reduction",
-        "functional": "axis_types",
         "mesh": "drawing layout layout_arguments partition_spec pattern pattern_sizes placement "
         "spec strides view",
         "sharding": "change_steps changes plans refinement routes steps",

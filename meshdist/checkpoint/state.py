@@ -11,10 +11,10 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
+from ..annotations.carried_specs import find_spec, mark_spec
 from ..checking.program import warn_caller
 from ..errors import KindError
 from ..mesh.device_mesh import DeviceMesh
-from ..typed_contexts.carried_specs import find_spec, mark_spec
 from ..typed_contexts.module_marks import restore_marks
 from ..typed_contexts.random_draws import find_seeded_axes, note_seeding, seed
 from .manifest import Manifest

@@ -17,6 +17,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from ..annotations.axis_types import kinds_in, type_of
+from ..annotations.carried_specs import find_spec
 from ..arrays import as_tensor, is_of
 from ..collectives.objects import gather_from_all
 from ..dtypes import dtype_name
@@ -28,7 +30,6 @@ from ..errors import (
     KindError,
     MeshError,
 )
-from ..functional.axis_types import kinds_in
 from ..functional.value_checks import is_compared
 from ..mesh.current_mesh import find_current_mesh
 from ..mesh.device_mesh import DeviceMesh
@@ -39,8 +40,6 @@ from ..sharding.dtensors import from_dtensor
 from ..sharding.requests import sized_by_shards
 from ..sharding.sharded_array import ShardedArray
 from ..sharding.shardings import array_type
-from ..typed_contexts.carried_specs import find_spec
-from ..typed_contexts.refusals import type_of
 from .manifest import DTYPES_IN_FILES, MOST_LEVELS, is_plain
 from .members import Members
 from .pieces import whole_box

@@ -8,18 +8,25 @@ from typing import Any
 
 import torch
 
+from ..annotations.axis_types import (
+    KINDS,
+    find_owner_axes,
+    kinds_in,
+    set_type,
+    type_of,
+    with_kinds,
+)
 from ..collectives.flat_sums import assign_buckets, items_of, reduce_together, sparse_psum
 from ..collectives.torch_private import hidden_from_modes
 from ..collectives.verbs import all_reduce
 from ..errors import ArgumentError, AxisTypeError, KindError
-from ..functional.axis_types import ATTRIBUTE, KINDS, REDUCED_BY_OWNER, kinds_in, with_kinds
 from ..groups.process_group import ProcessGroup, resolve_group
 from ..lax.axes import AxisName, get_axes
 from ..mesh.device_mesh import DeviceMesh
 from ..reduce_ops import ReduceOp
 from ..runtime.untraced import untraced
 from ..typed_contexts.casting import BUCKET_BYTES
-from ..typed_contexts.refusals import tensor_text, type_of, where
+from ..typed_contexts.refusals import tensor_text, where
 from .gradient_hooks import find_reducing_world
 
 __all__ = ["accumulate_gradients"]
@@ -98,7 +105,7 @@ def _accumulating(leaves: Sequence[torch.Tensor], axes: DeviceMesh) -> Iterator[
         raise
     finally:
         for leaf, text in zip(leaves, texts, strict=True):
-            leaf.__dict__[ATTRIBUTE] = text
+            set_type(leaf, text)
 
 
 def _leaves(parameters: Any) -> list[torch.Tensor]:
@@ -132,10 +139,10 @@ def _leaves(parameters: Any) -> list[torch.Tensor]:
 def _check(leaves: Sequence[torch.Tensor], axes: DeviceMesh) -> None:
     """Raise if a leaf is not of invariant type over the axes, or if a DDP wrapper reduces it."""
     for index, leaf in enumerate(leaves):
-        owned = leaf.__dict__.get(REDUCED_BY_OWNER, "").split(",")
+        owned = find_owner_axes(leaf)
         for axis in axes.axis_names:
             kind = kinds_in(type_of(leaf)).get(axis, "I")
-            if find_reducing_world(leaf) and (axis in owned or owned == [""]):
+            if find_reducing_world(leaf) and (not owned or axis in owned):
                 raise AxisTypeError(
                     f"accumulate_gradients over {axis!r} of a parameter that DDP reduces there",
                     where=where(axes, [axis]),
@@ -162,7 +169,7 @@ def _set_aside(leaves: Sequence[torch.Tensor], axes: Sequence[str]) -> list[torc
     kept = [leaf.grad for leaf in leaves]
     for leaf in leaves:
         leaf.grad = None
-        leaf.__dict__[ATTRIBUTE] = with_kinds(type_of(leaf), dict.fromkeys(axes, "R"))
+        set_type(leaf, with_kinds(type_of(leaf), dict.fromkeys(axes, "R")))
     return kept
 
 

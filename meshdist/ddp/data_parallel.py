@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..annotations.axis_types import shown
 from ..checking.program import warn_caller
 from ..collectives.flat_sums import broadcast_from
 from ..collectives.torch_private import hidden_from_modes
 from ..errors import ArgumentError, GradientError, MeshError
-from ..functional.axis_types import shown
 from ..groups.process_group import GroupLike, ProcessGroup, resolve_group
 from ..mesh.device_mesh import DeviceMesh
 from ..runtime.untraced import untraced

@@ -36,13 +36,13 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
+from ..annotations.axis_types import kinds_in, shown
 from ..arguments import get_number
 from ..checking.program import warn_caller
 from ..collectives.prepare import run_titled
 from ..collectives.torch_private import has_foreach_support, hidden_from_modes
 from ..error_text import ranks_text
 from ..errors import ArgumentError, AxisTypeError, GradientError, KindError, MeshError
-from ..functional.axis_types import kinds_in, shown
 from ..mesh.current_mesh import find_current_mesh, mesh_in_force, with_hidden_mesh
 from ..mesh.device_mesh import DeviceMesh
 from ..mesh.layout_arguments import no_axis

@@ -36,11 +36,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..annotations.axis_types import shown
 from ..collectives.objects import gather_from_all
 from ..collectives.torch_private import version_of
 from ..error_text import first_texts, ranks_text
 from ..errors import GradientError
-from ..functional.axis_types import shown
 from ..mesh.device_mesh import DeviceMesh
 from ..runtime.untraced import untraced
 from ..typed_contexts.refusals import axes_argument, tensor_text, where

@@ -11,13 +11,12 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from ..annotations.axis_types import kinds_in, type_of
 from ..collectives.comparing import agree, find_unequal_digests
 from ..collectives.torch_private import hidden_from_modes
 from ..error_text import first_texts
 from ..errors import GradientError
-from ..functional.axis_types import kinds_in
 from ..groups.process_group import ProcessGroup
-from ..typed_contexts.refusals import type_of
 from .backward import Backward
 from .device_streams import is_capturing, reader_for
 from .wrapping import ignored_names, module_state, trainable_parameters

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from ..functional.axis_types import axes_of_kind
+from ..annotations.axis_types import axes_of_kind
 from ..mesh.layout_arguments import no_axis
 
 

@@ -15,7 +15,7 @@ from ..dtypes import dtype_name
 from ..error_text import ranks_text
 from ..errors import AgreementError, GradientError, KindError
 from ..groups.process_group import ProcessGroup
-from .typed_owner import note_equal
+from ..typed_contexts.verb_calls import made_equal
 
 
 class ModelBuffers:
@@ -67,7 +67,7 @@ class ModelBuffers:
                 )
             with outside_transforms():  # else the memory that is sent is wrapped, too
                 broadcast_from(source, [buffer.data for buffer in buffers], group)
-            note_equal(buffers, group)
+            made_equal(group, *buffers)
             return []
         state, hook, _ = self._hook
         futures = hook(state, self.named())

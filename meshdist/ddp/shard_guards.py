@@ -27,15 +27,15 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from ..annotations.axis_types import find_type, kinds_in, shown, type_of
 from ..collectives.comparing import checksum, find_unequal
 from ..collectives.verbs import all_reduce
 from ..error_text import first_texts
 from ..errors import MeshError
-from ..functional.axis_types import ATTRIBUTE, kinds_in, shown
 from ..groups.process_group import ProcessGroup, resolve_group
 from ..mesh.device_mesh import DeviceMesh
 from ..reduce_ops import ReduceOp
-from ..typed_contexts.refusals import mesh_text, tensor_text, type_of
+from ..typed_contexts.refusals import mesh_text, tensor_text
 from .typed_owner import OWNER, of_a_shard
 from .wider_groups import axes_spanned, layouts_with
 
@@ -56,7 +56,7 @@ def refuse_marked_shards(
 
 def without_marks(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return the tensors that have no type mark."""
-    return {name: tensor for name, tensor in tensors.items() if ATTRIBUTE not in tensor.__dict__}
+    return {name: tensor for name, tensor in tensors.items() if find_type(tensor) is None}
 
 
 def refuse_unnamed_axes(parameters: Mapping[str, torch.Tensor], group: ProcessGroup) -> None:

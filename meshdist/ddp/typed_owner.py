@@ -9,30 +9,33 @@ the mean.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import combinations
+from typing import Any
 
 import torch
 
-from ..error_text import ranks_text
-from ..errors import AxisTypeError
-from ..functional.axis_types import (
-    ATTRIBUTE,
+from ..annotations.axis_types import (
+    ANNOTATION,
     KINDS,
-    RANKS_OF_OWNER,
-    REDUCED_BY_OWNER,
+    annotation_of,
     axes_of_kind,
+    change_annotation,
+    find_owner_axes,
+    find_type,
     kinds_in,
     shown,
+    type_of,
     type_text,
     with_kinds,
 )
+from ..error_text import ranks_text
+from ..errors import AxisTypeError
 from ..groups.process_group import ProcessGroup
 from ..mesh.device_mesh import DeviceMesh
 from ..runtime.untraced import untraced
 from ..typed_contexts.context import find_context
-from ..typed_contexts.refusals import mesh_text, tensor_text, type_of, where
-from ..typed_contexts.verb_calls import kinds_over
+from ..typed_contexts.refusals import mesh_text, tensor_text, where
 
 OWNER = "DDP"
 """As messages call it."""
@@ -56,14 +59,14 @@ class TypedOwner:
         self._further = further
         # Which the program has marked: they stay when the wrapper goes.
         self._reduced = {name: axes_of_kind(type_of(x), "R") for name, x in parameters.items()}
-        self._unmarked = [x for x in parameters.values() if ATTRIBUTE not in x.__dict__]
+        self._untyped = {name for name, x in parameters.items() if find_type(x) is None}
         self._axes: tuple[str, ...] = ()
         self._found: tuple[DeviceMesh, ProcessGroup, tuple[str, ...]] | None = None
         if axes is not None and axes.mesh_dim_names is not None:
             self._mark(axes, axes.axis_names, is_reduced=True)
             return
         for parameter in parameters.values():
-            parameter.__dict__[RANKS_OF_OWNER] = tuple(group.ranks)
+            change_annotation(parameter, owner_ranks=tuple(group.ranks))
 
     @property
     def has_reduced(self) -> bool:
@@ -93,49 +96,39 @@ class TypedOwner:
     def close(self) -> None:
         """Remove the wrapper's marks from the parameters."""
         for name, parameter in self._parameters.items():
-            marks = parameter.__dict__
-            marks.pop(RANKS_OF_OWNER, None)
-            if marks.pop(REDUCED_BY_OWNER, None) is not None:
-                marks[ATTRIBUTE] = self._without_own(name, marks.get(ATTRIBUTE, ""))
-        for parameter in self._unmarked:
-            if not type_of(parameter):
-                parameter.__dict__.pop(ATTRIBUTE, None)
+            kinds = type_of(parameter)
+            if find_owner_axes(parameter) is not None:
+                kinds = self._without_own(name, kinds)
+            is_untyped = not kinds and name in self._untyped
+            change_annotation(
+                parameter, kinds=None if is_untyped else kinds, owner_axes=None, owner_ranks=()
+            )
         self._axes = ()
 
     def _mark(self, mesh: DeviceMesh, names: tuple[str, ...], *, is_reduced: bool) -> None:
-        texts: dict[tuple[object, ...], str] = {}
+        made: dict[tuple[object, ...], tuple[Any, ...]] = {}
+        found = []
         for name, parameter in self._parameters.items():
-            key = self._key(name, parameter)
-            if key not in texts:
-                texts[key] = self._marked(mesh, name, parameter, names)
-        for name, parameter in self._parameters.items():
-            marks = parameter.__dict__
-            marks[ATTRIBUTE] = texts[self._key(name, parameter)]
-            owned = (*names, *self._further.get(name, ())) if is_reduced else ()
-            marks[REDUCED_BY_OWNER] = ",".join(owned)
+            further = self._further.get(name, ())
+            key = parameter.__dict__.get(ANNOTATION), further, self._reduced[name]
+            if key not in made:
+                axes = (*names, *further)
+                kinds = dict(kinds_in(self._without_own(name, type_of(parameter))))
+                for axis in axes:
+                    if kinds.get(axis, "I") in "VU":
+                        raise of_a_shard(name, parameter, axis, where(mesh, [axis]))
+                    kinds[axis] = "R"
+                before = annotation_of(parameter)
+                owned = axes if is_reduced else ()
+                made[key] = tuple(before._replace(kinds=type_text(kinds), owner_axes=owned))
+            found.append(made[key])
+        for parameter, annotation in zip(self._parameters.values(), found, strict=True):
+            parameter.__dict__[ANNOTATION] = annotation
         self._axes = names
-
-    def _key(self, name: str, parameter: torch.Tensor) -> tuple[object, ...]:
-        """Return a key of all that decides the type with which a parameter is marked."""
-        has_marks = REDUCED_BY_OWNER in parameter.__dict__
-        return type_of(parameter), has_marks, self._further.get(name), self._reduced[name]
-
-    def _marked(
-        self, mesh: DeviceMesh, name: str, parameter: torch.Tensor, names: tuple[str, ...]
-    ) -> str:
-        kinds = dict(kinds_in(self._without_own(name, type_of(parameter))))
-        for axis in (*names, *self._further.get(name, ())):
-            if kinds.get(axis, "I") in "VU":
-                raise of_a_shard(name, parameter, axis, where(mesh, [axis]))
-            kinds[axis] = "R"
-        return type_text(kinds)
 
     def _without_own(self, name: str, text: str) -> str:
         own = {*self._axes, *self._further.get(name, ())}.difference(self._reduced[name])
-        kinds = kinds_in(text)
-        return type_text(
-            {axis: kind for axis, kind in kinds.items() if kind != "R" or axis not in own}
-        )
+        return with_kinds(text, dict.fromkeys(own.intersection(axes_of_kind(text, "R")), "I"))
 
 
 def of_a_shard(name: str, tensor: torch.Tensor, axis: str, where: str) -> AxisTypeError:
@@ -170,12 +163,3 @@ def _axes_of(mesh: DeviceMesh, group: ProcessGroup, given: Sequence[str]) -> tup
         fix=f"wrap with an axis, {OWNER}(module, device_mesh=mesh['dp']); or open the context with "
         "the mesh that has it",
     )
-
-
-def note_equal(tensors: Iterable[torch.Tensor], group: ProcessGroup) -> None:
-    """Type ``tensors`` as invariant over ``group`` in the open typed context, if any."""
-    mode = find_context(is_awake=False)
-    if mode is not None and not mode.is_asleep:
-        kinds = kinds_over(mode.mesh, group, "I")
-        for tensor in tensors:
-            tensor.__dict__[ATTRIBUTE] = with_kinds(type_of(tensor), kinds)

@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from ..annotations.axis_types import annotation_of, axes_of_kind, type_of, with_kinds
 from ..errors import AxisTypeError
-from ..functional.axis_types import SUMMED_BY_USES, axes_of_kind, with_kinds
 from ..groups.process_group import ProcessGroup, resolve_group
 from ..mesh.device_mesh import DeviceMesh
 from ..mesh.layout import Layout
-from ..typed_contexts.refusals import mesh_text, tensor_text, type_of
+from ..typed_contexts.refusals import mesh_text, tensor_text
 from .reduction import find_further_axes
 
 
@@ -101,7 +101,7 @@ def further_axes(
     sizes = {**axes.axis_sizes, **mesh.axis_sizes}
     further: dict[str, tuple[str, ...]] = {}
     for name, x in parameters.items():
-        summed = x.__dict__.get(SUMMED_BY_USES, "").split(",")
+        summed = annotation_of(x).summed_axes
         text = with_kinds(type_of(x), {axis: "R" for axis in summed if axis in sizes})
         about = f"DDP over {group.name} of {mesh_text(mesh)}; {name}: {tensor_text(x)}"
         if found := find_further_axes(text, own, sizes, about):

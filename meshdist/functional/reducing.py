@@ -33,6 +33,7 @@ from typing import Any
 import torch
 from torch.autograd import Function
 
+from ..annotations.axis_types import CASTS, GATHERED, KINDS
 from ..arrays import describe
 from ..checking.debug_levels import DebugLevel, get_debug_level
 from ..collectives.prepare import lax_title, run_titled
@@ -42,7 +43,6 @@ from ..errors import ArgumentError
 from ..groups.process_group import ProcessGroup
 from ..reduce_ops import ReduceKind, ReduceOp
 from ..runtime.memory import new_like
-from .axis_types import CASTS, GATHERED, KINDS
 from .linear_function import LinearFunction, cut, get_dim, keep_line, note_complete, stack_blocks
 from .value_checks import PVARY_FIX, check_invariant, compare_reached, keep_number
 

@@ -7,17 +7,16 @@ from typing import Any
 import optree
 import torch
 
+from ..annotations.axis_types import axes_of_kind, shown, type_of
 from ..arrays import as_tensor
 from ..checking.program import call_site, one_frame, show_site
 from ..collectives.comparing import agree
 from ..collectives.objects import gather_from_all
 from ..collectives.torch_private import are_transforms_active, hidden_from_modes
 from ..errors import ArgumentError, UnequalError
-from ..functional.axis_types import axes_of_kind, shown
 from ..groups.process_group import ProcessGroup, resolve_group
 from ..mesh.device_mesh import DeviceMesh
 from ..typed_contexts.module_marks import restore_marks
-from ..typed_contexts.refusals import type_of
 from .axes import AxisName, get_axes
 
 __all__ = ["assert_equal"]

@@ -14,21 +14,23 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..annotations.axis_types import (
+    ANNOTATION,
+    INVARIANT,
+    Annotation,
+    Refusal,
+    join_types,
+    kinds_in,
+    set_type,
+    type_of,
+    with_kinds,
+)
+from ..annotations.carried_specs import spec_texts
 from ..arrays import describe
 from ..checking.program import one_frame
 from ..collectives.torch_private import HiddenFromModes, are_transforms_active
 from ..dtypes import dtype_name
 from ..errors import AxisError, DtypeError, KindError, MeshdistError, PatternError, ShapeError
-from ..functional.axis_types import (
-    ATTRIBUTE,
-    INVARIANT,
-    RANKS_OF_OWNER,
-    SPEC_ATTRIBUTE,
-    Refusal,
-    join_types,
-    kinds_in,
-    with_kinds,
-)
 from ..functional.value_checks import check_replicas
 from ..mesh.current_mesh import find_current_mesh, with_hidden_mesh
 from ..mesh.device_mesh import DeviceMesh
@@ -36,9 +38,8 @@ from ..mesh.partition_spec import PartitionSpec
 from ..mesh.pattern import column_error, parse
 from ..mesh.pattern_sizes import spec_of
 from ..mesh.spec import NamedSharding
-from ..typed_contexts.carried_specs import spec_texts
 from ..typed_contexts.context import ContextMode, find_context
-from ..typed_contexts.refusals import refused_join, refused_sharding, type_of
+from ..typed_contexts.refusals import refused_join, refused_sharding
 from .einsum_layouts import EinsumLayout, lay_out_einsum
 from .einsum_plans import plan_einsum
 from .marked_operands import axes_of_leaves, axes_of_marks
@@ -53,8 +54,6 @@ from .resharding import (
 )
 
 __all__ = ["einsum"]
-
-_MARKS = (ATTRIBUTE, SPEC_ATTRIBUTE, RANKS_OF_OWNER)
 
 
 @one_frame
@@ -128,7 +127,7 @@ def einsum(
         for x in operands:
             if not isinstance(x, torch.Tensor):
                 _check_operands(pattern, operands)  # raises
-            key += x.shape, x.dtype, *map(x.__dict__.get, _MARKS)
+            key += x.shape, x.dtype, x.__dict__.get(ANNOTATION)
     of_leaves: tuple[tuple[str, ...], ...] = ((),) * len(operands)
     if mode is None and is_mesh and where.world.averaged and torch.is_grad_enabled():
         _check_operands(pattern, operands)
@@ -195,8 +194,7 @@ class _Einsum:
         self._result_kinds = kinds_of(sharding)
         local = planned.result.target.local_shape(planned.result.coordinate)
         self._shape = _merged(local, laid.result.counts)
-        types, spec = spec_texts(sharding.spec, self._shape)
-        self._marks = {ATTRIBUTE: types, SPEC_ATTRIBUTE: spec}
+        self._annotation = tuple(Annotation(*spec_texts(sharding.spec, self._shape)))
 
     def __call__(
         self, operands: Sequence[torch.Tensor], regather: bool, mode: ContextMode | None
@@ -212,7 +210,7 @@ class _Einsum:
         with HiddenFromModes():
             cast, text = self._typed(mode, operands)
             result = self._computed(cast, regather)
-        result.__dict__[ATTRIBUTE] = text
+        set_type(result, text)
         mode.note(result, "einsum", list(operands))
         return result
 
@@ -256,7 +254,7 @@ class _Einsum:
         result = transfer_or_alias(result, self._result_plan, self._mesh)
         if result.shape != self._shape:
             result = result.reshape(self._shape)
-        result.__dict__.update(self._marks)
+        result.__dict__[ANNOTATION] = self._annotation
         return result
 
     def _gathered_again(

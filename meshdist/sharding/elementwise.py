@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..annotations.axis_types import Refusal, axes_of_kind, join_types, kinds_in, shown, type_text
 from ..arrays import Array, shape_text
 from ..errors import ArgumentError, AxisTypeError, KindError, MeshError, ShapeError
-from ..functional.axis_types import Refusal, axes_of_kind, join_types, kinds_in, shown, type_text
 from ..mesh.placement import DimSplit
 from ..mesh.spec import NamedSharding
 from ..typed_contexts.torch_functions import (

@@ -13,6 +13,8 @@ from typing import Any, NoReturn
 import optree
 import torch
 
+from ..annotations.axis_types import KINDS, kinds_in, type_of
+from ..annotations.carried_specs import checked_spec
 from ..arrays import as_tensor, describe, shape_text
 from ..collectives.objects import gather_from_all
 from ..collectives.torch_private import HiddenFromModes
@@ -26,7 +28,6 @@ from ..errors import (
     MeshError,
     ShapeError,
 )
-from ..functional.axis_types import KINDS, kinds_in
 from ..lax.reducing import pcast
 from ..mesh.current_mesh import with_hidden_mesh
 from ..mesh.device_mesh import DeviceMesh
@@ -34,8 +35,7 @@ from ..mesh.partition_spec import P
 from ..mesh.pattern_sizes import size_side
 from ..mesh.placement import Placement
 from ..mesh.spec import NamedSharding
-from ..typed_contexts.carried_specs import checked_spec
-from ..typed_contexts.refusals import tensor_text, type_of
+from ..typed_contexts.refusals import tensor_text
 from .requests import on_mesh, sized_by_shards, whole_shape
 from .resharding import kinds_of
 from .sharded_array import ShardedArray

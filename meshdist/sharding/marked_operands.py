@@ -28,12 +28,12 @@ from typing import Any
 
 import torch
 
+from ..annotations.axis_types import annotation_of, axes_of_kind, type_of
 from ..error_text import first_texts, ranks_text
 from ..errors import AxisTypeError
-from ..functional.axis_types import RANKS_OF_OWNER, axes_of_kind
 from ..mesh.device_mesh import DeviceMesh
 from ..mesh.pattern import parse
-from ..typed_contexts.refusals import tensor_text, type_of
+from ..typed_contexts.refusals import tensor_text
 from .resharding import Transfer
 
 _PACKAGE = __name__.partition(".")[0]
@@ -42,7 +42,7 @@ _PACKAGE = __name__.partition(".")[0]
 def axes_of_marks(x: torch.Tensor, mesh: DeviceMesh, where: str) -> set[str]:
     """Return axes over which ``x`` is marked reduced or averaged; raise if ranks fit no axes."""
     marked = {axis for axis in axes_of_kind(type_of(x), "R") if axis in mesh.axis_names}
-    owners: tuple[int, ...] = x.__dict__.get(RANKS_OF_OWNER, ())
+    owners = annotation_of(x).owner_ranks
     together = {*owners} & {*mesh.layout.ranks().ravel().tolist()}
     if len(together) > 1:
         ranks_along = {axis: mesh.get_group(axis).ranks for axis in mesh.axis_names}

@@ -9,6 +9,17 @@ import torch
 from einops import rearrange
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ..annotations.axis_types import (
+    ANNOTATION,
+    Annotation,
+    find_owner_axes,
+    find_type,
+    kinds_in,
+    set_type,
+    type_of,
+    with_kinds,
+)
+from ..annotations.carried_specs import find_spec, spec_texts
 from ..arrays import describe
 from ..collectives.torch_private import (
     HiddenFromModes,
@@ -17,22 +28,14 @@ from ..collectives.torch_private import (
     current_task,
 )
 from ..errors import ArgumentError, DtypeError
-from ..functional.axis_types import (
-    ATTRIBUTE,
-    REDUCED_BY_OWNER,
-    SPEC_ATTRIBUTE,
-    kinds_in,
-    with_kinds,
-)
 from ..functional.linear_function import LinearFunction
 from ..functional.value_checks import check_replicas
 from ..mesh.device_mesh import DeviceMesh
 from ..mesh.partition_spec import PartitionSpec, axes_of
 from ..mesh.placement import Placement, split_dim
 from ..mesh.spec import NamedSharding
-from ..typed_contexts.carried_specs import find_spec, spec_texts
 from ..typed_contexts.context import ContextMode, find_context
-from ..typed_contexts.refusals import foreign_mesh, refused_sharding, type_of, unmarked_shard
+from ..typed_contexts.refusals import foreign_mesh, refused_sharding, unmarked_shard
 from .carrying import Carrier
 from .plans import Plan, make_plan
 from .requests import ReshardRequest
@@ -83,7 +86,8 @@ def typed_operand(
             # Nothing says whether the parts of this tensor differ, on which its gradient depends,
             # but the program's ``md.annotate(w)``, on a leaf: a result may be made from a leaf
             # that lacks its mark, and a wrapper marks all its leaves.
-            is_leaf = x.is_leaf and ATTRIBUTE in x.__dict__ and REDUCED_BY_OWNER not in x.__dict__
+            is_typed = find_type(x) is not None and find_owner_axes(x) is None
+            is_leaf = x.is_leaf and is_typed
             if wanted == "V" and x.requires_grad and torch.is_grad_enabled() and not is_leaf:
                 raise unmarked_shard(verb, x, axis, mode.mesh, repr(source.spec))
             missing[axis] = wanted
@@ -242,9 +246,8 @@ class Resharding:
             for axis in here
             if sizes.get(axis, 1) > 1 and here[axis] in "IR" and there.get(axis, "V") in "UV"
         }
-        # The texts of the spec and the type of a tensor that fits the request.
-        self._checked_texts: tuple[str | None, str | None] = None, None
-        self._marks: dict[str, str] = {}  # of each result, since all have one shape
+        self._fitting: tuple[Any, ...] | None = None  # the annotation of a tensor that fits
+        self._annotation: tuple[Any, ...] = ()  # of each result, since all have one shape
 
     def __call__(self, x: torch.Tensor, check: bool | None = False) -> torch.Tensor:
         """Return the result on ``x`` in new memory, differentiable; ``check`` compares replicas.
@@ -265,10 +268,10 @@ class Resharding:
         if mode is not None:
             with HiddenFromModes():
                 return self._run_typed(mode, x, check)
-        texts = x.__dict__.get(SPEC_ATTRIBUTE), x.__dict__.get(ATTRIBUTE)
-        if texts != self._checked_texts:
+        annotation = x.__dict__.get(ANNOTATION)
+        if annotation != self._fitting:
             self._check_marks(x)
-            self._checked_texts = texts
+            self._fitting = annotation
         return self._moved(x, check)
 
     def _run_typed(self, mode: ContextMode, x: torch.Tensor, check: bool | None) -> torch.Tensor:
@@ -281,7 +284,7 @@ class Resharding:
         cast = typed_operand(mode, request.verb, x, request.source, here, mesh)
         check_spec(request.verb, x, request.source, request.plan.title)
         result = self._moved(cast, check)
-        result.__dict__[ATTRIBUTE] = text
+        set_type(result, text)
         mode.note(result, request.verb, [x])
         return result
 
@@ -309,10 +312,10 @@ class Resharding:
         else:
             text, sizes = request.split
             result = rearrange(self._transfer(rearrange(x, text, **sizes)), request.merge)
-        if not self._marks:
-            types, spec = spec_texts(request.target.spec, tuple(result.shape))
-            self._marks = {ATTRIBUTE: types, SPEC_ATTRIBUTE: spec}
-        result.__dict__.update(self._marks)
+        if not self._annotation:
+            texts = spec_texts(request.target.spec, tuple(result.shape))
+            self._annotation = tuple(Annotation(*texts))
+        result.__dict__[ANNOTATION] = self._annotation
         return result
 
 

@@ -40,6 +40,7 @@ from typing import Any
 import optree
 import torch
 
+from ..annotations.carried_specs import mark_spec
 from ..arrays import as_tensor
 from ..checking.program import one_frame
 from ..collectives.torch_private import HiddenFromModes
@@ -47,7 +48,6 @@ from ..errors import KindError, LengthError, MeshdistError, MeshError, UnequalEr
 from ..functional.value_checks import check_replicas, is_compared
 from ..mesh.device_mesh import DeviceMesh
 from ..mesh.spec import NamedSharding
-from ..typed_contexts.carried_specs import mark_spec
 from ..typed_contexts.context import find_context
 from ..typed_contexts.mode import typed, untyped
 from .mapped_arrays import (

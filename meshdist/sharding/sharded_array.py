@@ -10,19 +10,19 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
+from ..annotations.axis_types import find_type
+from ..annotations.carried_specs import mark_spec
 from ..arrays import Array, as_tensor, shape_text
 from ..checking.program import one_frame
 from ..dtypes import dtype_name
 from ..error_text import explain
 from ..errors import ArgumentError, KindError
-from ..functional.axis_types import ATTRIBUTE
 from ..mesh.device_mesh import coordinate_in
 from ..mesh.partition_spec import PartitionSpec
 from ..mesh.pattern import parse
 from ..mesh.pattern_sizes import size_side
 from ..mesh.placement import Box, box_text, index_of, shape_of
 from ..mesh.spec import NamedSharding
-from ..typed_contexts.carried_specs import mark_spec
 from .descriptions import Drawing, SvgDrawing, draw_sharding, draw_sharding_svg
 from .elementwise import ElementwiseArray
 from .requests import on_mesh, whole_shape
@@ -116,7 +116,7 @@ class ShardedArray(ElementwiseArray):
                 found=array_type(local.dtype, placement.shape, sharding),
                 fix="convert them first, for example to int32",
             )
-        if isinstance(local, torch.Tensor) and ATTRIBUTE not in local.__dict__:
+        if isinstance(local, torch.Tensor) and find_type(local) is None:
             mark_spec(local, sharding.spec)  # as md.annotate would: typed contexts see how it lies
         self.local, self.sharding, self.shape, self._box = local, sharding, placement.shape, box
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from ..annotations.axis_types import type_text
+from ..annotations.carried_specs import dims_text
 from ..errors import AxisError, KindError, MeshError
-from ..functional.axis_types import type_text
 from ..mesh.current_mesh import mesh_in_force, with_hidden_mesh
 from ..mesh.device_mesh import DeviceMesh, coordinate_in
 from ..mesh.partition_spec import PartitionSpec
 from ..mesh.placement import DimSplit, Placement
 from ..mesh.spec import NamedSharding
-from ..typed_contexts.carried_specs import dims_text
 from ..typed_contexts.refusals import type_as_text
 from .changes import dim_of_largest_cells, extended
 

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..annotations.carried_specs import mark_spec
 from ..arguments import get_whole_number
 from ..arrays import Array, as_tensor, like as as_array_of
 from ..collectives.objects import broadcast_object_list
@@ -37,7 +38,6 @@ from ..mesh.device_mesh import DeviceMesh
 from ..mesh.partition_spec import P, PartitionSpec
 from ..mesh.placement import Placement, place_along, volume
 from ..mesh.spec import NamedSharding
-from ..typed_contexts.carried_specs import mark_spec
 from ..typed_contexts.context import find_context
 from .carrying import Carrier
 from .change_steps import group_at, relative

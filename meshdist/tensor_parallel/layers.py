@@ -35,9 +35,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ..annotations.axis_types import annotation_of, axes_of_kind, change_annotation, type_of
 from ..collectives.torch_private import HiddenFromModes, are_transforms_active, current_task
 from ..errors import ArgumentError, ShapeError
-from ..functional.axis_types import SPEC_ATTRIBUTE, SUMMED_BY_USES, axes_of_kind
 from ..mesh.device_mesh import DeviceMesh
 from ..mesh.placement import balanced_boundaries
 from ..runtime.untraced import untraced
@@ -46,7 +46,6 @@ from ..sharding.marked_operands import axes_of_leaves
 from ..sharding.placing import reshard
 from ..typed_contexts.context import find_context
 from ..typed_contexts.module_marks import restore_marks
-from ..typed_contexts.refusals import type_of
 
 __all__ = ["ColumnParallelLinear", "RowParallelLinear", "VocabParallelEmbedding"]
 
@@ -67,7 +66,7 @@ class SplitLayer(nn.Module):
 
     def ready(self) -> None:
         """Restore marks that a parameter lacks; raise where it has the shape of another part."""
-        if SPEC_ATTRIBUTE not in self.weight.__dict__:
+        if annotation_of(self.weight).dims is None:
             restore_marks(self)
 
     def check_features(self, x: torch.Tensor, expected: int, fix: str) -> None:
@@ -279,9 +278,8 @@ class _KeptGathers:
 
 def note_summed(parameter: torch.Tensor, mesh: DeviceMesh) -> None:
     """Mark for wrappers that uses of ``parameter`` sum its gradient along the mesh's first axis."""
-    before = parameter.__dict__.get(SUMMED_BY_USES, "").split(",")
-    axes = dict.fromkeys([*filter(None, before), mesh.axis_names[0]])
-    parameter.__dict__[SUMMED_BY_USES] = ",".join(axes)
+    axes = dict.fromkeys([*annotation_of(parameter).summed_axes, mesh.axis_names[0]])
+    change_annotation(parameter, summed_axes=tuple(axes))
 
 
 def with_summed_gradient(parameter: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:

@@ -16,11 +16,11 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch import nn
 
+from ..annotations.axis_types import annotation_of, find_type
 from ..checking.program import one_frame, warn_caller
 from ..collectives.torch_private import HiddenFromModes
 from ..error_text import explain as explain_text, first_texts
 from ..errors import ArgumentError, KindError, MeshError, ShapeError, UnequalError
-from ..functional.axis_types import ATTRIBUTE, RANKS_OF_OWNER, REDUCED_BY_OWNER
 from ..lax.asserting import assert_equal
 from ..mesh.device_mesh import DeviceMesh, coordinate_in
 from ..mesh.placement import balanced_boundaries
@@ -157,7 +157,7 @@ def _check(each: Assignment, modules: Mapping[str, nn.Module], axis: str, parts:
             fix="remove weight_norm, spectral_norm or pruning first" if own else None,
         )
     for leaf, parameter in own.items():
-        if parameter.__dict__.keys() & {RANKS_OF_OWNER, REDUCED_BY_OWNER}:
+        if annotation_of(parameter).has_owner:
             raise ArgumentError(
                 f"parallelize: {name}.{leaf} belongs to a DistributedDataParallel",
                 where=where,
@@ -405,7 +405,7 @@ def _warn_of_norms(model: nn.Module, assigned: list[Assignment], axis: str) -> N
         if type(module).__name__.endswith("Norm")
         and id(module) not in named
         # A mark says that the program has thought of it.
-        and any(ATTRIBUTE not in x.__dict__ for x in module.parameters(recurse=False))
+        and any(find_type(x) is None for x in module.parameters(recurse=False))
     ]
     if left_out:
         summary = "parallelize: the plan cuts the sequence, and leaves norms out"

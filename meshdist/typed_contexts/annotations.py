@@ -9,25 +9,32 @@ from typing import Any, TypeAlias, TypeVar, overload
 import torch
 from torch import nn
 
-from ..errors import AxisError, AxisTypeError, KindError
-from ..functional.axis_types import (
-    ATTRIBUTE,
-    REDUCED_BY_OWNER,
-    SPEC_ATTRIBUTE,
+from ..annotations.axis_types import (
     axes_of_kind,
+    find_owner_axes,
+    set_spec,
     shown,
+    type_of,
     type_text,
     with_kinds,
 )
+from ..annotations.carried_specs import (
+    checked_spec,
+    dims_text,
+    find_spec,
+    layout_of,
+    mark_spec,
+    spec_texts,
+)
+from ..errors import AxisError, AxisTypeError, KindError
 from ..mesh.current_mesh import find_current_mesh, with_hidden_mesh
 from ..mesh.device_mesh import DeviceMesh
 from ..mesh.layout_arguments import no_axis
 from ..mesh.partition_spec import PartitionSpec
 from ..mesh.spec import NamedSharding
-from .carried_specs import checked_spec, dims_text, find_spec, layout_of, mark_spec, spec_texts
 from .context import PLAIN_TENSORS
 from .module_marks import annotate_module
-from .refusals import mesh_text, of_a_subclass, tensor_text, type_as_text, type_of
+from .refusals import mesh_text, of_a_subclass, tensor_text, type_as_text
 
 __all__ = ["annotate", "typeof"]
 
@@ -146,19 +153,19 @@ def annotate(
                     fix="name the axis once",
                 )
     _refuse_late(tensor, type_text(kinds))
-    tensor.__dict__[ATTRIBUTE] = type_text(kinds)
-    tensor.__dict__.pop(SPEC_ATTRIBUTE, None)
+    set_spec(tensor, type_text(kinds), None)
     return tensor
 
 
 def _refuse_late(tensor: torch.Tensor, text: str) -> None:
     """Raise if ``text`` marks a wrapper's parameter reduced over axes unknown to the wrapper."""
-    owned = tensor.__dict__.get(REDUCED_BY_OWNER)
-    late = [] if not owned else [x for x in axes_of_kind(text, "R") if x not in owned.split(",")]
-    if late:
+    owned = find_owner_axes(tensor) or ()
+    late = [axis for axis in axes_of_kind(text, "R") if axis not in owned]
+    if owned and late:
         raise AxisTypeError(
             f"annotate: a parameter of a wrapper becomes reduced over {shown(late)}",
-            expected=f"a mark that is there when the model is wrapped, which reduces over {owned}",
+            expected="a mark that is there when the model is wrapped, which reduces over "
+            f"{shown(owned)}",
             found=tensor_text(tensor),
             fix="annotate it first, then wrap the model",
         )

@@ -55,15 +55,14 @@ from typing import Any
 import torch
 from torch.autograd import Function
 
+from ..annotations.axis_types import kinds_in, type_of
 from ..collectives.flat_sums import reduce_together, sparse_psum
 from ..collectives.torch_private import call_function, version_of
-from ..functional.axis_types import kinds_in
 from ..functional.linear_function import keep_line, note_complete
 from ..functional.reducing import psum
 from ..groups.process_group import ProcessGroup, resolve_group
 from ..mesh.device_mesh import DeviceMesh
 from .detail_checks import check_cast, is_checked
-from .refusals import type_of
 
 BUCKET_BYTES = 25 << 20
 """The largest size of a bucket, as in DDP."""

@@ -20,6 +20,23 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.overrides import TorchFunctionMode, handle_torch_function
 
+from ..annotations.axis_types import (
+    ANNOTATION,
+    EMPTY,
+    INVARIANT,
+    JoinedType,
+    Refusal,
+    find_owner_axes,
+    gradient_type,
+    join_types,
+    kinds_in,
+    set_spec,
+    set_type,
+    type_alone,
+    type_of,
+    type_text,
+    with_kinds,
+)
 from ..collectives.torch_private import (
     are_transforms_active,
     is_mode_enabled,
@@ -30,19 +47,6 @@ from ..collectives.torch_private import (
     unwrapped,
 )
 from ..errors import AxisTypeError
-from ..functional.axis_types import (
-    ATTRIBUTE,
-    INVARIANT,
-    REDUCED_BY_OWNER,
-    SPEC_ATTRIBUTE,
-    JoinedType,
-    Refusal,
-    gradient_type,
-    join_types,
-    kinds_in,
-    type_text,
-    with_kinds,
-)
 from ..mesh.device_mesh import DeviceMesh
 from ..runtime.untraced import untraced
 from .casting import Casts
@@ -54,11 +58,10 @@ from .refusals import (
     refused_write,
     tensor_text,
     transformed,
-    type_of,
     unseen_history,
     where,
 )
-from .torch_functions import TorchFunction
+from .torch_functions import TorchFunction, tensors_in
 
 
 def keep_marks_in_parameters() -> None:
@@ -71,10 +74,9 @@ def keep_marks_in_parameters() -> None:
     @wraps(new)
     def marked(cls: type[Parameter], data: Any = None, *rest: Any, **named: Any) -> Parameter:
         made = new(cls, data, *rest, **named)
-        marks = getattr(data, "__dict__", {})
-        if ATTRIBUTE in marks and REDUCED_BY_OWNER not in marks:
-            kept = (ATTRIBUTE, SPEC_ATTRIBUTE)
-            made.__dict__.update({name: marks[name] for name in kept if name in marks})
+        kinds, dims, owned, *_ = getattr(data, "__dict__", {}).get(ANNOTATION, EMPTY)
+        if kinds is not None and owned is None:
+            set_spec(made, kinds, dims)
         elif (caller := sys._getframe(1)).f_code is ParametrizationList.__init__.__code__:
             _check_lost(caller.f_locals["original"])
         return made
@@ -84,7 +86,7 @@ def keep_marks_in_parameters() -> None:
 
 def _check_lost(original: torch.Tensor) -> None:
     """Raise if a parametrization, such as torch's weight_norm, loses the mark of its leaf."""
-    if type_of(original) and REDUCED_BY_OWNER not in original.__dict__:
+    if type_of(original) and find_owner_axes(original) is None:
         raise AxisTypeError(
             "a parametrization makes several leaves of one that is marked, and loses its mark",
             expected="leaves with marks: without one a leaf is equal on all ranks, and its "
@@ -101,8 +103,6 @@ class Backwards:
 
     running: ContextMode | None = None
     """The context whose backward runs."""
-    has_passed: bool = False
-    """Whether some context has reached a backward: later contexts note nothing (``provenance``)."""
 
 
 class TypedHook:
@@ -121,10 +121,10 @@ class TypedHook:
         if mode is None or grad is None:
             return self._hook(given)
         expected = gradient_type(self._type if x is None else type_of(x))
-        if x is not None and (owned := x.__dict__.get(REDUCED_BY_OWNER)):
-            expected = with_kinds(expected, dict.fromkeys(owned.split(","), "V"))
-        before = grad.__dict__.get(ATTRIBUTE)
-        grad.__dict__[ATTRIBUTE] = expected
+        if x is not None and (owned := find_owner_axes(x)):
+            expected = with_kinds(expected, dict.fromkeys(owned, "V"))
+        before = grad.__dict__.get(ANNOTATION, EMPTY)
+        set_type(grad, expected)
         with mode:
             result = self._hook(given)
         found: Any = given.grad if is_behind else grad if result is None else result
@@ -139,9 +139,7 @@ class TypedHook:
                 fix=f"make equal first what it multiplies by: lax.pmean(factor, {axis!r})",
             )
         if not is_behind:  # the engine may give the same tensor to others, too
-            grad.__dict__.pop(ATTRIBUTE, None)
-            if before is not None:
-                grad.__dict__[ATTRIBUTE] = before
+            grad.__dict__[ANNOTATION] = before
         return result
 
 
@@ -166,6 +164,8 @@ keep_marks_in_parameters()
 class ContextMode(TorchFunctionMode):
     """The state of a typed context, which is one thread's."""
 
+    is_noting = False
+
     def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__()
         self.mesh = mesh
@@ -175,11 +175,12 @@ class ContextMode(TorchFunctionMode):
         # By axis, the name of the wrapper that reduces gradients over it behind the backward, and
         # so needs a loss that varies there.
         self.owners: dict[str, str] = {}
-        # A type is settled if operands that all have it give it to their results. At debug level
-        # DETAIL no type is: there each operation adds its leaves to those whose gradients are
-        # compared, in the order of their first use, which is the same on all ranks.
+        # A type is settled if operands that all have it give it to their results: then this has
+        # the results' annotation. At debug level DETAIL no type is: there each operation adds its
+        # leaves to those whose gradients are compared, in the order of their first use, which is
+        # the same on all ranks.
         self.is_checked = is_checked()
-        self.settled: set[str] = set() if self.is_checked else {INVARIANT}
+        self.settled: dict[str, Any] = {} if self.is_checked else {INVARIANT: type_alone(INVARIANT)}
         self.leaves: dict[int, torch.Tensor] = {}
         # By the operands' types, and by linearity where some operand is unreduced.
         self.joins: dict[Any, JoinedType] = {}
@@ -192,18 +193,13 @@ class ContextMode(TorchFunctionMode):
     def stop_notes(self) -> None:
         """End the notes of the mesh's contexts; do nothing in a context without notes."""
 
-    def request_notes(self) -> bool:
-        """Let the mesh's next context note operations; return whether this context does."""
-        self.mesh.caches.of(Backwards).has_passed = False
-        return False
-
     def type_of(self, tensor: torch.Tensor, operation: str) -> str:
         """Return an operand's type; raise for a tensor subclass, or a non-leaf without a type."""
         if type(tensor) not in PLAIN_TENSORS:
             raise of_a_subclass(tensor, operation)
         if tensor._backward_hooks or tensor._post_accumulate_grad_hooks:
             follow_hooks(self.mesh, tensor)
-        text: str | None = tensor.__dict__.get(ATTRIBUTE)
+        text: str | None = tensor.__dict__.get(ANNOTATION, EMPTY)[0]
         if text is None and not tensor.is_leaf:
             raise unseen_history(tensor, operation, self.mesh)
         return text or INVARIANT
@@ -258,7 +254,9 @@ class ContextMode(TorchFunctionMode):
                 self.joins[(key, linearity) if linearity else key] = found
                 if not linearity and not self.is_checked:
                     self.settled.update(
-                        text for text in texts if "U" not in kinds_in(text).values()
+                        (text, type_alone(text))
+                        for text in texts
+                        if "U" not in kinds_in(text).values()
                     )
         return found
 
@@ -364,24 +362,7 @@ def paused(mode: ContextMode, *, is_asleep: bool = True) -> Iterator[None]:
         mode.is_asleep = before
 
 
-def tensors_in(tree: Any) -> list[torch.Tensor]:
-    """Return the tensors in nested lists, tuples and dicts, in their order."""
-    if isinstance(tree, torch.Tensor):
-        return [tree]
-    if isinstance(tree, dict):
-        tree = tree.values()
-    elif not isinstance(tree, (tuple, list)):
-        return []
-    return [x for entry in tree for x in tensors_in(entry)]
-
-
 def mark(tree: Any, text: str) -> None:
     """Set the type of all tensors in nested lists, tuples and dicts to ``text``."""
-    if isinstance(tree, torch.Tensor):
-        tree.__dict__[ATTRIBUTE] = text
-    elif isinstance(tree, (tuple, list)):
-        for entry in tree:
-            mark(entry, text)
-    elif isinstance(tree, dict):
-        for entry in tree.values():
-            mark(entry, text)
+    for x in tensors_in(tree):
+        set_type(x, text)

@@ -10,12 +10,12 @@ from collections.abc import Collection
 
 import torch
 
+from ..annotations.axis_types import kinds_in, type_of
 from ..checking.debug_levels import DebugLevel, get_debug_level
-from ..functional.axis_types import kinds_in
 from ..functional.value_checks import check_invariant
 from ..groups.process_group import ProcessGroup, resolve_group
 from ..mesh.device_mesh import DeviceMesh
-from .refusals import axes_argument, tensor_text, type_of, where
+from .refusals import axes_argument, tensor_text, where
 
 
 def is_checked() -> bool:

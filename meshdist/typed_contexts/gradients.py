@@ -8,27 +8,31 @@ from typing import Any
 
 import torch
 
-from ..errors import AxisTypeError
-from ..functional.axis_types import (
-    ATTRIBUTE,
+from ..annotations.axis_types import (
+    ANNOTATION,
+    EMPTY,
     GRADIENT_KINDS,
-    REDUCED_BY_OWNER,
+    find_owner_axes,
+    find_type,
     gradient_type,
     kinds_in,
+    set_type,
+    type_of,
     with_kinds,
 )
+from ..errors import AxisTypeError
 from .context import Backwards, ContextMode
 from .detail_checks import check_gradient_of, check_loss
 from .provenance import varying_loss
-from .refusals import foreign_leaf, owned_loss, refused_loss, tensor_text, type_of, where
+from .refusals import foreign_leaf, owned_loss, refused_loss, tensor_text, where
 from .torch_functions import Place, argument
 
 
 def gradient_type_of(x: torch.Tensor) -> str:
     """Return the type that ``x.grad`` has after a backward."""
     text = gradient_type(type_of(x))
-    owned = x.__dict__.get(REDUCED_BY_OWNER)
-    return with_kinds(text, dict.fromkeys(owned.split(","), "I")) if owned else text
+    owned = find_owner_axes(x)
+    return with_kinds(text, dict.fromkeys(owned, "I")) if owned else text
 
 
 def run_backward(mode: ContextMode, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -58,7 +62,7 @@ def run_grad(mode: ContextMode, call: Callable[..., Any], args: Any, kwargs: Any
         if mode.is_checked and x.is_leaf:
             check_gradient_of(x, grad, gradient_type(type_of(x)), mode.mesh)
         if grad is not None:
-            grad.__dict__[ATTRIBUTE] = gradient_type(type_of(x))
+            set_type(grad, gradient_type(type_of(x)))
     return found
 
 
@@ -112,8 +116,7 @@ def _check_losses(mode: ContextMode, verb: str, losses: Sequence[Any], given: An
             ]
             varying = [axis for axis in wrong if kinds_in(text)[axis] == "V"]
             if varying:
-                is_noted = mode.request_notes()
-                raise varying_loss(loss, varying, mode.mesh, verb, is_noted=is_noted)
+                raise varying_loss(loss, varying, mode.mesh, verb, is_noted=mode.is_noting)
             if wrong:
                 raise refused_loss(loss, wrong, mode.mesh, verb)
         else:
@@ -150,14 +153,17 @@ def find_type_of_grad(x: torch.Tensor, grad: torch.Tensor) -> str:
     """Return the type mark of ``grad``, or else the type that a gradient of ``x`` has."""
     # A gradient keeps a type of its own, unless a wrapper reduces it: a backward that the wrapper
     # skips makes a complete gradient incomplete, in the same tensor.
-    own = None if REDUCED_BY_OWNER in x.__dict__ else grad.__dict__.get(ATTRIBUTE)
+    own = find_type(grad) if find_owner_axes(x) is None else None
     return gradient_type_of(x) if own is None else own
 
 
 def get_grad(x: torch.Tensor, grad: torch.Tensor | None) -> torch.Tensor | None:
     """Return ``grad``, or None, marked with its type or that of a gradient of ``x``."""
-    if grad is not None:
-        grad.__dict__[ATTRIBUTE] = find_type_of_grad(x, grad)
+    if grad is not None and (  # read without a call: an optimizer asks four times a parameter
+        grad.__dict__.get(ANNOTATION, EMPTY)[0] is None
+        or x.__dict__.get(ANNOTATION, EMPTY)[2] is not None
+    ):
+        set_type(grad, gradient_type_of(x))
     return grad
 
 

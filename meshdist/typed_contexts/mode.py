@@ -15,28 +15,35 @@ from typing import Any
 import torch
 from torch.nn import Parameter
 
+from ..annotations.axis_types import (
+    ANNOTATION,
+    EMPTY,
+    INVARIANT,
+    JoinedType,
+    axes_of_kind,
+    find_type,
+    set_type,
+    type_of,
+)
 from ..arguments import mesh_kind_error
 from ..checking.program import is_between
 from ..collectives.torch_private import are_transforms_active
 from ..errors import MeshdistError, MeshError
-from ..functional.axis_types import ATTRIBUTE, INVARIANT, JoinedType, axes_of_kind
 from ..mesh.current_mesh import mesh_in_force
 from ..mesh.device_mesh import DeviceMesh, coordinate_in
 from ..runtime.untraced import untraced
 from .context import (
-    Backwards,
     ContextMode,
     TypedHook,
     find_context,
     mark,
     paused,
-    tensors_in,
 )
 from .detail_checks import is_checked
 from .gradients import get_grad, run_backward, run_grad, set_data, set_grad
-from .provenance import note_result
+from .provenance import Notes
 from .random_draws import type_of_draw
-from .refusals import OPERATORS, as_no_type_error, mesh_text, own_norm, type_of
+from .refusals import OPERATORS, as_no_type_error, mesh_text, own_norm
 from .special_calls import calls_seen, run_on_items, warn_of_number
 from .torch_functions import (
     OPERATIONS,
@@ -45,6 +52,7 @@ from .torch_functions import (
     argument,
     draws,
     shape_depends_on_values,
+    tensors_in,
     written_tensors,
 )
 
@@ -105,8 +113,8 @@ def typed(mesh: DeviceMesh | None = None) -> Iterator[DeviceMesh]:
     mesh = _checked(mesh_in_force("typed", naming="typed(mesh)") if mesh is None else mesh)
     outer = find_context(is_awake=False)
     if outer is None:
-        has_passed = mesh.caches.of(Backwards).has_passed
-        mode = (_TypedMode if has_passed and not is_checked() else _NotingMode)(mesh)
+        is_noting = mesh.caches.of(Notes).are_taken or is_checked()
+        mode = (_NotingMode if is_noting else _TypedMode)(mesh)
         with mesh, calls_seen(), mode:
             try:
                 yield mesh
@@ -188,7 +196,7 @@ class _TypedMode(ContextMode):
         for value in args:
             value_type = type(value)
             if value_type is _Tensor or value_type is Parameter:
-                its_text = value.__dict__.get(ATTRIBUTE)
+                its_text = value.__dict__.get(ANNOTATION, EMPTY)[0]
                 if value._backward_hooks or value._post_accumulate_grad_hooks:
                     return self._checked(operation, func, args, kwargs or {})
                 if its_text is None:
@@ -216,13 +224,15 @@ class _TypedMode(ContextMode):
                     return self._run_mixed_types(operation, func, args, kwargs)
         if text is None:
             return func(*args, **kwargs) if kwargs else func(*args)
-        if text not in self.settled or are_transforms_active():
+        settled = self.settled.get(text)
+        if settled is None or are_transforms_active():
             return self._checked(operation, func, args, kwargs or {})
         result = func(*args, **kwargs) if kwargs else func(*args)
-        if type(result) is _Tensor:
-            result.__dict__[ATTRIBUTE] = text
+        if type(result) is _Tensor:  # an operand that is given back keeps its own, of this type
+            result.__dict__.setdefault(ANNOTATION, settled)
         else:
-            mark(result, text)
+            for x in tensors_in(result):
+                x.__dict__.setdefault(ANNOTATION, settled)
         if operation.writes and args:
             _mark_base(args[0], text)
         return result
@@ -244,7 +254,7 @@ class _TypedMode(ContextMode):
         for place, value in zip(places, values, strict=True):
             value_type = type(value)
             if value_type is _Tensor or value_type is Parameter:
-                its_text = value.__dict__.get(ATTRIBUTE)
+                its_text = value.__dict__.get(ANNOTATION, EMPTY)[0]
                 if value._backward_hooks or value._post_accumulate_grad_hooks:
                     break
                 if its_text is None:
@@ -283,7 +293,7 @@ class _TypedMode(ContextMode):
                         kwargs = {**(kwargs or {}), place: cast}
         result = func(*args, **kwargs) if kwargs else func(*args)
         if type(result) is _Tensor and not any(result is operand for _, operand in operands):
-            result.__dict__[ATTRIBUTE] = found.text
+            result.__dict__[ANNOTATION] = found.annotation
             return result
         return self._marked(result, found.text, [operand for _, operand in operands])
 
@@ -328,7 +338,7 @@ class _TypedMode(ContextMode):
         if written:
             for target in written:
                 is_out = out is not None and not any(target is operand for operand in operands)
-                target.__dict__[ATTRIBUTE] = self.widened(target, joined.text, is_out=is_out)
+                set_type(target, self.widened(target, joined.text, is_out=is_out))
                 _mark_base(target, type_of(target))
             if any(result is target for target in written):
                 return result
@@ -349,7 +359,7 @@ class _TypedMode(ContextMode):
             # An operand that is given back as it is keeps its own type.
             if type_of(result) != text and any(result is x for x in operands):
                 result = result.view_as(result)
-            result.__dict__[ATTRIBUTE] = text
+            set_type(result, text)
             return result
         if type(result) in (tuple, list):
             return type(result)([self._marked(x, text, operands) for x in result])
@@ -405,43 +415,33 @@ class _TypedMode(ContextMode):
 
     def apply(self, function: type, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Return the typed result of ``call``, which is ``function.apply``."""
-        return self._run(TorchFunction(function.__name__), call, args, kwargs)
+        result = self._run(TorchFunction(function.__name__), call, args, kwargs)
+        self.note(result, function.__name__, (args, kwargs))
+        return result
 
 
 class _NotingMode(_TypedMode):
     """The typed mode that notes operations for errors, until the mesh's first backward."""
 
-    num_noted = 0
+    is_noting = True
 
     @untraced
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = super().__torch_function__(func, types, args, kwargs)
-        kind = type(result)
-        is_plain = result.grad_fn is None if kind is _Tensor else kind in _NO_TENSORS
-        if not (is_plain or self.is_asleep):
+        if not self.is_asleep and type(result) not in _NO_TENSORS:
             self.note(result, OPERATIONS[func].name, (args, kwargs))
         return result
 
-    def apply(self, function: type, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        result = super().apply(function, call, args, kwargs)
-        self.note(result, function.__name__, (args, kwargs))
-        return result
-
     def note(self, result: Any, name: str, operands: Any) -> None:
-        for made in tensors_in(result):
-            if made.grad_fn is not None:
-                note_result(self.num_noted, made, name, tensors_in(operands))
-                self.num_noted += 1
-        if self.num_noted > 100_000:  # in a context without a backward
+        notes = self.mesh.caches.of(Notes)
+        notes.add(result, name, operands)
+        if notes.count > 100_000:  # no backward begins
             self.stop_notes()
 
     def stop_notes(self) -> None:
-        self.mesh.caches.of(Backwards).has_passed = True
         if not self.is_checked:
+            self.mesh.caches.of(Notes).are_taken = False
             self.__class__ = _TypedMode  # type: ignore[assignment]
-
-    def request_notes(self) -> bool:
-        return True
 
 
 def _type_with_items(text: str | None, items: Sequence[Any]) -> str | None:
@@ -449,7 +449,7 @@ def _type_with_items(text: str | None, items: Sequence[Any]) -> str | None:
     for item in items:
         item_type = type(item)
         if item_type is _Tensor or item_type is Parameter:
-            its_text = item.__dict__.get(ATTRIBUTE)
+            its_text = item.__dict__.get(ANNOTATION, EMPTY)[0]
             if its_text is None and item.is_leaf:
                 its_text = INVARIANT
             if text is None:
@@ -482,8 +482,8 @@ def _ignores(
 def _mark_base(target: Any, text: str) -> None:
     """Set the type of the tensor of which ``target`` is a view, if it has none."""
     base = target._base if isinstance(target, _Tensor) else None
-    if base is not None and ATTRIBUTE not in base.__dict__:
-        base.__dict__[ATTRIBUTE] = text
+    if base is not None and find_type(base) is None:
+        set_type(base, text)
 
 
 def _swapped(tree: Any, swaps: Mapping[int, torch.Tensor]) -> Any:

@@ -1,6 +1,6 @@
 """Marks that stay: a module notes those of its parameters and buffers, and new tensors get them.
 
-A mark is an entry in a tensor's ``__dict__``. What replaces a module's tensors makes them without:
+A mark is an annotation of a tensor. What replaces a module's tensors makes them without:
 ``copy.deepcopy``, ``load_state_dict(assign=True)``, ``to_empty``. So ``md.annotate(module,
 {...})`` also notes the marks in the module that owns the tensor, in a plain dict by the tensor's
 name there, which is copied and pickled with the module, and stays out of its ``state_dict``. The
@@ -8,18 +8,19 @@ owner then has its tensors in dicts that write the noted marks on each tensor th
 
 Drawn case: a copy is made by torch without marks, and has them once it stands in its module.
 
-    module.up._noted_marks                 module.up.weight.__dict__
-    {"weight": ("V:tp", "4@tp, 6")}        {"_axis_types": "V:tp", "_spec": "4@tp, 6"}
+    module.up._noted_marks                 annotation_of(module.up.weight)
+    {"weight": ("V:tp", "4@tp, 6")}        Annotation(kinds="V:tp", dims="4@tp, 6")
 
-    copy.deepcopy(module.up.weight)        {}
-    copy.deepcopy(module).up.weight        {"_axis_types": "V:tp", "_spec": "4@tp, 6"}
+    copy.deepcopy(module.up.weight)        Annotation()
+    copy.deepcopy(module).up.weight        Annotation(kinds="V:tp", dims="4@tp, 6")
 
     >>> import copy, torch
     >>> layer = annotate_module(torch.nn.Linear(6, 4), {"weight": "f@tp d"}, None)
     >>> layer._noted_marks
     {'weight': ('V:tp', '4@tp, 6')}
-    >>> copy.deepcopy(layer.weight).__dict__, copy.deepcopy(layer).weight.__dict__["_spec"]
-    ({}, '4@tp, 6')
+    >>> copied = copy.deepcopy(layer.weight), copy.deepcopy(layer).weight
+    >>> [annotation_of(weight).dims for weight in copied]
+    [None, '4@tp, 6']
 """
 
 from __future__ import annotations
@@ -36,18 +37,14 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
 
+from ..annotations.axis_types import annotation_of, find_type, set_spec
+from ..annotations.carried_specs import checked_spec, layout_of, read_spec, spec_texts
 from ..arrays import describe
 from ..error_text import fields_among
 from ..errors import ArgumentError, AxisError, AxisTypeError, KindError, MeshdistError, ShapeError
-from ..functional.axis_types import (
-    ATTRIBUTE,
-    RANKS_OF_OWNER,
-    REDUCED_BY_OWNER,
-)
 from ..mesh.current_mesh import with_hidden_mesh
 from ..mesh.device_mesh import DeviceMesh
 from ..mesh.partition_spec import PartitionSpec
-from .carried_specs import checked_spec, layout_of, mark_spec, read_spec, spec_texts
 from .context import PLAIN_TENSORS
 from .refusals import of_a_subclass
 
@@ -71,13 +68,11 @@ class MarkedTensors(dict[str, Any]):
         # A compiled ``functional_call`` puts traced tensors in, which have no ``__dict__``.
         if noted is None or tensor is None or torch.compiler.is_compiling():
             return
-        if type(tensor) not in PLAIN_TENSORS or is_lazy(tensor) or ATTRIBUTE in tensor.__dict__:
+        if type(tensor) not in PLAIN_TENSORS or is_lazy(tensor) or find_type(tensor) is not None:
             return
-        types, text = noted
-        spec = read_spec(text, tuple(tensor.shape), types)
         # Another shape is refused by ``restore_marks``: here torch may be in the midst of a load.
-        if spec is not None:
-            mark_spec(tensor, spec)
+        if read_spec(*noted, tuple(tensor.shape)) is not None:
+            set_spec(tensor, *noted)
 
 
 def annotate_module(module: M, specs: object, mesh: DeviceMesh | None) -> M:
@@ -90,23 +85,22 @@ def annotate_module(module: M, specs: object, mesh: DeviceMesh | None) -> M:
         )
     places = dict(_places(module))
     found = {name: specs[pattern] for name, pattern in _patterns_of(list(places), specs).items()}
-    checked: dict[str, PartitionSpec] = {}
+    noted: dict[str, tuple[str, str]] = {}
     first_names: dict[int, str] = {}
     for name, spec in found.items():
         tensor = places[name][2]
-        checked[name] = _checked(name, tensor, spec, mesh)
+        noted[name] = spec_texts(_checked(name, tensor, spec, mesh), tuple(tensor.shape))
         first = first_names.setdefault(id(tensor), name)
-        if spec_texts(checked[first], tensor.shape) != spec_texts(checked[name], tensor.shape):
+        if noted[first] != noted[name]:
             raise ArgumentError(
                 f"annotate: {first} and {name} are one tensor, and their specs differ",
                 expected="one spec for a tensor that has several names",
                 found=f"{first}: {found[first]!r}; {name}: {spec!r}",
             )
-    of_tensor = {id(places[name][2]): spec for name, spec in checked.items()}
     for owner, leaf, tensor in places.values():  # tied tensors have several owners
-        if (spec := of_tensor.get(id(tensor))) is not None:
-            mark_spec(tensor, spec)
-            _notes_of(owner)[leaf] = spec_texts(spec, tuple(tensor.shape))
+        if (first_name := first_names.get(id(tensor))) is not None:
+            set_spec(tensor, *noted[first_name])
+            _notes_of(owner)[leaf] = noted[first_name]
     return module
 
 
@@ -125,23 +119,21 @@ def _notes_of(owner: nn.Module) -> dict[str, tuple[str, str]]:
 
 def restore_marks(module: M) -> M:
     """Mark tensors that lack their noted marks; return ``module``; raise if shapes changed."""
-    lost: list[tuple[torch.Tensor, PartitionSpec]] = []
+    lost: list[tuple[torch.Tensor, tuple[str, str]]] = []
     for name, (owner, leaf, tensor) in _places(module):
         noted = owner.__dict__.get(NOTED_MARKS, {}).get(leaf)
-        if noted is None or ATTRIBUTE in tensor.__dict__:
+        if noted is None or find_type(tensor) is not None:
             continue
-        types, text = noted
-        spec = read_spec(text, tuple(tensor.shape), types)
-        if spec is None:
+        if read_spec(*noted, tuple(tensor.shape)) is None:
             raise ShapeError(
                 f"{name} has another shape than when it was annotated, and has lost its mark",
-                expected=f"dims {text}, as noted in the module",
+                expected=f"dims {noted[1]}, as noted in the module",
                 found=describe(tensor),
                 fix=f"say how it lies now: md.annotate(module, {{{name!r}: ...}}, mesh=mesh)",
             )
-        lost.append((tensor, spec))
-    for tensor, spec in lost:
-        mark_spec(tensor, spec)
+        lost.append((tensor, noted))
+    for tensor, noted in lost:
+        set_spec(tensor, *noted)
     return module
 
 
@@ -192,7 +184,7 @@ def _checked(
     """Return ``given`` as tensor ``name``'s spec; raise if it is unfit, or a wrapper's tensor."""
     if type(tensor) not in PLAIN_TENSORS:
         raise _about(of_a_subclass(tensor, "annotate"), name)
-    if not tensor.__dict__.keys().isdisjoint((REDUCED_BY_OWNER, RANKS_OF_OWNER)):
+    if annotation_of(tensor).has_owner:
         raise AxisTypeError(
             f"annotate: {name} is a parameter of a wrapper, which has marked it as its own",
             expected="a module that is not wrapped yet",

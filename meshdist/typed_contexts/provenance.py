@@ -24,12 +24,12 @@ from typing import Any
 
 import torch
 
+from ..annotations.axis_types import axes_of_kind, shown, type_of
 from ..checking.program import Site, program_frame, show_site
 from ..errors import AxisTypeError
-from ..functional.axis_types import axes_of_kind, shown
 from ..mesh.device_mesh import DeviceMesh
-from .refusals import axes_argument, name_of, tensor_text, type_of, where
-from .torch_functions import LINEARITY
+from .refusals import axes_argument, name_of, tensor_text, where
+from .torch_functions import LINEARITY, tensors_in
 
 _NOTE = "meshdist: where types joined"
 """The key of a note in the metadata of a node of autograd."""
@@ -74,41 +74,52 @@ class _MakingOperation:
         return [leaf for leaf in self.leaves if axis in leaf.axes]
 
 
-def note_result(
-    number: int, result: torch.Tensor, name: str, operands: Sequence[torch.Tensor]
-) -> None:
-    """Note on the autograd node of ``result`` the operation that made it.
+class Notes:
+    """The notes of a mesh's contexts, which are taken until a backward has begun."""
 
-    Args:
-        number: the operation's number in its context, which later operations exceed.
-    """
-    node: Any = result.grad_fn
-    if _NOTE in node.metadata:  # the operation gave an operand back
-        return
+    are_taken = True
+    count = 0
+
+    def add(self, result: Any, name: str, operands: Any) -> None:
+        """Note on the autograd nodes of results the operation that made them of ``operands``."""
+        for made in tensors_in(result):
+            # A node with a note is that of an operand, which the operation has given back.
+            node: Any = made.grad_fn
+            if node is not None and _NOTE not in node.metadata:
+                leaves, is_of_leaves = _leaves(tensors_in(operands))
+                if LINEARITY.get(name) == "add" and not is_of_leaves:
+                    # In loss + penalty(shard) the parts are complete before the sum, behind
+                    # penalty's own node.
+                    leaves = [leaf for leaf in leaves if not leaf.is_trained]
+                frame = program_frame(sys._getframe())
+                node.metadata[_NOTE] = _MakingOperation(
+                    self.count,
+                    name,
+                    axes_of_kind(type_of(made), "V"),
+                    tuple(leaves),
+                    is_of_leaves,
+                    (frame.f_code.co_filename, frame.f_lineno),
+                )
+                self.count += 1
+
+
+def _leaves(operands: Sequence[torch.Tensor]) -> tuple[list[_Operand], bool]:
+    """Return the varying leaves of operands, and whether these are made of parameters alone."""
     leaves: list[_Operand] = []
     is_of_leaves = bool(operands)
     for operand in operands:
         below: Any = operand.grad_fn
         if below is None:
             axes = axes_of_kind(type_of(operand), "V")
+            text, is_trained = tensor_text(operand), operand.requires_grad
             if axes:
-                leaves.append(
-                    _Operand(
-                        weakref.ref(operand), axes, operand.requires_grad, tensor_text(operand)
-                    )
-                )
-            is_of_leaves &= operand.requires_grad
+                leaves.append(_Operand(weakref.ref(operand), axes, is_trained, text))
+            is_of_leaves &= is_trained
         elif _NOTE in below.metadata and below.metadata[_NOTE].is_of_leaves:
             leaves += below.metadata[_NOTE].leaves
         else:
             is_of_leaves = False
-    if LINEARITY.get(name) == "add" and not is_of_leaves:
-        # In loss + penalty(shard) the parts are complete before the sum, behind penalty's own node.
-        leaves = [leaf for leaf in leaves if not leaf.is_trained]
-    frame = program_frame(sys._getframe())
-    site = frame.f_code.co_filename, frame.f_lineno
-    axes = axes_of_kind(type_of(result), "V")
-    node.metadata[_NOTE] = _MakingOperation(number, name, axes, tuple(leaves), is_of_leaves, site)
+    return leaves, is_of_leaves
 
 
 def _find_joins(loss: torch.Tensor, axis: str) -> list[_MakingOperation]:
@@ -134,24 +145,23 @@ def varying_loss(
     loss: torch.Tensor, axes: Sequence[str], mesh: DeviceMesh, verb: str, *, is_noted: bool
 ) -> AxisTypeError:
     """Return the error of a backward from a varying loss, which names operations if noted."""
+    mesh.caches.of(Notes).are_taken = True  # by the next context
     # For axes that data brought the fix is a mean of the loss. For axes that parameters brought a
     # mean would train another model: there a psum is missing behind the last of them.
     found, fixes, means = [f"loss: {tensor_text(loss)}"], [], []
     for axis in axes:
         joins = _find_joins(loss, axis) if is_noted else []
         with_leaves = [join for join in joins if join.leaves_over(axis)]
-        bringing = [join for join in with_leaves if not join.is_of_leaves] or with_leaves
+        bringing = [join for join in with_leaves if not join.is_of_leaves] or with_leaves or joins
         of = {leaf.is_trained for join in bringing for leaf in join.leaves_over(axis)}
-        if not joins:
+        if joins:
+            first, last = bringing[0], bringing[-1]
+            by = ", by " * bool(of) + " and ".join(map(str, first.leaves_over(axis)))
+            found.append(f"varying over {axis!r} since {first}{by}")
+        if not joins or of == {False}:
             means.append(axis)
             continue
-        first, last = (bringing or joins)[0], (bringing or joins)[-1]
-        by = ", by " * bool(bringing) + " and ".join(map(str, first.leaves_over(axis)))
-        found.append(f"varying over {axis!r} since {first}{by}")
-        if of == {False}:
-            means.append(axis)
-            continue
-        if last is not first and bringing:
+        if last is not first and of:
             leaves = " and ".join(map(str, last.leaves_over(axis)))
             found.append(f"the last leaf that varies over {axis!r} came in {last}: {leaves}")
         fixes.append(

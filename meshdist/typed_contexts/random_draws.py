@@ -20,17 +20,17 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..annotations.axis_types import INVARIANT, kinds_in, type_of, type_text
 from ..arguments import get_whole_number, mesh_kind_error
 from ..checking.program import is_between
 from ..errors import AxisError, KindError
-from ..functional.axis_types import INVARIANT, kinds_in, type_text
 from ..mesh.current_mesh import mesh_in_force, with_hidden_mesh
 from ..mesh.device_mesh import DeviceMesh, coordinate_in
 from ..mesh.layout import Layout
 from ..runtime.generators import seed_notes
-from .context import ContextMode, tensors_in
-from .refusals import type_of, unseeded_draw
-from .torch_functions import TorchFunction
+from .context import ContextMode
+from .refusals import unseeded_draw
+from .torch_functions import TorchFunction, tensors_in
 
 __all__ = ["seed"]
 

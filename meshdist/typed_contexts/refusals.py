@@ -8,18 +8,12 @@ from typing import Any
 
 import torch
 
+from ..annotations.axis_types import KINDS, axes_of_kind, kinds_in, shown, type_of
 from ..checking.program import call_site, program_frame, show_site
 from ..dtypes import dtype_name
 from ..errors import AxisTypeError, KindError, MeshdistError
-from ..functional.axis_types import ATTRIBUTE, KINDS, axes_of_kind, kinds_in, shown
 from ..functional.value_checks import names_of
 from ..mesh.device_mesh import DeviceMesh
-
-
-def type_of(tensor: torch.Tensor) -> str:
-    """Return the text of a tensor's type, "" (invariant) without a mark."""
-    found: str = tensor.__dict__.get(ATTRIBUTE, "")
-    return found
 
 
 def tensor_text(tensor: torch.Tensor, text: str | None = None) -> str:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointFunction
 
+from ..annotations.axis_types import kinds_in, set_type, shown, type_of
 from ..checking.program import program_frame
 from ..collectives.marks import watchers
 from ..collectives.torch_private import (
@@ -34,12 +35,11 @@ from ..collectives.torch_private import (
 from ..dtypes import DTYPES
 from ..error_text import explain
 from ..errors import AxisTypeError, VaryingNumberWarning
-from ..functional.axis_types import ATTRIBUTE, kinds_in, shown
 from ..mesh.device_mesh import DeviceMesh
 from ..runtime.module_locks import ModuleLock
-from .context import ContextMode, find_context, tensors_in
-from .refusals import tensor_text, type_of, where
-from .torch_functions import LINEARITY, TorchFunction
+from .context import ContextMode, find_context
+from .refusals import tensor_text, where
+from .torch_functions import LINEARITY, TorchFunction, tensors_in
 from .verb_calls import watch
 
 _UNTYPED = "read it in `with md.untyped():`, where it may differ"
@@ -110,16 +110,16 @@ def run_on_items(
         mode.check_write(single, total, whole, lists[0])
     result = call(*args, **kwargs)
     for total in totals:
-        total.__dict__[ATTRIBUTE] = whole
+        set_type(total, whole)
     for items in lists:
         if len(items) == length:
             for x, text in zip(items, texts, strict=True):
                 if id(x) in written:
-                    x.__dict__[ATTRIBUTE] = text
+                    set_type(x, text)
     if isinstance(result, (list, tuple)) and len(result) == length:
         for x, text in zip(result, texts, strict=True):
             if isinstance(x, torch.Tensor):
-                x.__dict__[ATTRIBUTE] = text
+                set_type(x, text)
     return result
 
 
@@ -216,6 +216,6 @@ def _seen_call(cls: Any, *args: Any, **kwargs: Any) -> Any:
         for x, text in zip(
             results if isinstance(results, tuple) else (results,), texts, strict=True
         ):
-            x.__dict__[ATTRIBUTE] = text
+            set_type(x, text)
         return results
     return mode.apply(cls, unseen, args, kwargs)

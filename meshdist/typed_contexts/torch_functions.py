@@ -365,3 +365,18 @@ _WRITES_IF: MappingProxyType[str, tuple[tuple[Place, Any], ...]] = MappingProxyT
         "embedding_bag": (((3, "max_norm"), None),),
     }
 )
+
+
+def tensors_in(tree: Any) -> list[torch.Tensor]:
+    """Return the tensors in nested lists, tuples and dicts, in their order."""
+    if isinstance(tree, torch.Tensor):
+        return [tree]
+    if isinstance(tree, dict):
+        tree = tree.values()
+    elif not isinstance(tree, (tuple, list)):
+        return []
+    return [
+        x
+        for entry in tree
+        for x in ([entry] if isinstance(entry, torch.Tensor) else tensors_in(entry))
+    ]

@@ -18,23 +18,24 @@ from typing import Any
 
 import torch
 
-from ..collectives.torch_private import HiddenFromModes, are_transforms_active
-from ..functional.axis_types import (
-    ATTRIBUTE,
+from ..annotations.axis_types import (
     INVARIANT,
     KINDS,
     JoinedType,
     find_result_kind,
     join_types,
     kinds_in,
+    set_type,
+    type_of,
     with_kinds,
 )
+from ..collectives.torch_private import HiddenFromModes, are_transforms_active
 from ..groups.process_group import ProcessGroup, resolve_group
 from ..mesh.device_mesh import DeviceMesh
 from ..verb_table import VERBS, Form, Verb
-from .context import ContextMode, find_context, tensors_in
-from .refusals import foreign_mesh, refused_verb, type_of
-from .torch_functions import TorchFunction
+from .context import ContextMode, find_context
+from .refusals import foreign_mesh, refused_verb
+from .torch_functions import TorchFunction, tensors_in
 
 
 def watch(
@@ -77,7 +78,7 @@ def _mark(mode: ContextMode, row: Verb, given: Mapping[str, Any]) -> None:
     for tensor in written:
         if isinstance(tensor, torch.Tensor):
             before = joined if row.reads else type_of(tensor)
-            tensor.__dict__[ATTRIBUTE] = with_kinds(before, kinds)
+            set_type(tensor, with_kinds(before, kinds))
 
 
 def _joined(tensors: Sequence[torch.Tensor]) -> str:
@@ -112,11 +113,11 @@ def kinds_over(mesh: DeviceMesh, group: ProcessGroup, kind: str) -> dict[str, st
 
 def made_equal(group: ProcessGroup, *tensors: torch.Tensor) -> None:
     """Type tensors as invariant over ``group``, in a typed context; else do nothing."""
-    mode = find_context()
-    if mode is not None:
+    mode = find_context(is_awake=False)
+    if mode is not None and not mode.is_asleep:
         kinds = kinds_over(mode.mesh, group, "I")
         for tensor in tensors:
-            tensor.__dict__[ATTRIBUTE] = with_kinds(type_of(tensor), kinds)
+            set_type(tensor, with_kinds(type_of(tensor), kinds))
 
 
 def find_typed_verb(verb: str, axes: DeviceMesh, to: str | None = None) -> TypedVerb | None:
@@ -178,7 +179,7 @@ class TypedVerb:
             result = self._cast(on_tensor, x, leaf_name)
         else:
             result = on_tensor(x, group, leaf_name=leaf_name)
-        result.__dict__[ATTRIBUTE] = text
+        set_type(result, text)
         if result.grad_fn is not None:
             self._mode.note(result, self._verb, [x])
         return result

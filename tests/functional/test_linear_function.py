@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
 import meshdist as md
-from meshdist.functional.axis_types import GRADIENT_KINDS
+from meshdist.annotations.axis_types import GRADIENT_KINDS
 from meshdist.functional.moving import ragged_all_to_all
 from meshdist.functional.reducing import pmax, pmin, psum, pvary
 from tests.functional.verb_cases import FUNCTIONAL, REARRANGING, Case, draw, drawn, shape_of

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from meshdist import experts, lax
-from meshdist.functional.axis_types import (
+from meshdist.annotations.axis_types import (
     CASTS,
     GATHERED,
     GRADIENT_KINDS,

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 import meshdist as md
+from meshdist.annotations.axis_types import CASTS, GATHERED, GRADIENT_KINDS, KINDS, VERB_KINDS
 from meshdist.functional import moving, reducing
-from meshdist.functional.axis_types import CASTS, GATHERED, GRADIENT_KINDS, KINDS, VERB_KINDS
 from tests.mpi_job import job_of
 from tests.pool import Pool
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import meshdist as md
+from meshdist.annotations.axis_types import find_type
 from meshdist.errors import AxisError, AxisTypeError, KindError, MeshdistError, PatternError
-from meshdist.functional.axis_types import ATTRIBUTE
 from tests.typed_contexts.typed_cases import in_mesh, refusal
 
 
@@ -69,7 +69,7 @@ def test_refusals(kind: type[MeshdistError], arguments: dict[str, Any], words: s
         md.annotate(**{"tensor": x, **arguments})
     assert type(caught.value) is kind
     assert words in str(caught.value)
-    assert ATTRIBUTE not in x.__dict__
+    assert find_type(x) is None
 
 
 def test_subclasses_and_other_objects() -> None:
@@ -247,4 +247,4 @@ def test_refusals_of_specs(
         md.annotate(**{"tensor": x, **arguments})
     assert type(caught.value) is kind
     assert words in str(caught.value)
-    assert ATTRIBUTE not in x.__dict__
+    assert find_type(x) is None

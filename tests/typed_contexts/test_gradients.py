@@ -11,8 +11,8 @@ import torch
 
 import meshdist as md
 from meshdist import lax
+from meshdist.annotations.axis_types import change_annotation
 from meshdist.errors import AxisTypeError
-from meshdist.functional.axis_types import REDUCED_BY_OWNER
 from meshdist.typed_contexts.context import find_context
 from tests.typed_contexts.typed_cases import F64, in_mesh, kinds, refusal, varying
 
@@ -57,7 +57,7 @@ def test_gradients_have_the_types_of_their_inputs() -> None:
 def test_what_an_owner_has_reduced_is_invariant() -> None:
     def body(mesh: md.DeviceMesh) -> Any:
         w = leaf(reduced=("dp", "tp"))
-        w.__dict__[REDUCED_BY_OWNER] = "dp"
+        change_annotation(w, owner_axes=("dp",))
         with md.typed(mesh):
             lax.pmean((w * v()).sum(), ("dp", "tp")).backward()
             return kinds(w.grad)

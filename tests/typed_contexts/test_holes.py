@@ -12,7 +12,7 @@ import torch
 import meshdist as md
 from meshdist import lax
 from meshdist.errors import AxisTypeError, VaryingNumberWarning
-from tests.typed_contexts.typed_cases import in_mesh, varying
+from tests.typed_contexts.typed_cases import in_mesh, kinds, varying
 
 F64 = torch.float64
 
@@ -41,7 +41,7 @@ def test_memory_that_is_handed_on_keeps_its_type_or_warns() -> None:
                 "set_": lambda: set_to(x),
                 "set_ of parts": lambda: set_to(x, 0, (2,), (1,)),
             }.items():
-                found[name] = make().__dict__.get("_axis_types")
+                found[name] = kinds(make())
             assert not caught
             set_to(x.untyped_storage(), 0, (3,), (1,))
             torch.zeros(3, dtype=F64).untyped_storage().copy_(x.untyped_storage())

@@ -14,8 +14,8 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 import meshdist as md
+from meshdist.annotations.axis_types import find_type
 from meshdist.errors import ArgumentError, AxisError, AxisTypeError, KindError, MeshdistError
-from meshdist.functional.axis_types import ATTRIBUTE
 from meshdist.mesh.partition_spec import P
 from meshdist.typed_contexts.module_marks import NOTED_MARKS, restore_marks
 from tests.typed_contexts.typed_cases import in_mesh
@@ -369,7 +369,7 @@ def refusal(specs: Any, kind: type[MeshdistError], **arguments: Any) -> str:
     for owner in module.modules():
         assert NOTED_MARKS not in owner.__dict__
     for tensor in [*module.parameters(), *module.buffers()]:
-        assert ATTRIBUTE not in tensor.__dict__
+        assert find_type(tensor) is None
     return str(caught.value)
 
 
@@ -480,7 +480,7 @@ def test_a_subclass_of_tensor() -> None:
     with pytest.raises(KindError, match="has an operand of type Own") as caught:
         md.annotate(layer, {"bias": "f@tp", "weight": "f@tp d"})
     assert caught.value.where == "weight"
-    assert ATTRIBUTE not in layer.bias.__dict__
+    assert find_type(layer.bias) is None
 
 
 def test_a_wrapped_module() -> None:
@@ -505,8 +505,8 @@ def test_a_wrapped_module() -> None:
 def test_a_tensor_of_another_shape_that_has_lost_its_mark() -> None:
     module = block()
     module.mlp["up"].weight = nn.Parameter(torch.ones(12, 4))
-    assert ATTRIBUTE not in module.mlp["up"].weight.__dict__
-    del module.mlp["up"].bias.__dict__[ATTRIBUTE]
+    assert find_type(module.mlp["up"].weight) is None
+    module.mlp["up"].bias.__dict__.clear()
     with pytest.raises(md.errors.ShapeError) as caught:
         restore_marks(module)
     assert str(caught.value) == (
@@ -515,6 +515,6 @@ def test_a_tensor_of_another_shape_that_has_lost_its_mark() -> None:
         "  found:    shape (12, 4), float32\n"
         "  fix:      say how it lies now: md.annotate(module, {'mlp.up.weight': ...}, mesh=mesh)"
     )
-    assert ATTRIBUTE not in module.mlp["up"].bias.__dict__
+    assert find_type(module.mlp["up"].bias) is None
     md.annotate(module, {"mlp.up.*": "f@tp ..."})
     assert types(restore_marks(copy.deepcopy(module)))["mlp.up.weight"] == "float32[12@tp, 4]"

@@ -11,8 +11,8 @@ import torch
 
 import meshdist as md
 from meshdist import lax
+from meshdist.annotations.axis_types import CASTS, GATHERED, KINDS, VERB_KINDS
 from meshdist.errors import ArgumentError, AxisTypeError
-from meshdist.functional.axis_types import CASTS, GATHERED, KINDS, VERB_KINDS
 from meshdist.typed_contexts.verb_calls import kinds_over
 from tests.typed_contexts.typed_cases import in_mesh, kinds, refusal, varying
 

@@ -14,7 +14,6 @@ import torch
 
 from ..bootstrap.world import find_world
 from ..errors import DtypeError, KindError, MeshError, ShapeError
-from ..functional.axis_types import ATTRIBUTE, SPEC_ATTRIBUTE, axes_of_kind, type_text
 from ..mesh.current_mesh import find_current_mesh
 from ..mesh.device_mesh import DeviceMesh
 from ..mesh.layout import Layout
@@ -22,22 +21,27 @@ from ..mesh.partition_spec import PartitionSpec, axes_of, fix_of_entries
 from ..mesh.pattern import cut_text
 from ..mesh.pattern_sizes import parse_side, spec_of
 from ..mesh.spec import NamedSharding
-from .refusals import mesh_text, type_of
+from .axis_types import (
+    ANNOTATION,
+    EMPTY,
+    INVARIANT,
+    axes_of_kind,
+    set_spec,
+    type_text,
+)
 
 
 def mark_spec(tensor: torch.Tensor, spec: PartitionSpec) -> torch.Tensor:
     """Attach ``spec``, unchecked, and the type that follows to ``tensor``; return ``tensor``."""
     types, text = spec_texts(spec, tuple(tensor.shape))
-    marks = tensor.__dict__
-    marks[ATTRIBUTE] = types
-    marks[SPEC_ATTRIBUTE] = text
+    set_spec(tensor, types, text)
     return tensor
 
 
 def find_spec(tensor: torch.Tensor) -> PartitionSpec | None:
     """Return the spec that ``mark_spec`` attached; None without, or if it no longer fits."""
-    text = tensor.__dict__.get(SPEC_ATTRIBUTE)
-    return None if text is None else read_spec(text, tuple(tensor.shape), type_of(tensor))
+    kinds, dims, *_ = tensor.__dict__.get(ANNOTATION, EMPTY)
+    return None if dims is None else read_spec(kinds or INVARIANT, dims, tuple(tensor.shape))
 
 
 def dims_text(shape: tuple[int, ...], spec: PartitionSpec) -> str:
@@ -98,7 +102,7 @@ def layout_of(spec: object, mesh: DeviceMesh | None) -> Layout | None:
         if mesh is not None and mesh.layout != spec.layout:
             raise MeshError(
                 "annotate: the sharding is one of another mesh",
-                expected=mesh_text(mesh),
+                expected=f"DeviceMesh({mesh.layout.axis_text()})",
                 found=repr(spec),
                 fix="leave mesh= out, or give the sharding's spec",
             )
@@ -116,9 +120,9 @@ def spec_texts(spec: PartitionSpec, shape: tuple[int, ...]) -> tuple[str, str]:
 
 
 @lru_cache(maxsize=4096)
-def read_spec(text: str, shape: tuple[int, ...], types: str) -> PartitionSpec | None:
+def read_spec(types: str, dims: str, shape: tuple[int, ...]) -> PartitionSpec | None:
     """Return the spec of two texts of ``spec_texts``; None if shape or type do not fit."""
-    words = [word.partition("@") for word in text.split(", ")] if text else []
+    words = [word.partition("@") for word in dims.split(", ")] if dims else []
     entries = [tuple(axes.strip("()").split(",")) if axes else () for _, _, axes in words]
     cut = tuple(sorted(axis for axes in entries for axis in axes))
     if tuple(int(size) for size, _, _ in words) != shape or cut != axes_of_kind(types, "V"):

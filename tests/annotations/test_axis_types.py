@@ -5,14 +5,21 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, strategies as st
 
-from meshdist.functional.axis_types import (
+from meshdist.annotations.axis_types import (
+    Annotation,
     JoinedType,
     Refusal,
+    annotation_of,
     axes_of_kind,
+    change_annotation,
+    find_type,
     gradient_type,
     join_types,
     kinds_in,
+    set_spec,
+    set_type,
     shown,
+    type_of,
     type_text,
     with_kinds,
 )
@@ -89,3 +96,49 @@ def test_axes_join_each_by_itself() -> None:
     assert found == JoinedType(
         "V:dp R:tp U:ep", ("R:ep,tp", "V:dp R:ep,tp", "V:dp R:ep", "V:dp R:tp")
     )
+
+
+# -- annotations ----------------------------------------------------------------------------------
+
+
+class Carrier:
+    """An object with attributes, as a tensor is."""
+
+
+def test_an_annotation_is_one_plain_attribute_of_which_each_setter_keeps_the_rest() -> None:
+    x = Carrier()
+    assert annotation_of(x) == Annotation()
+    assert (find_type(x), type_of(x), vars(x)) == (None, "", {})
+    change_annotation(x, owner_ranks=(0, 1), summed_axes=("tp",))
+    assert (find_type(x), type_of(x)) == (None, "")
+    set_spec(x, "V:tp", "4@tp, 6")
+    set_type(x, "R:dp V:tp")
+    kept = Annotation("R:dp V:tp", "4@tp, 6", None, (0, 1), ("tp",))
+    assert annotation_of(x) == kept and kept.has_owner
+    change_annotation(x, owner_ranks=(), kinds=None, dims=None)
+    assert annotation_of(x) == Annotation(summed_axes=("tp",))
+    assert [type(value) for value in vars(x).values()] == [tuple]
+
+
+def test_equal_types_share_one_annotation() -> None:
+    carriers = Carrier(), Carrier()
+    for x in carriers:
+        set_type(x, "V:dp")
+    first, second = (value for x in carriers for value in vars(x).values())
+    assert first is second
+    assert annotation_of(carriers[0]) is annotation_of(carriers[1])
+
+
+@pytest.mark.parametrize(
+    ("fields", "has_owner"),
+    [
+        ({}, False),
+        ({"owner_axes": ()}, True),
+        ({"owner_ranks": (0,)}, True),
+        ({"kinds": ""}, False),
+    ],
+)
+def test_an_owner_may_reduce_over_no_axes(fields: dict[str, object], has_owner: bool) -> None:
+    x = Carrier()
+    change_annotation(x, **fields)
+    assert annotation_of(x).has_owner is has_owner

@@ -1,12 +1,11 @@
-"""Types of values over mesh axes: their text, their join, and the casts that a join needs.
+"""Types of values over mesh axes, their joins and casts, and the annotations that tensors carry.
 
 A type says of which kind a value is over each axis, by a letter. Its text is canonical, so that
 equal types are equal strings: ``"V:dp,tp U:ep"`` is varying over 'dp' and 'tp' and unreduced over
 'ep'; a value is invariant over every axis that its type leaves out, and ``""`` is invariant
-everywhere. The text is what a tensor carries: a plain string is pickled with it, loads with
-``weights_only``, and its hash is computed once.
+everywhere.
 
-This room knows neither torch nor meshes.
+A tensor carries its type in its ``Annotation``. This module imports neither torch nor meshes.
 
 Over each axis a value is of one kind:
 
@@ -49,6 +48,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from types import MappingProxyType
+from typing import Any, NamedTuple
 
 KINDS: Mapping[str, str] = MappingProxyType(
     {"V": "varying", "I": "invariant", "U": "unreduced", "R": "reduced"}
@@ -112,26 +112,99 @@ def find_result_kind(verb: str, kind: str, to: str | None = None) -> str | None:
     return VERB_KINDS[verb].get(kind)
 
 
-ATTRIBUTE = "_axis_types"
-"""The key of the text of a tensor's type in its ``__dict__``."""
-
-SPEC_ATTRIBUTE = "_spec"
-"""The key of the text of a tensor's spec in its ``__dict__`` (``typed_contexts/annotations``)."""
-
-REDUCED_BY_OWNER = "_axes_of_owner"
-"""The key, in a leaf's ``__dict__``, of the axes, joined by commas, over which a wrapper reduces
-its ``.grad`` behind the backward: the gradient is invariant there, though the leaf is reduced."""
-
-RANKS_OF_OWNER = "_ranks_of_owner"
-"""The key, in a leaf's ``__dict__``, of the ranks over which a wrapper reduces its ``.grad`` that
-was given a group, or nothing, and so knows no axes."""
-
-SUMMED_BY_USES = "_axes_summed_by_uses"
-"""The key, in a leaf's ``__dict__``, of the axes, joined by commas, over which its uses sum its
-gradient, unless a wrapper has marked it reduced there and sums all gradients together."""
-
 INVARIANT = ""
 """The text of the type of a value that is invariant over every axis."""
+
+
+class Annotation(NamedTuple):
+    """What a tensor carries: its type, how its dims are cut, and who else reduces its gradient.
+
+    Args:
+        kinds: the text of its type; None if it has none, and counts as invariant.
+        dims: its sizes with the axes that cut them, such as "4@tp, 6"; None without a spec.
+        owner_axes: the axes over which a wrapper reduces a leaf's ``.grad`` after the backward:
+            the gradient is invariant there, although the leaf is reduced. None without a wrapper
+            that knows its axes.
+        owner_ranks: the ranks over which a wrapper reduces ``.grad`` that was given a group, or
+            nothing, and so knows no axes.
+        summed_axes: the axes over which a leaf's uses sum its gradient, unless a wrapper has
+            annotated it as reduced there and sums all gradients together.
+    """
+
+    kinds: str | None = None
+    dims: str | None = None
+    owner_axes: tuple[str, ...] | None = None
+    owner_ranks: tuple[int, ...] = ()
+    summed_axes: tuple[str, ...] = ()
+
+    @property
+    def has_owner(self) -> bool:
+        """Return whether a wrapper reduces the gradient."""
+        return self.owner_axes is not None or bool(self.owner_ranks)
+
+
+# Tensors carry plain tuples of these fields: they are pickled and saved with a tensor, also in the
+# states of optimizers, and ``torch.load`` reads them with ``weights_only`` and without meshdist.
+ANNOTATION = "_annotation"
+"""The key of a tensor's annotation in its ``__dict__``: a plain tuple of its fields."""
+
+EMPTY = tuple(Annotation())
+
+
+@lru_cache(maxsize=4096)
+def _read(fields: tuple[Any, ...]) -> Annotation:
+    return Annotation(*fields)
+
+
+@lru_cache(maxsize=4096)
+def type_alone(kinds: str) -> tuple[Any, ...]:
+    """Return the annotation of a tensor that has a type alone, such as an operation's result."""
+    return tuple(Annotation(kinds))
+
+
+def annotation_of(x: Any) -> Annotation:
+    """Return a tensor's annotation, which is empty if it carries none."""
+    return _read(x.__dict__.get(ANNOTATION, EMPTY))
+
+
+def find_type(x: Any) -> str | None:
+    """Return the text of a tensor's type, None if it has none."""
+    found: str | None = x.__dict__.get(ANNOTATION, EMPTY)[0]
+    return found
+
+
+def type_of(x: Any) -> str:
+    """Return the text of a tensor's type, "" (invariant) if it has none."""
+    found: str | None = x.__dict__.get(ANNOTATION, EMPTY)[0]
+    return found or INVARIANT
+
+
+def find_owner_axes(x: Any) -> tuple[str, ...] | None:
+    """Return the axes over which a wrapper reduces a leaf's gradient, None without such axes."""
+    found: tuple[str, ...] | None = x.__dict__.get(ANNOTATION, EMPTY)[2]
+    return found
+
+
+def set_type(x: Any, kinds: str) -> None:
+    """Set a tensor's type, and keep the rest of its annotation."""
+    attributes = x.__dict__
+    before = attributes.get(ANNOTATION)
+    if before is None:
+        attributes[ANNOTATION] = type_alone(kinds)
+    elif before[0] != kinds:
+        attributes[ANNOTATION] = (kinds, *before[1:])
+
+
+def set_spec(x: Any, kinds: str, dims: str | None) -> None:
+    """Set a tensor's type and the text of its dims, and keep the rest of its annotation."""
+    attributes = x.__dict__
+    attributes[ANNOTATION] = (kinds, dims, *attributes.get(ANNOTATION, EMPTY)[2:])
+
+
+def change_annotation(x: Any, **fields: Any) -> None:
+    """Set some fields of a tensor's annotation."""
+    x.__dict__[ANNOTATION] = tuple(annotation_of(x)._replace(**fields))
+
 
 _ORDER = "VRU"  # the order of kinds in a text, which leaves "I" out
 
@@ -218,6 +291,11 @@ class JoinedType:
 
     text: str
     missing: tuple[str, ...]
+
+    @cached_property
+    def annotation(self) -> tuple[Any, ...]:
+        """Return the annotation of the results."""
+        return type_alone(self.text)
 
     @cached_property
     def is_missing(self) -> bool:

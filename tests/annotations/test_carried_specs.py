@@ -8,10 +8,9 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from meshdist.functional.axis_types import SPEC_ATTRIBUTE
+from meshdist.annotations.axis_types import type_of
+from meshdist.annotations.carried_specs import dims_text, find_spec, mark_spec
 from meshdist.mesh.partition_spec import P
-from meshdist.typed_contexts.carried_specs import dims_text, find_spec, mark_spec
-from meshdist.typed_contexts.refusals import type_of
 
 
 @given(st.data())
@@ -55,4 +54,4 @@ def test_results_carry_none() -> None:
     x = mark_spec(torch.empty(3, 4), P("dp"))
     assert find_spec(x + 1) is None
     assert find_spec(x.clone()) is None
-    assert SPEC_ATTRIBUTE in x.__dict__
+    assert find_spec(x) == P("dp", None)
