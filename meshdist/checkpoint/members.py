@@ -116,7 +116,7 @@ class Members:
         return result
 
     def is_last(self, name: str) -> bool:
-        """Count this member under ``name``; return whether all others are counted; wait for none."""
+        """Count this member under ``name``; return whether it is the last; no member waits."""
         if self.group is None:
             return True
         store = self.group.world.store
