@@ -57,7 +57,7 @@ class Checkpointer:
         """Save a state as ``step-<step>``, and remove what is older than the newest ``keep``.
 
         Collective, as ``md.checkpoint.save``. A step that this object has saved or loaded last is
-        there already, and is not written again.
+        not written again. If that step is still being saved, ``wait=True`` waits for it.
 
         Args:
             wait: False returns a pending save, as ``md.checkpoint.save_async``.
@@ -94,7 +94,7 @@ class Checkpointer:
     ) -> int | None:
         """Load the newest whole step into a state; return its number, None where there is none.
 
-        Collective; other arguments as for ``md.checkpoint.load``.
+        Collective; other arguments as for ``md.checkpoint.load``. Waits for a pending save.
 
         Args:
             step: which step; None: the newest.
