@@ -141,7 +141,7 @@ class World:
     """This rank's communicators (``groups.communicators``), made at first use."""
     group: Closable | None = field(default=None, init=False, repr=False)
     """The group of all ranks (``groups.process_group``), made at first use."""
-    saves: Closable | None = field(default=None, init=False, repr=False)
+    saves: Any = field(default=None, init=False, repr=False)
     """The checkpoints that threads of this rank write (``checkpoint.pending_saves``)."""
     _num_forks: int = field(default_factory=num_forks, init=False, repr=False)
     _counts: Counter[Hashable] = field(default_factory=Counter, init=False, repr=False)

@@ -13,7 +13,7 @@ from ..mesh.device_mesh import DeviceMesh
 from . import files
 from .loading import load
 from .members import Members
-from .pending_saves import PendingSave, settle
+from .pending_saves import PendingSave
 from .saving import checked_path, mesh_of, save, save_async
 
 __all__ = ["Checkpointer"]
@@ -49,15 +49,15 @@ class Checkpointer:
         self._root = checked_path("Checkpointer", root)
         self._keep = None if keep is None else get_whole_number(keep, "Checkpointer: keep", 1)
         self._mesh = mesh
-        self._has_lock = False
+        self._lock: int | None = None
         self._last: int | None = None
-        self._pending: PendingSave | None = None
+        self._pending = PendingSave("")
 
     def save(self, state: Any, step: int, wait: bool = True) -> PendingSave | None:
         """Save a state as ``step-<step>``, and remove what is older than the newest ``keep``.
 
         Collective, as ``md.checkpoint.save``. A step that this object has saved or loaded last is
-        there already, and is not written again.
+        not written again. If that step is still being saved, ``wait=True`` waits for it.
 
         Args:
             wait: False returns a pending save, as ``md.checkpoint.save_async``.
@@ -68,21 +68,18 @@ class Checkpointer:
         step = get_whole_number(step, "Checkpointer.save: step", 0)
         path = os.path.join(self._root, f"step-{step}")
         call = "Checkpointer.save"
+        if step == self._last and not self._pending.has_failed:
+            if wait:
+                self._pending.wait()
+            return None if wait else self._pending
         members = Members(mesh_of(state, self._mesh, call), call)
-        if step == self._last:
-            self._last = None
-            if self._pending is not None:
-                settle(self._pending, members)
-            if self._pending is None or not self._pending.has_failed:
-                self._last = step
-                return None if wait else PendingSave(path, is_there=True)
         members.first_does(self._begin)
         if not wait:
             self._pending = save_async(state, path, mesh=self._mesh)
             self._last = step
             return self._pending
         save(state, path, mesh=self._mesh)
-        self._last, self._pending = step, None
+        self._last, self._pending = step, PendingSave(path)
         members.first_does(self._remove_old)
         return None
 
@@ -97,11 +94,13 @@ class Checkpointer:
     ) -> int | None:
         """Load the newest whole step into a state; return its number, None where there is none.
 
-        Collective; other arguments as for ``md.checkpoint.load``.
+        Collective; other arguments as for ``md.checkpoint.load``. Waits for a pending save.
 
         Args:
             step: which step; None: the newest.
         """
+        if not self._pending.has_failed:
+            self._pending.wait()
         if step is None:
             call = "Checkpointer.load"
             members = Members(mesh_of(state, self._mesh, call), call)
@@ -110,7 +109,7 @@ class Checkpointer:
             return None
         path = os.path.join(self._root, f"step-{step}")
         load(state, path, mesh=self._mesh, only=only, missing=missing, verify=verify)
-        self._last, self._pending = step, None
+        self._last, self._pending = step, PendingSave(path)
         return step
 
     def latest(self) -> int | None:
@@ -123,17 +122,16 @@ class Checkpointer:
 
     def _begin(self) -> None:
         """Take the root's lock, at the first save, and remove what an earlier save left over."""
-        if not self._has_lock:
-            lock = files.lock_folder(self._root)
-            if lock is None:
+        if self._lock is None:
+            self._lock = files.lock_folder(self._root)
+            if self._lock is None:
                 raise CheckpointError(
                     "Checkpointer: another run, or another Checkpointer, saves under this root",
                     where=self._root,
                     expected="one Checkpointer that saves under a root, as long as it lives",
                     fix="end the other run, drop the other object, or give each its own root",
                 )
-            weakref.finalize(self, files.close_lock, lock)
-            self._has_lock = True
+            weakref.finalize(self, files.close_lock, self._lock)
         self._remove_old()
 
     def _remove_old(self) -> None:

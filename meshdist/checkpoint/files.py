@@ -1,14 +1,16 @@
 """Every operation on files and folders that checkpoints need, each safe against a crash.
 
 A checkpoint NAME is written in the folder ``.NAME.<number>``, and renamed when all is on disk: a
-folder that bears its own name is whole. Beside the folder lies ``.NAME.<number>.lock``, which the
-process that writes keeps locked. The kernel drops the lock when that process ends, by whatever
-end: then the folder is unfinished for good, and the next save removes it. What is removed is
-renamed first, so that no part of it is left under its own name.
+folder that bears its own name is whole. Beside the folder lies ``.NAME.<number>.lock``. Each
+process that writes shares a lock on it until its part is on disk; the kernel drops the lock of a
+process that ends, by whatever end. Nobody holds a lock on an unfinished folder that no process
+writes, so the next save removes it. What is removed is renamed first, so that no part of it is left
+under its own name.
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -16,7 +18,7 @@ import re
 import secrets
 import shutil
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
@@ -48,14 +50,23 @@ _OFFSETS = "DCP_SHARDING_INFO"  # torch's key, so that its HuggingFaceStorageRea
 
 
 class UnfinishedFolder:
-    """The folder in which a checkpoint is written, locked by this process; beside its final place.
+    """The folder in which ranks write a checkpoint, locked by this rank; beside its final place.
+
+    Args:
+        path: of the folder that another rank has made; "" makes it.
 
     Raises:
         CheckpointError: the final place is taken.
+        FileNotFoundError: another job has removed the folder.
     """
 
-    def __init__(self, final: str) -> None:
-        self.final = final
+    def __init__(self, final: str, path: str = "") -> None:
+        self.final, self.path = final, path
+        if path:
+            self._lock = _lock_file(f"{path}.lock", shared=True)
+            if self._lock is None:
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+            return
         parent, name = os.path.split(final)
         _make_folders(parent)
         check_is_free(final)
@@ -63,8 +74,25 @@ class UnfinishedFolder:
         try:
             os.mkdir(self.path)
         except BaseException:
-            _unlock(self.path, self._lock)
+            self.unlock()
             raise
+
+    def note(self, rank: int, record: Any) -> None:
+        """Write a JSON record of what ``rank`` has written, for the rank that commits."""
+        with open(self._note_of(rank), "w", encoding="utf-8") as file:
+            file.write(json.dumps(record))
+
+    def take_notes(self, ranks: Sequence[int]) -> list[Any]:
+        """Return the records of ``ranks``, and remove their files."""
+        found = []
+        for path in map(self._note_of, ranks):
+            with open(path, encoding="utf-8") as file:
+                found.append(json.load(file))
+            os.unlink(path)
+        return found
+
+    def _note_of(self, rank: int) -> str:
+        return os.path.join(self.path, f"rank-{rank}.json")
 
     def commit(self, manifest: str) -> None:
         """Write the manifest and rename the folder to its final path, safe against crashes."""
@@ -86,12 +114,9 @@ class UnfinishedFolder:
             with suppress(OSError):
                 os.rename(self.final, self.path)
             raise
-        _unlock(self.path, self._lock)
 
-    def drop(self) -> None:
-        """Remove the folder if the disk lets it, and unlock it."""
-        with suppress(OSError):
-            shutil.rmtree(self.path)
+    def unlock(self) -> None:
+        """Drop this rank's lock, and remove the lock's file if the folder is gone."""
         _unlock(self.path, self._lock)
 
 
@@ -313,12 +338,12 @@ def _new_hidden_path(parent: str, name: str) -> tuple[str, int]:
     """Return a new hidden path in ``parent``, and the descriptor of the lock beside it."""
     while True:
         path = os.path.join(parent, f".{name}.{secrets.token_hex(8)}")
-        lock = _lock_file(f"{path}.lock", os.O_CREAT | os.O_EXCL)
+        lock = _lock_file(f"{path}.lock", os.O_CREAT | os.O_EXCL, shared=True)
         if lock is not None:  # else another save took it for that of a process that has ended
             return path, lock
 
 
-def _unlock(path: str, lock: int) -> None:
+def _unlock(path: str, lock: int | None) -> None:
     """Close a lock, and remove its file if the folder ``path`` is gone."""
     if not os.path.lexists(path):
         with suppress(OSError):
@@ -326,18 +351,18 @@ def _unlock(path: str, lock: int) -> None:
     close_lock(lock)
 
 
-def _lock_file(path: str, flags: int = 0) -> int | None:
+def _lock_file(path: str, flags: int = 0, *, shared: bool = False) -> int | None:
     """Open with ``flags`` and lock; return the descriptor, None if another process has the lock."""
     # On a file system without locks a file that may be new is returned all the same; those that
     # were left over count as locked.
     opened = os.open(path, os.O_RDWR | flags, 0o666)
     try:
-        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(opened, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         is_mine = os.fstat(opened).st_ino == os.stat(path).st_ino
     except (BlockingIOError, FileNotFoundError):
         is_mine = False
     except OSError:
-        is_mine = bool(flags & os.O_CREAT)
+        is_mine = shared or bool(flags & os.O_CREAT)
     if is_mine:
         _locks.add(opened)
         return opened
@@ -345,9 +370,9 @@ def _lock_file(path: str, flags: int = 0) -> int | None:
     return None
 
 
-def close_lock(lock: int) -> None:
+def close_lock(lock: int | None) -> None:
     """Close a lock's descriptor, if this process took it."""
-    if lock in _locks:
+    if lock is not None and lock in _locks:
         _locks.remove(lock)
         os.close(lock)
 

@@ -31,6 +31,7 @@ from . import files
 from .manifest import Manifest
 from .members import Members
 from .opened import OpenArrays, read_manifest
+from .pending_saves import staging_of
 from .pieces import SMALL, own_parts, whole_box
 from .saving import Facts, agreed_entries, checked_path, mesh_of, read_state
 from .trees import EachRanks, StateArray, Tree, axes_told, entries_of, facts_of
@@ -59,6 +60,7 @@ def load(
     Collective as ``save``. The mesh, the number of ranks and the specs may be others than those
     of the save. Arrays are filled in place, leaves are replaced. Files of torch's
     HuggingFaceStorageWriter, of Hugging Face, or a single file of safetensors are read as well.
+    Waits for a save that is under way, and raises its failure, as the next save does.
 
     Args:
         state: as for ``save``: it says which names are loaded, and how each array lies here.
@@ -95,6 +97,7 @@ def load(
     """
     call = "checkpoint.load"
     members = Members(mesh_of(state, mesh, call), call)
+    members.all_do(staging_of(members.world).settle)
     folder, manifest = members.first_does(lambda: read_manifest(checked_path(call, path)))
     tree, error = read_state(call, state, mesh, manifest)
     values: dict[str, Any] = {}

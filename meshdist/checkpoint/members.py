@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from .. import errors
-from ..bootstrap.bounded_store import await_key, read_json
 from ..bootstrap.world import World, find_unjoined_place, find_world
-from ..collectives.comparing import agree, is_any
-from ..collectives.objects import broadcast_object_list, gather_from_all, gather_object
+from ..collectives.comparing import agree
+from ..collectives.objects import broadcast_object_list, gather_from_all
 from ..error_text import fields_among, first_line, ranks_text
-from ..errors import AgreementError, CheckpointError, KindError, MeshdistError, StoreError
+from ..errors import AgreementError, CheckpointError, KindError, MeshdistError
 from ..groups.process_group import ProcessGroup, resolve_group
-from ..groups.signals import Endings
 from ..mesh.device_mesh import DeviceMesh, coordinate_in
-from ..runtime.deadlines import Deadline
 from .files import FAILURES
 
-_LOOK_S = 1.0
 RANKS = "ranks"
 """The axis of the mesh of all members, where the program has no mesh."""
 
@@ -105,82 +100,30 @@ class Members:
             "global array needs a spec: md.checkpoint.State(model=model), or md.annotate(x, spec)",
         )
 
-    def has_any(self, is_so: bool) -> bool:
-        """Return whether ``is_so`` is True on any member; collective."""
-        return is_so if self.group is None else is_any(is_so, self.group, self.call)
-
-    def gather(self, value: Any) -> list[Any] | None:
-        """Return all members' JSON values, in order, on the first, else None; collective."""
-        if self.group is None:
-            return [value]
-        of_all: list[Any] | None = [None] * len(self.ranks) if self.is_first else None
-        gather_object(value, of_all, group=self.group, group_dst=0)
-        return of_all
-
-    def share(self, value: Any) -> Any:
-        """Return the first member's JSON value ``value`` on all; collective."""
-        if self.group is None:
-            return value
-        box = [value]
-        broadcast_object_list(box, group=self.group, group_src=0)
-        return box[0]
-
     def first_does(self, step: Callable[[], Any]) -> Any:
         """Return on all members the first's ``step()``; raise its error on all; collective."""
-        result, failure = self.share(tried(step, self.call) if self.is_first else None)
+        box: list[Any] = [None]
+        if self.is_first:
+            try:
+                box = [(step(), None)]
+            except Exception as error:
+                box = [(None, told_error(error, self.call))]
+        if self.group is not None:
+            broadcast_object_list(box, group=self.group, group_src=0)
+        result, failure = box[0]
         if failure is not None:
             raise told_again([(self.ranks[0], failure)], self.ranks)
         return result
 
-
-class MembersInStore:
-    """Messages of members by the store, for a thread that may not use groups."""
-
-    def __init__(self, world: World, members: Members, name: str) -> None:
-        self._world, self._members, self._name = world, members, name
-        self._endings = Endings(world)
-
-    def gather(self, value: Any) -> list[Any] | None:
-        """Send ``value`` to the first member; return all members' values there, else None."""
-        members = self._members
-        if not members.is_first:
-            self._world.store.set(self._key(members.rank), json.dumps(value))
-            return None
-        return [value, *map(self._take, members.ranks[1:])]
-
-    def share(self, value: Any) -> Any:
-        """Return the first member's JSON value ``value`` on all members; others wait for it."""
-        members = self._members
-        if not members.is_first:
-            return self._read(members.ranks[0])
-        self._world.store.set(self._key(members.rank), json.dumps(value))
-        return value
-
-    def forget(self) -> None:
-        """Delete the shared value from the store, on the first member; all have read it."""
-        if self._members.is_first:
-            with suppress(StoreError):
-                self._world.store.delete_key(self._key(self._members.rank))
-
-    def _take(self, rank: int) -> Any:
-        value = self._read(rank)
-        self._world.store.delete_key(self._key(rank))
-        return value
-
-    def _read(self, rank: int) -> Any:
-        store, key = self._world.store, self._key(rank)
-        while not await_key(store, key, Deadline(_LOOK_S)):
-            how = self._endings.find(rank)
-            if how and not store.check([key]):  # it may have written, and ended, since we looked
-                raise CheckpointError(
-                    f"{self._members.call}: rank {rank} {how} before the checkpoint was whole",
-                    expected="all ranks, until the save has ended",
-                    fix="load an older checkpoint",
-                )
-        return read_json(store, key, lambda value: value)
-
-    def _key(self, rank: int) -> str:
-        return f"checkpoint/{self._name}/{rank}"
+    def is_last(self, name: str) -> bool:
+        """Count this member under ``name``; return whether it is the last; no member waits."""
+        if self.group is None:
+            return True
+        store = self.group.world.store
+        is_last = store.add(name, 1) == len(self.ranks)
+        if is_last:
+            store.delete_key(name)
+        return is_last
 
 
 @contextmanager
@@ -204,14 +147,6 @@ def as_ours(error: Exception, call: str) -> Exception:
     )
     found.__cause__ = error
     return found
-
-
-def tried(step: Callable[[], Any], call: str) -> tuple[Any, dict[str, Any] | None]:
-    """Return (result of ``step()``, None), or (None, its error as JSON)."""
-    try:
-        return step(), None
-    except Exception as error:
-        return None, told_error(error, call)
 
 
 def told_error(error: Exception, call: str) -> dict[str, Any]:

@@ -1,154 +1,103 @@
-"""Saves that do not wait: the program goes on as soon as its values are copied.
+"""Saves that do not wait: the program goes on as soon as its values are copied to host memory.
 
-Two slots of host memory are kept: values are copied to the free slot while the other is written. A
-thread writes, and commits through the store, so that the program's groups stay the program's.
+A thread of each rank writes its part. The next save, a load, or the end of the world waits for it.
 """
 
 from __future__ import annotations
 
-import atexit
-import os
-import sys
+import logging
 import threading
-from functools import cache, partial
+from functools import cache
 
 import torch
 
 from ..bootstrap.world import World
+from ..collectives.torch_private import hidden_from_modes
 from ..error_text import without_frames
-from ..errors import CheckpointError
-from .members import Members, MembersInStore
 from .save_jobs import SaveJob
+
+_log = logging.getLogger("meshdist.checkpoint")
 
 
 class PendingSave:
     """A save that may still be under way: what ``save_async`` returns."""
 
-    def __init__(self, path: str, *, is_there: bool = False) -> None:
+    def __init__(self, path: str, job: SaveJob | None = None) -> None:
         self.path = path
-        """The folder that will be there."""
-        self._has_ended = threading.Event()
-        if is_there:
-            self._has_ended.set()
-        self._error: BaseException | None = None
-        self.was_raised = False
-        """Whether ``wait`` has raised its failure."""
+        """The folder of the checkpoint, once it is complete."""
+        self._job = job
+        """The save, None once ``wait`` has ended it."""
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=_write, args=(job,), name="meshdist-checkpoint")
+        if job is not None:
+            self._thread.start()
+            if job.members.world is not None and job.members.world.is_simulated:
+                self._thread.join()  # one simulated rank runs at a time
 
     @property
     def done(self) -> bool:
-        """Return whether it has ended, well or not."""
-        return self._has_ended.is_set()
-
-    def wait(self) -> None:
-        """Return once the checkpoint is whole and on disk.
-
-        Raises:
-            CheckpointError: it failed, on every rank, whichever rank's disk it was.
-        """
-        self._has_ended.wait()
-        if self._error is not None:
-            self.was_raised = True
-            # A copy: else this object would hold the error, whose frames hold this object.
-            raise without_frames(self._error)
-
-    def fails_anew(self) -> bool:
-        """Wait for the save; return whether it failed, and ``wait`` has not raised that yet."""
-        self._has_ended.wait()
-        return self.has_failed and not self.was_raised
+        """Return whether this rank has written its part, well or not; nothing is sent."""
+        return not self._thread.is_alive()
 
     @property
     def has_failed(self) -> bool:
-        """Return whether it has ended with an error."""
+        """Return whether ``wait`` has raised an error."""
         return self._error is not None
 
-    def run(self, job: SaveJob, messages: Members | MembersInStore) -> None:
-        """Finish ``job``, with ``messages`` between its ranks; keep any error for ``wait``."""
-        try:
-            job.finish(messages)
-        except BaseException as error:
-            self._error = error
-        self._has_ended.set()
+    @hidden_from_modes
+    def wait(self) -> None:
+        """Return once the checkpoint is whole and on disk, on all ranks; collective.
 
-    def report(self) -> None:
-        """Wait for the save; print its error unless ``wait`` raised it."""
-        self._has_ended.wait()
-        if self._error is not None and not self.was_raised:
-            sys.excepthook(type(self._error), self._error, self._error.__traceback__)
+        Raises:
+            CheckpointError: a rank has failed to write its part, or to complete the checkpoint.
+            GroupClosedError: the world was closed before.
+        """
+        if self._job is not None:
+            self._thread.join()
+            try:
+                self._job.end()
+            except Exception as error:
+                # A copy: else this object would hold the error, whose frames hold this object.
+                self._error = without_frames(error)
+            self._job = None
+        if self._error is not None:
+            raise without_frames(self._error)
+
+    def settle(self) -> None:
+        """Wait until this rank has written its part; raise its error unless ``wait`` has."""
+        if self._job is not None:
+            self._thread.join()
+            self._job.raise_error()
 
 
-def settle(pending: PendingSave | None, members: Members) -> None:
-    """Wait for ``pending``; raise its error on all members unless all have done so; collective."""
-    # Members may differ in whether they have raised it: the first calls ``wait``, say, to report
-    # how the save went, and goes on. Each by itself would then raise here, or begin the next save,
-    # which waits for the others. So the first raises it once more, with them.
-    if not members.has_any(pending is not None and pending.fails_anew()):
-        return
-    if pending is not None:
-        pending.wait()
-    raise CheckpointError(
-        f"{members.call}: an earlier save of other ranks has failed",
-        expected="a save that begins on every rank, or on none",
-        fix="save again",
-    )
+def _write(job: SaveJob) -> None:
+    job.write()
+    if job.error is not None:  # the program may wait much later, or never
+        _log.error("meshdist: rank %d could not save its part: %s", job.members.rank, job.error)
 
 
 class Staging:
-    """The asynchronous saves of a world or process, each after the save before."""
+    """The last asynchronous save of a world or process, and the host memory that is kept."""
 
     def __init__(self) -> None:
-        self._slots: list[dict[str, torch.Tensor]] = [{}, {}]
+        self._slot: dict[str, torch.Tensor] = {}
         """The host memory that is kept, by names of arrays."""
         self._pending: PendingSave | None = None
-        self._messages: list[MembersInStore] = []
 
-    def close(self) -> None:
-        """Wait for the last save; raise its error unless it has been raised."""
-        pending = self._take()
-        if pending is not None and pending.fails_anew():
-            pending.wait()
-
-    def settle(self, members: Members) -> None:
-        """Wait for the last save; raise its error unless all have raised it; collective."""
-        settle(self._take(), members)
-
-    def _take(self) -> PendingSave | None:
+    def settle(self) -> None:
+        """Wait for this rank's part of the last save; raise its error unless ``wait`` has."""
         pending, self._pending = self._pending, None
         if pending is not None:
-            atexit.unregister(pending.report)
-        return pending
+            pending.settle()
 
-    def start(self, job: SaveJob, world: World | None) -> PendingSave:
-        """Copy this rank's arrays, wait for the previous save, return a save that a thread makes.
-
-        Args:
-            world: None in a process without a world; simulated ranks have saved on return.
-        """
-        # All ranks are here, so that they have read how the save before the last has ended.
-        while len(self._messages) > 1:
-            self._messages.pop(0).forget()
+    def start(self, job: SaveJob) -> PendingSave:
+        """Copy this rank's arrays, and return a save that a thread makes."""
         try:
-            job.pieces = self._slots[0] = _host_copies(job.views(), self._slots[0])
+            job.pieces = self._slot = _host_copies(job.views(), self._slot)
         except Exception as error:  # such as a lack of memory, on this rank: all will raise it
             job.error = error
-        try:
-            self._slots.reverse()
-            self.settle(job.members)
-        except BaseException:
-            job.drop()
-            raise
-        pending = PendingSave(job.final)
-        messages: Members | MembersInStore = job.members
-        if world is not None and world.is_simulated:
-            pending.run(job, messages)  # simulated ranks have no threads beside them
-        else:
-            if world is not None:
-                messages = MembersInStore(world, job.members, os.path.basename(job.path))
-                self._messages.append(messages)
-            run = partial(pending.run, job, messages)
-            threading.Thread(target=run, name="meshdist-checkpoint").start()
-        self._pending = pending
-        atexit.register(pending.report)
-        return pending
+        self._pending = PendingSave(job.final, job)
+        return self._pending
 
 
 def _host_copies(
@@ -181,9 +130,9 @@ def staging_of(world: World | None) -> Staging:
         return _staging_alone()
     if world.saves is None:
         world.saves = Staging()
-        world.closers.append(world.saves.close)
-    assert isinstance(world.saves, Staging)
-    return world.saves
+        world.closers.append(world.saves.settle)
+    staging: Staging = world.saves
+    return staging
 
 
 @cache

@@ -1,45 +1,57 @@
-"""A save under way: its folder is there, each rank writes its part, and the first rank commits."""
+"""A save under way: each rank writes its part, and the rank that writes last commits the folder.
+
+No rank waits for another rank while it writes, so a thread may write, also as the program ends. The
+ranks agree on the result when the program waits for the save.
+
+    rank 0    makes the folder    writes its part, counts 1              agrees: all is well
+    rank 1                        writes its part, counts 3, commits     agrees: all is well
+    rank 2                        writes its part, counts 2              agrees: all is well
+"""
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from ..error_text import without_frames
 from ..errors import CheckpointError
 from ..mesh.placement import Box, index_of
 from . import files
 from .manifest import SUFFIX, manifest_text
-from .members import Members, MembersInStore, told_again, told_error, tried
+from .members import Members, as_ours
 from .pieces import within
-from .trees import StateArray, Tree
+from .trees import StateArray
 
 
 @dataclass
 class SaveJob:
-    """A save under way: makes the folder, writes this rank's parts, commits on the first rank.
+    """A save under way: makes the folder, writes this rank's part, commits on the last rank.
 
     Args:
         final: the path of the checkpoint.
+        tree: the keys of the state, nested.
+        leaves: copies of the leaves by name, {} on all ranks but the first.
         parts: which part of each array this rank saves.
     """
 
     members: Members
     final: str
-    tree: Tree
+    tree: dict[str, Any]
+    leaves: dict[str, Any]
     entries: dict[str, StateArray]
     parts: dict[str, Box]
     path: str = ""
     """The path of the folder that is written."""
     folder: files.UnfinishedFolder | None = None
-    """The folder, on the rank that makes and commits it."""
-    pieces: dict[str, torch.Tensor] = field(default_factory=dict)
-    is_beside: bool = False
-    """Whether a thread finishes it, which cannot start threads as the interpreter ends."""
+    """The folder, on the rank that has made it."""
+    pieces: dict[str, torch.Tensor] | None = None
+    """Copies of the parts, if a thread writes them, which may start no thread as Python ends."""
     error: Exception | None = None
-    """The error with which copying this rank's pieces has failed, for all ranks."""
+    """The error of this rank, for all ranks."""
 
     def begin(self) -> None:
         """Make the folder on the first rank; raise on all if any rank fails to see it."""
@@ -47,7 +59,9 @@ class SaveJob:
             self.path = self.members.first_does(self._make_folder)
             self.members.all_do(self._look)
         except BaseException:
-            self.drop()
+            if self.folder is not None:
+                self.folder.unlock()
+            self._drop()
             raise
 
     def views(self) -> dict[str, torch.Tensor]:
@@ -59,24 +73,38 @@ class SaveJob:
             found[name] = entry.tensor[index_of(local)].resolve_conj().resolve_neg()
         return found
 
-    def finish(self, messages: Members | MembersInStore) -> None:
-        """Write this rank's file, commit on the first; by ``messages`` raise any failure on all."""
+    def write(self) -> None:
+        """Write this rank's part, and commit if it is the last; keep an error for ``end``."""
         try:
-            of_all = messages.gather(tried(self._write, self.members.call))
-            failures = None if of_all is None else self._commit(of_all)
-        except BaseException as error:
-            self.drop()
-            if self.folder is not None and isinstance(error, CheckpointError):
-                # A rank has ended: those that wait for this rank are told.
-                messages.share([(self.members.rank, told_error(error, self.members.call))])
-            raise
-        if failures := messages.share(failures):
-            raise told_again(failures, self.members.ranks)
+            folder = self.folder or files.UnfinishedFolder(self.final, self.path)
+            try:
+                self.raise_error()
+                folder.note(self.members.rank, {"file": self._write(), "leaves": self.leaves})
+                if self.members.is_last(f"checkpoint/{os.path.basename(self.path)}"):
+                    folder.commit(self._manifest(folder.take_notes(self.members.ranks)))
+            finally:
+                folder.unlock()
+        except Exception as error:
+            self.error = as_ours(without_frames(error), self.members.call)
 
-    def drop(self) -> None:
-        """Remove the save's folder, on the rank that made it."""
-        if self.folder is not None:
-            self.folder.drop()
+    def end(self) -> None:
+        """Raise on all ranks what writing has raised on any; collective."""
+        try:
+            self.members.all_do(self.raise_error)
+        except CheckpointError:  # of a rank; any other error: a rank has ended, one may yet commit
+            self._drop()
+            raise
+
+    def raise_error(self) -> None:
+        """Raise this rank's error, if any."""
+        if self.error is not None:
+            raise without_frames(self.error)
+
+    def _drop(self) -> None:
+        """Remove the folder, unless a rank still writes it: then the next save removes it."""
+        if self.members.is_first:
+            with suppress(OSError):
+                files.remove_leftovers(os.path.dirname(self.final))
 
     def _make_folder(self) -> str:
         files.remove_leftovers(os.path.dirname(self.final))
@@ -95,49 +123,32 @@ class SaveJob:
 
     def _write(self) -> dict[str, Any] | None:
         """Write this rank's file; return its entry for the manifest, None without arrays."""
-        if self.error is not None:
-            raise self.error
-        if not self.is_beside:
-            self.pieces = {name: view.cpu().contiguous() for name, view in self.views().items()}
-        if not self.pieces:
+        pieces = self.pieces
+        if pieces is None:
+            pieces = {name: view.cpu().contiguous() for name, view in self.views().items()}
+        if not pieces:
             return None
-        offsets = {name: [start for start, _ in self.parts[name]] for name in self.pieces}
+        offsets = {name: [start for start, _ in self.parts[name]] for name in pieces}
         size, sums = files.write_arrays(
             os.path.join(self.path, _file_of(self.members.rank)),
-            _apart(self.pieces),
+            _apart(pieces),
             offsets,
-            sums_beside=not self.is_beside,
+            sums_beside=self.pieces is None,
         )
-        pieces = {
+        told = {
             name: {"offsets": offsets[name], "shape": list(piece.shape), "crc32": sums[name]}
-            for name, piece in self.pieces.items()
+            for name, piece in pieces.items()
         }
-        return {"bytes": size, "pieces": pieces}
+        return {"bytes": size, "pieces": told}
 
-    def _commit(self, of_all: list[Any]) -> list[tuple[int, dict[str, Any]]]:
-        """Commit the folder unless a rank failed, else drop it; return (rank, error) pairs.
-
-        Args:
-            of_all: (the file that it wrote, its error or None), for each rank.
-        """
-        folder, ranks = self.folder, self.members.ranks
-        assert folder is not None
-        failures = [(rank, each) for rank, (_, each) in zip(ranks, of_all, strict=True) if each]
-        if not failures:
-            written = [file for file, _ in of_all]
-            _, failure = tried(lambda: folder.commit(self._manifest(written)), self.members.call)
-            failures = [(self.members.rank, failure)] if failure else []
-        if failures:
-            folder.drop()
-        return failures
-
-    def _manifest(self, written: list[dict[str, Any] | None]) -> str:
-        pairs = zip(self.members.ranks, written, strict=True)
+    def _manifest(self, notes: list[Any]) -> str:
+        """Return the manifest's text, from each rank's file and the first rank's leaves."""
+        pairs = zip(self.members.ranks, notes, strict=True)
         return manifest_text(
-            {name: leaf.json for name, leaf in self.tree.leaves.items()},
-            self.tree.shape,
+            notes[0]["leaves"],
+            self.tree,
             {name: (entry.dtype, entry.shape) for name, entry in self.entries.items()},
-            {_file_of(rank): file for rank, file in pairs if file},
+            {_file_of(rank): note["file"] for rank, note in pairs if note["file"]},
         )
 
 

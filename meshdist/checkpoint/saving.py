@@ -2,12 +2,14 @@
 
 1. All ranks agree on names, dtypes, shapes, specs and leaves; the sizes of marked parts are told.
 2. The first rank makes the folder, and all see it.
-3. Each rank writes one file of what it saves, and tells the first rank what it has written.
-4. The first rank writes the manifest, and renames the folder.
+3. Each rank writes one file of what it saves, a note for the manifest, and counts itself.
+4. The rank that counts last writes the manifest, and renames the folder.
+5. All ranks agree on how it went: at once in ``save``, in ``wait()`` after ``save_async``.
 """
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 from collections.abc import Callable
@@ -82,12 +84,8 @@ def save(state: Any, path: str | os.PathLike[str], *, mesh: DeviceMesh | None = 
         (tensor([6., 7.]), {'step': 5})
     """
     job = _prepare("checkpoint.save", state, path, mesh)
-    try:
-        staging_of(job.members.world).settle(job.members)  # raises where the save before has failed
-    except BaseException:
-        job.drop()
-        raise
-    job.finish(job.members)
+    job.write()
+    job.end()
 
 
 @hidden_from_modes
@@ -95,16 +93,16 @@ def save(state: Any, path: str | os.PathLike[str], *, mesh: DeviceMesh | None = 
 def save_async(
     state: Any, path: str | os.PathLike[str], *, mesh: DeviceMesh | None = None
 ) -> PendingSave:
-    """All ranks have copied what they save, and a thread of each writes it; see ``save``.
+    """Copy what this rank saves, and let a thread write it; see ``save``.
 
-    The state may change as soon as this returns. One save is under way at a time: the next waits
-    for it after it has copied. Ranks agree on how it ends through the store, so that the program's
-    groups are free. Simulated ranks write before this returns.
+    You may change the state as soon as this returns. The rank that writes last completes the
+    checkpoint. No rank waits for another rank. The next save waits for the thread. A process that
+    ends still writes its part. Simulated ranks write before this returns.
 
     Returns:
-        The pending save. Its ``wait()`` returns once the checkpoint is whole, and raises on every
-        rank what failed on any; so do the next save and ``destroy_process_group``. Where none of
-        these comes, the error stands on stderr as the process ends.
+        The pending save. Its ``wait()`` is collective. It returns once the checkpoint is whole, and
+        raises the failure of any rank on every rank. The next save and the next load of the same
+        ranks do the same. ``destroy_process_group`` waits for this rank's part alone.
 
     Cost: a copy of this rank's part, into host memory that is kept for later saves.
 
@@ -122,8 +120,7 @@ def save_async(
         tensor([1., 1., 1.])
     """
     job = _prepare("checkpoint.save_async", state, path, mesh)
-    job.is_beside = True
-    return staging_of(job.members.world).start(job, job.members.world)
+    return staging_of(job.members.world).start(job)
 
 
 def _prepare(call: str, state: Any, path: Any, mesh: DeviceMesh | None) -> SaveJob:
@@ -132,6 +129,7 @@ def _prepare(call: str, state: Any, path: Any, mesh: DeviceMesh | None) -> SaveJ
     members = Members(mesh or find_mesh(tree.arrays.values()), call)
 
     def read() -> Facts:
+        staging_of(members.world).settle()
         final = checked_path(call, path)
         if error is not None:
             raise error
@@ -150,7 +148,11 @@ def _prepare(call: str, state: Any, path: Any, mesh: DeviceMesh | None) -> SaveJ
         for name, entry in entries.items()
         if members.is_first or entry.whose != "first"
     }
-    job = SaveJob(members, checked_path(call, path), tree, entries, parts_of(holdings))
+    values = {name: leaf.json for name, leaf in tree.leaves.items()} if members.is_first else {}
+    leaves = copy.deepcopy(values)  # a list of the state may change while a thread writes
+    job = SaveJob(
+        members, checked_path(call, path), tree.shape, leaves, entries, parts_of(holdings)
+    )
     job.begin()
     return job
 

@@ -79,7 +79,10 @@ class _Watch:
         self.stand_ins = {
             "os": stand_in,
             "fcntl": types.SimpleNamespace(
-                flock=self.lock, LOCK_EX=fcntl.LOCK_EX, LOCK_NB=fcntl.LOCK_NB
+                flock=self.lock,
+                LOCK_EX=fcntl.LOCK_EX,
+                LOCK_NB=fcntl.LOCK_NB,
+                LOCK_SH=fcntl.LOCK_SH,
             ),
             "shutil": types.SimpleNamespace(rmtree=self.rmtree),
             "save_file": self.save_file,

@@ -1,10 +1,14 @@
-"""Saves that do not wait: what was there is saved, failures reach every rank, nothing is shared."""
+"""Saves that do not wait: what was there is saved, failures reach every rank, no rank waits."""
 
 from __future__ import annotations
 
 import gc
+import os
+import signal
 import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +17,9 @@ import torch
 
 import meshdist as md
 from meshdist.checkpoint import files
-from meshdist.checkpoint.pending_saves import settle
 from meshdist.errors import CheckpointError
-from tests.pool import Pool, places
+from tests.load import is_within
+from tests.pool import Failure, Pool, places
 
 WIRES = ["shm", "gloo"]
 
@@ -28,125 +32,154 @@ def rows_of(mesh: md.DeviceMesh, value: float) -> md.ShardedArray:
     return md.full((30, 20), value, sharding=md.NamedSharding(mesh, md.P("dp")))
 
 
-@pytest.mark.parametrize("backend", WIRES)
-def test_what_was_there_is_saved_while_it_changes(pool: Pool, backend: str, tmp_path: Path) -> None:
+@contextmanager
+def writing(rank: int, write: Callable[..., Any]) -> Iterator[None]:
+    """Let ``write`` write the files of a rank in the block."""
+    original = files.save_file
+    if md.get_rank() == rank:
+        files.save_file = write
+    try:
+        yield
+    finally:
+        files.save_file = original
+
+
+def fail(*_args: Any, **_kwargs: Any) -> Any:
+    raise OSError(28, "No space left on device", "rank.safetensors")
+
+
+def await_path(path: str) -> None:
+    """Wait until something is at ``path``, a minute at most."""
+    for _ in range(6000):
+        if os.path.lexists(path):
+            return
+        time.sleep(0.01)
+    raise TimeoutError(path)
+
+
+def await_own_part(pending: Any) -> None:
+    while not pending.done:
+        time.sleep(0.01)
+
+
+def error_of(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except CheckpointError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize(
+    ("backend", "size"), [("simulated", 3), ("shm", 1), ("shm", 5), ("gloo", 2), ("gloo", 3)]
+)
+def test_what_was_there_is_saved_while_it_changes(
+    pool: Pool, backend: str, size: int, tmp_path: Path
+) -> None:
     def program(root: str) -> list[bool]:
-        mesh = mesh_of(3)
-        x, y, waits = rows_of(mesh, 0.0), torch.zeros(500, 500), []
+        mesh = mesh_of(md.get_world_size())
+        x, y = rows_of(mesh, 0.0), torch.zeros(500, 500)
+        told: list[int] = []
         pending: list[Any] = []
         for step in range(5):
             x.local.fill_(step)
             y.fill_(step)
-            pending.append(md.checkpoint.save_async({"x": x, "y": y, "n": step}, f"{root}/{step}"))
+            told.append(step)
+            state = {"x": x, "y": y[: 100 * step], "told": told}
+            pending.append(md.checkpoint.save_async(state, f"{root}/{step}"))
             x.local.fill_(-1)
             y.fill_(-1)
+            told.append(-1)
             md.all_reduce(torch.ones(3))  # the program's groups are the program's
-            waits.append(pending[-1].done)
+            told.pop()
         for each in pending:
             each.wait()
             each.wait()
         return [each.done for each in pending]
 
-    assert pool.run(program, 3, str(tmp_path), backend=backend) == [[True] * 5] * 3
+    root = str(tmp_path)
+    if backend == "simulated":
+        found = md.simulate(program, size, args=(root,))
+    else:
+        found = pool.run(program, size, root, backend=backend)
+    assert found == [[True] * 5] * size
     for step in range(5):
-        found = md.checkpoint.open(tmp_path / str(step))
-        assert found.leaves == {"n": step}
-        assert bool((found.read("x") == step).all()) and bool((found.read("y") == step).all())
+        opened = md.checkpoint.open(tmp_path / str(step))
+        assert opened.leaves == {"told": [*range(step + 1)]}
+        assert opened.shape("y") == (100 * step, 500)
+        assert bool((opened.read("x") == step).all()) and bool((opened.read("y") == step).all())
+        assert len(os.listdir(tmp_path / str(step))) == size + 1
     assert sorted(path.name for path in tmp_path.iterdir()) == list("01234")
-
-
-def failing_on(rank: int) -> None:
-    """Let every write on a rank fail."""
-    if md.get_rank() == rank:
-
-        def fail(*_args: Any, **_kwargs: Any) -> Any:
-            raise OSError(28, "No space left on device", "rank.safetensors")
-
-        files.save_file = fail
 
 
 @pytest.mark.parametrize("backend", WIRES)
 @pytest.mark.parametrize("rank", [0, 2])
-@pytest.mark.parametrize("how", ["wait", "next", "next async", "destroy"])
-def test_a_failure_is_raised_on_every_rank(
-    pool: Pool, backend: str, rank: int, how: str, tmp_path: Path
+def test_a_failure_is_raised_on_every_rank_once(
+    pool: Pool, backend: str, rank: int, tmp_path: Path
 ) -> None:
-    def program(root: str) -> str:
-        mesh = mesh_of(3)
-        original = files.save_file
-        failing_on(rank)
-        try:
-            pending = md.checkpoint.save_async({"x": rows_of(mesh, 1.0)}, f"{root}/one")
-            if how != "wait":
-                while not pending.done:
-                    time.sleep(0.01)
-                files.save_file = original
-            try:
-                if how == "wait":
-                    pending.wait()
-                elif how == "next":
-                    md.checkpoint.save({"x": rows_of(mesh, 1.0)}, f"{root}/two")
-                elif how == "next async":
-                    md.checkpoint.save_async({"x": rows_of(mesh, 1.0)}, f"{root}/two")
-                else:
-                    md.destroy_process_group()
-            except CheckpointError as error:
-                if how.startswith("next"):
-                    md.checkpoint.save({"x": rows_of(mesh, 1.0)}, f"{root}/three")
-                return str(error)
-            return "nothing"
-        finally:
-            files.save_file = original
+    def program(root: str) -> list[str]:
+        x = rows_of(mesh_of(3), 1.0)
+
+        def failing(name: str) -> Any:
+            with writing(rank, fail):
+                pending = md.checkpoint.save_async({"x": x}, f"{root}/{name}")
+                await_own_part(pending)
+                return pending
+
+        def save(name: str) -> str:
+            return error_of(lambda: md.checkpoint.save({"x": x}, f"{root}/{name}"))
+
+        def save_async(name: str) -> str:
+            return error_of(lambda: md.checkpoint.save_async({"x": x}, f"{root}/{name}").wait())
+
+        found = []
+        pending = failing("one")
+        found += [error_of(pending.wait), error_of(pending.wait), save("two")]
+        pending = failing("three")
+        found += [save("four"), error_of(pending.wait), save("five")]
+        failing("six")
+        found += [save_async("seven"), save_async("eight")]
+        failing("nine")
+        load = error_of(lambda: md.checkpoint.load({"x": x}, f"{root}/two"))
+        found += [load, save("ten")]
+        return found
 
     found = pool.run(program, 3, str(tmp_path), backend=backend)
     assert found[0] == found[1] == found[2]
-    assert found[0].splitlines() == [
+    failure, *others = found[0]
+    assert failure.splitlines() == [
         "checkpoint.save_async: the disk or the file system failed",
         f"  where:    rank {rank}, rank.safetensors",
         "  found:    OSError: [Errno 28] No space left on device: 'rank.safetensors'",
     ]
-    names = ["three"] if how.startswith("next") else []
-    assert sorted(path.name for path in tmp_path.iterdir()) == names
+    saved = "nothing"
+    assert others == [
+        *(failure, saved),
+        *(failure, failure, saved),
+        *(failure, saved),
+        *(failure, saved),
+    ]
+    assert {path.name for path in tmp_path.iterdir()} == {"two", "five", "eight", "ten"}
 
 
 @pytest.mark.parametrize("backend", WIRES)
-@pytest.mark.parametrize("call", ["save", "save_async"])
-def test_a_failure_that_some_ranks_have_seen_is_raised_by_all_once_more(
-    pool: Pool, backend: str, call: str, tmp_path: Path
+def test_the_end_of_the_world_raises_on_the_rank_that_failed(
+    pool: Pool, backend: str, tmp_path: Path
 ) -> None:
-    def program(root: str) -> tuple[list[str], float]:
-        mesh, seen = mesh_of(3), []
-        x, original = rows_of(mesh, 1.0), files.save_file
-        failing_on(2)
-        try:
-            pending = md.checkpoint.save_async({"x": x}, f"{root}/one")
-            while not pending.done:
-                time.sleep(0.01)
-        finally:
-            files.save_file = original
-        if md.get_rank() == 0:  # the rank that reports
-            with pytest.raises(CheckpointError):
-                pending.wait()
-        for _ in range(2):
-            try:
-                saved = getattr(md.checkpoint, call)({"x": x}, f"{root}/two")
-                if saved is not None:
-                    saved.wait()
-                seen.append("saved")
-            except CheckpointError as error:
-                seen.append(str(error))
-        md.all_reduce(total := torch.ones(1))
-        return seen, total.item()
+    def program(root: str) -> str:
+        x = rows_of(mesh_of(3), 1.0)
+        with writing(1, fail):
+            md.checkpoint.save_async({"x": x}, f"{root}/one")
+            return error_of(md.destroy_process_group)
 
-    found = pool.run(program, 3, str(tmp_path), backend=backend)
-    (failure, second), total = found[0]
-    assert found[1:] == found[:1] * 2
-    assert "where:    rank 2, rank.safetensors\n" in failure
-    assert (second, total) == ("saved", 3.0)
+    first, failed, last = pool.run(program, 3, str(tmp_path), backend=backend)
+    assert first == last == "nothing"
+    assert failed.startswith("checkpoint.save_async: the disk or the file system failed")
+    md.checkpoint.save({"x": torch.ones(1)}, tmp_path / "two")
     assert [path.name for path in tmp_path.iterdir()] == ["two"]
 
 
-def test_on_simulated_ranks_it_ends_at_once_and_alone_it_does_not_wait(
+def test_alone_it_does_not_wait_and_on_simulated_ranks_it_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def program() -> bool:
@@ -168,92 +201,163 @@ def test_on_simulated_ranks_it_ends_at_once_and_alone_it_does_not_wait(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "two"]
 
 
-def test_a_killed_rank_is_told_to_those_that_wait(pool: Pool, tmp_path: Path) -> None:
+def test_a_load_finds_what_is_being_saved(pool: Pool, tmp_path: Path) -> None:
+    def program(root: str) -> list[Any]:
+        x = rows_of(mesh_of(3), 3.0)
+
+        def write(*args: Any) -> None:
+            time.sleep(0.3)
+            save_file(*args)
+
+        save_file, found = files.save_file, []
+        with writing(1, write):
+            md.checkpoint.save_async({"x": x}, f"{root}/one")
+            x.local.zero_()
+            md.checkpoint.load({"x": x}, f"{root}/one")
+            found.append(x.local.unique().tolist())
+            checkpoints = md.checkpoint.Checkpointer(f"{root}/run")
+            checkpoints.save({"x": x}, 1)
+            x.local.fill_(4.0)
+            checkpoints.save({"x": x}, 2, wait=False)
+            x.local.zero_()
+            found += [checkpoints.load({"x": x}), x.local.unique().tolist()]
+        return found
+
+    assert pool.run(program, 3, str(tmp_path), backend="shm") == [[[3.0], 2, [4.0]]] * 3
+
+
+@pytest.mark.parametrize("backend", WIRES)
+def test_a_job_killed_before_it_waits_has_saved_what_all_ranks_wrote(
+    pool: Pool, backend: str, tmp_path: Path
+) -> None:
+    def program(root: str) -> None:
+        md.checkpoint.save_async({"x": rows_of(mesh_of(3), 5.0)}, f"{root}/one")
+        await_path(f"{root}/one")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    found = pool.outcomes(program, 3, str(tmp_path), backend=backend)
+    assert all(isinstance(outcome, Failure) for outcome in found)
+    opened = md.checkpoint.open(tmp_path / "one")
+    assert bool((opened.read("x") == 5).all())
+
+
+@pytest.mark.parametrize("backend", WIRES)
+def test_other_ranks_of_a_killed_rank_raise(pool: Pool, backend: str, tmp_path: Path) -> None:
     def program(root: str) -> str:
-        import os
-        import signal
+        def die(*_args: Any, **_kwargs: Any) -> Any:
+            os.kill(os.getpid(), signal.SIGKILL)
 
-        mesh = mesh_of(3)
-        if md.get_rank() == 1:
-
-            def die(*_args: Any, **_kwargs: Any) -> Any:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-            files.save_file = die
-        pending = md.checkpoint.save_async({"x": rows_of(mesh, 1.0)}, f"{root}/one")
-        try:
-            pending.wait()
-        except CheckpointError as error:
-            return str(error)
+        x = rows_of(mesh_of(3), 1.0)
+        md.checkpoint.save({"x": x}, f"{root}/one")
+        with writing(1, die):
+            pending = md.checkpoint.save_async({"x": x}, f"{root}/two")
+            try:
+                pending.wait()
+            except md.MeshdistError as error:
+                return str(error)
         return "nothing"
 
-    found = pool.outcomes(program, 3, str(tmp_path), backend="shm")
-    for text in (found[0], found[2]):
-        assert str(text).splitlines()[0] == (
-            "checkpoint.save_async: rank 1 has ended before the checkpoint was whole"
-        )
-    assert list(tmp_path.iterdir()) == []
+    found = pool.outcomes(program, 3, str(tmp_path), backend=backend)
+    assert isinstance(found[1], Failure)
+    assert "rank 1" in found[0] and "rank 1" in found[2]
+    md.checkpoint.save({"x": torch.ones(1)}, tmp_path / "three")
+    assert {path.name for path in tmp_path.iterdir()} == {"one", "three"}
 
 
-def test_a_program_that_ends_at_once_has_saved(pool: Pool, tmp_path: Path) -> None:
-    program = (
-        "import torch, meshdist as md\n"
-        "mesh = md.init_device_mesh('cpu', (2,), mesh_dim_names=('dp',))\n"
-        "x = md.full((3000, 1000), 2.0, sharding=md.NamedSharding(mesh, md.P('dp')))\n"
-        f"md.checkpoint.save_async({{'x': x}}, {str(tmp_path / 'one')!r})\n"
-    )
-    for ended in pool.start(program, places(2), has_teardown=False):
-        assert ended.returncode == 0, ended.stderr
-    assert bool((md.checkpoint.open(tmp_path / "one").read("x") == 2).all())
+PROGRAM = """
+import os, signal, sys, time
+import torch, meshdist as md
+from meshdist.checkpoint import files
+root, how = sys.argv[1:]
+save_file = files.save_file
+
+def await_path(path):
+    while not os.path.exists(path):
+        time.sleep(0.01)
+
+def write(*args):
+    if how == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "fails":
+        raise OSError(28, "No space left on device", "here")
+    save_file(*args)
+    if how == "late":
+        time.sleep(1.0)
+        os.mkdir(root + ".ask")
+        await_path(root + "/other")
+
+if "RANK" not in os.environ:  # another job, which removes what no process writes
+    await_path(root + ".ask")
+    md.checkpoint.save({}, root + "/other")
+    sys.exit()
+mesh = md.init_device_mesh("cpu", (3,), mesh_dim_names=("dp",))
+x = md.full((30, 20), 2.0, sharding=md.NamedSharding(mesh, md.P("dp")))
+if md.get_rank() == 2:
+    files.save_file = write
+md.checkpoint.save_async({"x": x}, root + "/one")
+if how == "late" and md.get_rank() == 0:
+    md.destroy_process_group()
+"""
 
 
-def test_an_error_that_nothing_raised_stands_on_stderr(pool: Pool, tmp_path: Path) -> None:
-    code = (
-        "import torch, meshdist as md\n"
-        "from meshdist.checkpoint import files\n"
-        "def fail(*args, **kwargs):\n"
-        "    raise OSError(28, 'No space left on device', 'here')\n"
-        "files.save_file = fail\n"
-        f"md.checkpoint.save_async({{'x': torch.ones(2)}}, {str(tmp_path / 'one')!r})\n"
-    )
-    (ended,) = pool.start(code, has_teardown=False)
-    assert "CheckpointError: checkpoint.save_async: the disk or the file system failed" in (
-        ended.stderr
-    )
+@pytest.mark.parametrize("how", ["at once", "late", "fails", "killed"])
+def test_a_program_that_ends_without_waiting(pool: Pool, how: str, tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    root.mkdir()
+    others = [{}] if how == "late" else []
+    begin = time.monotonic()
+    ended = pool.start(PROGRAM, [*places(3), *others], str(root), how, has_teardown=False)
+    assert is_within(time.monotonic() - begin, 20.0)
+    codes = [done.returncode for done in ended]
+    killed = -signal.SIGKILL if how == "killed" else 0
+    assert codes == [0, 0, killed, *(0 for _ in others)], [done.stderr for done in ended]
+    if how in ("at once", "late"):
+        opened = md.checkpoint.open(root / "one")
+        assert bool((opened.read("x") == 2).all())
+        assert {*os.listdir(root)} == {"one", *("other" for _ in others)}
+    else:
+        assert not (root / "one").exists()
+    if how == "fails":
+        said = ended[2].stderr
+        assert "meshdist: rank 2 could not save its part: checkpoint.save_async: the disk" in said
+        assert "No space left on device" in said
 
 
 def test_a_checkpointer_whose_save_has_failed_lets_its_root_go(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def fail(*_args: Any, **_kwargs: Any) -> Any:
-        raise OSError(28, "No space left on device")
-
     state = {"x": torch.ones(3)}
     gc.disable()  # it is let go with the last name of it, not with the next search for cycles
     try:
-        checkpoints = md.checkpoint.Checkpointer(tmp_path)
-        with monkeypatch.context() as patched:
-            patched.setattr(files, "write_arrays", fail)
-            checkpoints.save(state, 1, wait=False)
-            with pytest.raises(CheckpointError, match="the disk or the file system failed"):
-                checkpoints.save(state, 2, wait=False)
-        del checkpoints
-        md.checkpoint.Checkpointer(tmp_path).save(state, 3)
+        for step, wait in enumerate((False, True)):
+            checkpoints = md.checkpoint.Checkpointer(tmp_path)
+            with monkeypatch.context() as patched:
+                patched.setattr(files, "write_arrays", fail)
+                if not wait:
+                    checkpoints.save(state, 10, wait=False)
+                with pytest.raises(CheckpointError, match="the disk or the file system failed"):
+                    checkpoints.save(state, 20)
+            del checkpoints
+            md.checkpoint.Checkpointer(tmp_path).save(state, step)
     finally:
         gc.enable()
 
 
-def test_a_rank_that_took_no_part_in_the_failed_save_raises_with_the_others() -> None:
-    class Others:
-        call = "checkpoint.save"
+def test_a_part_of_the_world_saves_while_another_writes(pool: Pool, tmp_path: Path) -> None:
+    def program(root: str) -> list[str]:
+        x = rows_of(mesh_of(3), 1.0)
+        pair = md.DeviceMesh("cpu", [0, 1], mesh_dim_names=("tp",))
 
-        def has_any(self, is_so: bool) -> bool:
-            return not is_so
+        def write(*args: Any) -> None:
+            await_path(f"{root}/two")
+            save_file(*args)
 
-    with pytest.raises(CheckpointError) as error:
-        settle(None, Others())
-    assert str(error.value).splitlines() == [
-        "checkpoint.save: an earlier save of other ranks has failed",
-        "  expected: a save that begins on every rank, or on none",
-        "  fix:      save again",
-    ]
+        save_file = files.save_file
+        with writing(2, write):
+            pending = md.checkpoint.save_async({"x": x}, f"{root}/one")
+            if md.get_rank() != 2:
+                md.checkpoint.save({"y": torch.ones(2)}, f"{root}/two", mesh=pair)
+            pending.wait()
+        return sorted(os.listdir(root))
+
+    assert pool.run(program, 3, str(tmp_path), backend="shm") == [["one", "two"]] * 3

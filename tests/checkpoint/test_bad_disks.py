@@ -62,8 +62,9 @@ class FailFrom:
         return operation.do()
 
 
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
-@pytest.mark.parametrize("is_lasting", [False, True])
+@pytest.mark.parametrize(
+    ("code", "is_lasting"), [(errno.ENOSPC, True), (errno.EIO, False)], ids=["full", "faulty"]
+)
 def test_a_disk_that_fails_at_any_operation(code: int, is_lasting: bool, tmp_path: Path) -> None:
     root = tmp_path / "folder" / "below"
     number, texts = 0, set()

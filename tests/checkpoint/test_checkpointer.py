@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import gc
+import time
 from pathlib import Path
 from typing import Any
 
@@ -100,8 +101,10 @@ def test_the_step_that_was_saved_or_loaded_last_is_there(tmp_path: Path) -> None
     again.save({"x": torch.zeros(1)}, 5)
     pending = again.save({"x": torch.zeros(1)}, 6, wait=False)
     repeated = again.save({"x": torch.zeros(1)}, 6, wait=False)
-    assert pending is not None and repeated is not None and repeated.done
+    assert pending is not None and repeated is not None
     repeated.wait()
+    assert pending.done and repeated.done
+    again.save({"x": torch.zeros(1)}, 6)
     assert again.steps() == [5, 6]
 
 
@@ -109,22 +112,46 @@ def test_the_step_that_was_saved_or_loaded_last_is_there(tmp_path: Path) -> None
 def test_a_step_whose_failure_was_raised_is_saved_again(
     pool: Pool, backend: str, tmp_path: Path
 ) -> None:
-    def program(root: str) -> list[int]:
+    def program(root: str) -> list[Any]:
         def fail(*_args: Any, **_kwargs: Any) -> None:
             raise OSError(28, "No space left on device")
 
-        checkpoints, original = md.checkpoint.Checkpointer(root), files.save_file
-        files.save_file = fail
-        try:
-            pending = checkpoints.save({"x": torch.ones(3)}, 1, wait=False)
-            with pytest.raises(CheckpointError, match="No space left"):
-                pending.wait()
-        finally:
-            files.save_file = original
-        checkpoints.save({"x": torch.ones(3)}, 1)
-        return checkpoints.steps()
+        state, checkpoints = {"x": torch.ones(3)}, md.checkpoint.Checkpointer(root)
 
-    assert pool.run(program, 2, str(tmp_path), backend=backend) == [[1]] * 2
+        def failing(step: int) -> Any:
+            original = files.save_file
+            if md.get_rank() == 0:  # which writes what is equal on all ranks
+                files.save_file = fail
+            try:
+                pending = checkpoints.save(state, step, wait=False)
+                while not pending.done:
+                    time.sleep(0.01)
+                return pending
+            finally:
+                files.save_file = original
+
+        def raises(call: Any) -> None:
+            with pytest.raises(CheckpointError, match="No space left"):
+                call()
+
+        found = []
+        raises(failing(1).wait)
+        checkpoints.save(state, 1)
+        failing(2)
+        raises(lambda: checkpoints.save(state, 2))
+        checkpoints.save(state, 2)
+        failing(3)
+        raises(lambda: checkpoints.save(state, 4))
+        raises(lambda: checkpoints.save(state, 3))
+        checkpoints.save(state, 3, wait=False)
+        checkpoints.save(state, 3)  # which waits, as a program does that is to end
+        found.append(checkpoints.latest())
+        failing(5)
+        raises(lambda: checkpoints.load(state))
+        found.append(checkpoints.load(state))
+        return [*found, checkpoints.steps()]
+
+    assert pool.run(program, 3, str(tmp_path), backend=backend) == [[3, 3, [1, 2, 3]]] * 3
 
 
 def test_an_older_step_is_loaded_and_what_is_saved_then_stays(tmp_path: Path) -> None:

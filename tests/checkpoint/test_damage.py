@@ -32,7 +32,10 @@ def header_bytes(file: Path) -> int:
     return 8 + int.from_bytes(file.read_bytes()[:8], "little")
 
 
-@pytest.mark.parametrize("bits", [0x01, 0x10, 0xFF])
+@pytest.mark.parametrize(
+    "bits",
+    [0x01, pytest.param(0x10, marks=pytest.mark.soak), pytest.param(0xFF, marks=pytest.mark.soak)],
+)
 @pytest.mark.parametrize("name", [*FILES, "manifest.json"])
 def test_no_flipped_byte_gives_wrong_values(name: str, bits: int, copy: Path) -> None:
     file = copy / name

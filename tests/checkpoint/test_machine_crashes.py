@@ -23,7 +23,7 @@ from .file_operations import Operation, watched
 
 SIZE = 2
 RETURNED = "returned"
-DRAWS = 12
+DRAWS = 6
 
 
 @dataclass
