@@ -34,9 +34,8 @@ from ..mesh.current_mesh import find_current_mesh
 from ..mesh.device_mesh import DeviceMesh
 from ..mesh.partition_spec import PartitionSpec, axes_of
 from ..mesh.placement import Box
-from ..mesh.spec import NamedSharding
+from ..mesh.spec import NamedSharding, sized_by_shards
 from ..sharding.dtensors import from_dtensor
-from ..sharding.requests import sized_by_shards
 from ..sharding.sharded_array import ShardedArray
 from ..sharding.shardings import array_type
 from ..typed_contexts.carried_specs import find_spec

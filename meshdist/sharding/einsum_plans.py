@@ -72,7 +72,7 @@ class EinsumPlan:
             what = f"{name} divides the summands of operand {choice}"
         sums = []
         if axis in work.result.unreduced:
-            kept = axis in self.layout.result.placement.unreduced
+            kept = axis in self.layout.result.parts.placement.unreduced
             sums.append("the result stays unreduced" if kept else "the result is summed over it")
         for at, (taken, source) in enumerate(zip(work.operands, self.layout.sources, strict=True)):
             if axis in taken.reduced:
@@ -92,7 +92,7 @@ def plan_einsum(
 ) -> EinsumPlan:
     """Return the plan of a laid-out einsum for the rank at ``coordinate``."""
     moves = [*zip(laid.operands, laid.sources, laid.work.operands, strict=True)]
-    moves.append((laid.result, laid.work.result, laid.result.placement))
+    moves.append((laid.result, laid.work.result, laid.result.parts.placement))
     which = [*(f"operand {number}" for number in range(len(laid.operands))), "the result"]
     *operands, result = [
         make_plan(
@@ -101,7 +101,7 @@ def plan_einsum(
             coordinate,
             layout=layout,
             links=links,
-            title=f"einsum {laid.text!r}: {name} of shape {side.shape}",
+            title=f"einsum {laid.text!r}: {name} of shape {side.parts.shape}",
         )
         for (side, source, target), name in zip(moves, which, strict=True)
     ]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -15,19 +15,13 @@ from ..errors import AgreementError, ArgumentError, AxisError, KindError
 from ..functional.value_checks import check_replicas
 from ..mesh.current_mesh import mesh_in_force, with_hidden_mesh
 from ..mesh.device_mesh import DeviceMesh
-from ..mesh.partition_spec import PartitionSpec
+from ..mesh.partition_spec import P, PartitionSpec
 from ..mesh.pattern import parse
-from ..mesh.spec import NamedSharding
-from .requests import (
-    ReshardRequest,
-    get_mesh,
-    pattern_request,
-    shard_request,
-    sharding_request,
-    unshard_request,
-)
-from .resharding import Resharding
+from ..mesh.spec import NamedSharding, shardings_of_sides
+from .requests import get_mesh
+from .resharding import Move
 from .sharded_array import ShardedArray
+from .shardings import check_shard
 from .whole_arrays import RootedGather, checked_root
 
 __all__ = ["reshard", "shard", "unshard"]
@@ -102,46 +96,12 @@ def reshard(
         check_replicas(local, x.mesh, x.sharding.replicated_axes, f"reshard {x.shape}", bool(check))
         return x.reshard(pattern, **sizes)
     tensor = as_tensor(x, argument="x", verb="reshard", writable=False)
-    is_pattern = not isinstance(pattern, NamedSharding)
     known = None if shape is None else get_shape(shape, "reshard")
-    target = None if is_pattern else mesh
-
-    def request(found_mesh: DeviceMesh, local_shape: tuple[int, ...]) -> ReshardRequest:
-        if isinstance(pattern, NamedSharding):
-            return _request_between(pattern, target, local_shape, known, sizes)
-        return pattern_request(cast(str, pattern), found_mesh, local_shape, known, sizes)
-
-    more = (target, known, *sizes.items())
-    asked: Any = mesh if is_pattern else None
-    found = _find_resharding("reshard", tensor.shape, pattern, asked, more, request)
-    try:
-        result = found(tensor, check)
-    except AgreementError as error:
-        _add_sizes(error, pattern, known, sizes)
-        raise
-    return result if tensor is x else like(result, x)
-
-
-def _request_between(
-    source: NamedSharding,
-    target: Any,
-    local_shape: tuple[int, ...],
-    shape: tuple[int, ...] | None,
-    sizes: Mapping[str, int],
-) -> ReshardRequest:
-    if not isinstance(target, NamedSharding):
-        raise KindError(
-            "reshard from a NamedSharding needs another to go to",
-            expected="reshard(x, source, target)",
-            found=f"a {type(target).__name__} as target",
-        )
-    if sizes:
-        raise ArgumentError(
-            "reshard between NamedShardings knows no dims by name",
-            found=", ".join(f"{name}={size}" for name, size in sizes.items()),
-            fix="give the shape of the whole array: shape=(...)",
-        )
-    return sharding_request(source, target, local_shape, shape)
+    target: Any
+    asked: Any
+    target, asked = (mesh, None) if isinstance(pattern, NamedSharding) else (None, mesh)
+    key = "reshard", pattern, target, tensor.shape, known, *sizes.items()
+    return _moved(x, tensor, key, asked, check)
 
 
 @one_frame
@@ -187,13 +147,8 @@ def shard(
     """
     tensor = as_tensor(whole, argument="whole", verb="shard", writable=False)
 
-    def request(mesh: DeviceMesh, shape: tuple[int, ...]) -> ReshardRequest:
-        return shard_request(pattern, mesh, shape, sizes)
-
-    more = tuple(sizes.items())
-    found = _find_resharding("shard", tensor.shape, pattern, mesh, more, request)
-    result = found(tensor, check)
-    return result if tensor is whole else like(result, whole)
+    key = "shard", pattern, None, tensor.shape, tuple(tensor.shape), *sizes.items()
+    return _moved(whole, tensor, key, mesh, check)
 
 
 @one_frame
@@ -253,46 +208,54 @@ def unshard(
     tensor = as_tensor(local, argument="local", verb="unshard", writable=False)
     known = None if shape is None else get_shape(shape, "unshard")
 
-    def request(mesh: DeviceMesh, local_shape: tuple[int, ...]) -> ReshardRequest:
-        return unshard_request(lies, mesh, local_shape, known, sizes)
-
+    key = "unshard", lies, None, tensor.shape, known, *sizes.items()
     if root is None:
-        more = (known, *sizes.items())
-        found = _find_resharding("unshard", tensor.shape, lies, mesh, more, request)
-        try:
-            result = found(tensor, False)
-        except AgreementError as error:
-            _add_sizes(error, lies, known, sizes)
-            raise
-        return result if tensor is local else like(result, local)
+        return _moved(local, tensor, key, mesh, False)
     found_mesh = _mesh_of("unshard", lies, mesh)
     rank = checked_root(root, "unshard", found_mesh)
-    asked = _make_request(request, found_mesh, tuple(tensor.shape), mesh)
-    whole = RootedGather(asked, rank)(tensor)
+    source, _, whole_shape, _ = _find_ends(key, mesh)
+    whole = RootedGather(source, whole_shape, rank)(tensor)
     return None if whole is None else like(whole, local)
 
 
-def _add_sizes(
-    error: AgreementError,
-    lies: Any,
-    shape: tuple[int, ...] | None,
-    sizes: Mapping[str, int],
-) -> None:
-    """Add the sizes to give to the fix of ``error`` if ranks took different wholes by their parts.
+def _moved(
+    x: Array, tensor: torch.Tensor, key: tuple[Any, ...], given_mesh: Any, check: bool | None
+) -> Array:
+    """Return the result of a call on ``tensor``, in the library of ``x``.
 
     Args:
-        lies: the pattern or the sharding, whose sizes the program says by ``shape`` and ``sizes``.
+        key: under which the mesh keeps the move of such a call: the verb, the pattern or sharding,
+            the target sharding or None, the local shape, the whole shape or None, the sizes.
+    """
+    verb, pattern = key[:2]
+    mesh = given_mesh
+    if mesh is None:
+        mesh = pattern.mesh if isinstance(pattern, NamedSharding) else mesh_in_force(verb)
+    move = mesh.caches.find(Move, key) if isinstance(mesh, DeviceMesh) else None
+    if move is None:
+        ends = _find_ends(key, given_mesh)
+        move = mesh.caches.keep(Move, key, Move(*ends, verb=verb))
+    try:
+        return like(move(tensor, check), x)
+    except AgreementError as error:
+        _add_sizes(error, key)
+        raise
+
+
+def _add_sizes(error: AgreementError, key: tuple[Any, ...]) -> None:
+    """Add the sizes to give to the fix of ``error`` if ranks took different wholes by their parts.
 
     Example: of "b@dp d -> b d@dp" rank 0 shows "... of shape (6, 4)", and rank 1 "... of shape
     (8, 4)", since each took its own 3 or 4 rows twice: b=... says it.
     """
+    _, pattern, _, _, shape, *sizes = key
     titles = set(re.findall(r" of (\S.* of shape )(\([\d, ]*\))", error.found or ""))
     if shape is not None or len({title for title, _ in titles}) != 1 or len(titles) == 1:
         return
     missing = "shape=(...)"
-    if isinstance(lies, str):
-        dims = [dim for dim in parse(lies).get_operand().dims if dim.axes]
-        names = [dim.names[0] for dim in dims if dim.names[0] not in sizes]
+    if isinstance(pattern, str):
+        dims = [dim for dim in parse(pattern).get_operand().dims if dim.axes]
+        names = [dim.names[0] for dim in dims if dim.names[0] not in dict(sizes)]
         missing = ", ".join(f"{name}=..." for name in names if name.isidentifier()) or missing
     error.add_fix(
         "where parts are uneven, give the size of the whole, the sum of all parts, on every rank: "
@@ -300,38 +263,48 @@ def _add_sizes(
     )
 
 
-def _find_resharding(
-    verb: str,
-    shape: torch.Size,
-    pattern: Any,
-    given_mesh: DeviceMesh | None,
-    more: tuple[Any, ...],
-    request: Callable[[DeviceMesh, tuple[int, ...]], ReshardRequest],
-) -> Resharding:
-    """Return the mesh's kept Resharding for verb, pattern, shape and ``more``, or ``request``'s."""
-    mesh: Any = given_mesh
-    if mesh is None:
-        mesh = pattern.mesh if isinstance(pattern, NamedSharding) else mesh_in_force(verb)
-    key = (verb, pattern, shape, more)
-    found = mesh.caches.find(Resharding, key) if isinstance(mesh, DeviceMesh) else None
-    if found is None:
-        mesh = _mesh_of(verb, pattern, given_mesh)
-        asked = _make_request(request, mesh, shape, given_mesh)
-        found = mesh.caches.keep(Resharding, key, Resharding(asked))
-    return found
-
-
-def _make_request(
-    request: Callable[[DeviceMesh, tuple[int, ...]], ReshardRequest],
-    mesh: DeviceMesh,
-    shape: tuple[int, ...],
-    given_mesh: DeviceMesh | None,
-) -> ReshardRequest:
-    """Return ``request(mesh, shape)``; without ``given_mesh``, AxisErrors name an outer mesh."""
+def _find_ends(
+    key: tuple[Any, ...], given_mesh: DeviceMesh | None
+) -> tuple[NamedSharding, NamedSharding, tuple[int, ...], str | None]:
+    """Return source, target, whole shape, and the pattern of which both are sides, or None."""
+    verb, pattern, target, local_shape, shape, *pairs = key
+    mesh, sizes = _mesh_of(verb, pattern, given_mesh), dict(pairs)
+    whole = NamedSharding(mesh, P())
+    here = {"local_shape": tuple(local_shape), "rank": mesh.get_rank()}
     try:
-        return request(mesh, tuple(shape))
+        if verb == "shard":
+            if not isinstance(pattern, NamedSharding):
+                pattern = NamedSharding.from_pattern(pattern, mesh, shape, sizes)
+            return whole, pattern, shape, None
+        if isinstance(pattern, NamedSharding):
+            if verb == "reshard":
+                _check_target(target, sizes)
+            shape = pattern.whole_shape(local_shape) if shape is None else shape
+            check_shard(verb, pattern, shape, tuple(local_shape))
+            return pattern, whole if target is None else target, shape, None
+        if verb == "unshard":
+            source = NamedSharding.from_pattern(pattern, mesh, shape, sizes, **here)
+            return source, whole, source.parts.shape, None
+        source, target = shardings_of_sides(pattern, mesh, shape, sizes, **here)
+        return source, target, source.parts.shape, pattern
     except AxisError as error:
         raise with_hidden_mesh(error, given_mesh) from None
+
+
+def _check_target(target: object, sizes: Mapping[str, int]) -> None:
+    if not isinstance(target, NamedSharding):
+        raise KindError(
+            "reshard from a NamedSharding needs another to go to",
+            expected="reshard(x, source, target)",
+            found=f"a {type(target).__name__} as target",
+        )
+    if sizes:
+        raise ArgumentError(
+            "reshard between NamedShardings knows no dims by name",
+            found=", ".join(f"{name}={size}" for name, size in sizes.items()),
+            fix="give the shape of the whole array: shape=(...)",
+        )
+    get_mesh("reshard", target.mesh)
 
 
 def _mesh_of(verb: str, pattern: Any, mesh: DeviceMesh | None) -> DeviceMesh:

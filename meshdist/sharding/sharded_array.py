@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -16,31 +16,19 @@ from ..dtypes import dtype_name
 from ..error_text import explain
 from ..errors import ArgumentError, KindError
 from ..functional.axis_types import ATTRIBUTE
-from ..mesh.device_mesh import coordinate_in
 from ..mesh.partition_spec import PartitionSpec
 from ..mesh.pattern import parse
-from ..mesh.pattern_sizes import size_side
-from ..mesh.placement import Box, box_text, index_of, shape_of
-from ..mesh.spec import NamedSharding
+from ..mesh.placement import Box, box_text, index_of
+from ..mesh.spec import NamedSharding, sharding_of, shardings_of_sides
 from ..typed_contexts.carried_specs import mark_spec
 from .descriptions import Drawing, SvgDrawing, draw_sharding, draw_sharding_svg
 from .elementwise import ElementwiseArray
-from .requests import on_mesh, whole_shape
-from .shardings import (
-    array_type,
-    checked_sharding,
-    holds_whole,
-    mesh_text,
-    sharding_of,
-    whole_sharding,
-)
+from .resharding import Move, kept_move
+from .shardings import array_type, check_shard, checked_sharding, holds_whole, mesh_text
 from .shards import (
     Shard,
     checked_dims,
     mean_of_shard,
-    move,
-    move_by_pattern,
-    no_shard,
     slice_shard,
     sum_of_shard,
     summed_sharding,
@@ -102,23 +90,20 @@ class ShardedArray(ElementwiseArray):
         as_tensor(local, argument="local", verb="ShardedArray", writable=False)
         local_shape = tuple(local.shape)
         if shape is None:
-            shape = whole_shape(sharding, local_shape)
-        placement = sharding.placement(tuple(shape))
-        box = placement.box(coordinate_in(sharding.mesh, "ShardedArray"))
-        wanted = shape_of(box)
-        if local_shape != wanted:
-            raise no_shard(local_shape, wanted, placement.shape, sharding)
+            shape = sharding.whole_shape(local_shape)
+        shape = sharding.placement(tuple(shape)).shape
+        box = check_shard("ShardedArray", sharding, shape, local_shape)
         if sharding.spec.unreduced and dtype_name(local.dtype) == "bool":
             raise ArgumentError(
                 "bool values have no summands",
                 where=mesh_text(sharding.mesh),
                 expected="numbers where a sharding is unreduced",
-                found=array_type(local.dtype, placement.shape, sharding),
+                found=array_type(local.dtype, shape, sharding),
                 fix="convert them first, for example to int32",
             )
         if isinstance(local, torch.Tensor) and ATTRIBUTE not in local.__dict__:
             mark_spec(local, sharding.spec)  # as md.annotate would: typed contexts see how it lies
-        self.local, self.sharding, self.shape, self._box = local, sharding, placement.shape, box
+        self.local, self.sharding, self.shape, self._box = local, sharding, shape, box
 
     # ------------------------------------------------------------------ what it is
 
@@ -189,7 +174,7 @@ class ShardedArray(ElementwiseArray):
 
         Gradient: this rank's own part of the gradient, which is equal on all ranks.
         """
-        return self.reshard(whole_sharding(self.mesh)).local
+        return self.reshard(PartitionSpec()).local
 
     @one_frame
     def reshard(self, dst: NamedSharding | PartitionSpec | str, **sizes: int) -> ShardedArray:
@@ -210,23 +195,31 @@ class ShardedArray(ElementwiseArray):
             PatternError: no such pattern. ArgumentError: the array does not lie as its left side
                 says.
         """
-        if isinstance(dst, str):
-            if parse(dst).result is not None:
-                return ShardedArray(
-                    *move_by_pattern(self.local, self.sharding, self.shape, dst, sizes)
-                )
-            side = size_side(dst, self.mesh.layout, shape=self.shape, sizes=sizes)
-            dst = on_mesh(self.mesh, side.sharding)
-        if isinstance(dst, PartitionSpec):
-            dst = NamedSharding(self.mesh, dst)
-        dst = checked_sharding(dst, "reshard")
-        if dst == self.sharding:
+        key = self.sharding, dst, self.shape, *sizes.items()
+        move = kept_move(self.mesh, key, lambda: self._new_move(dst, sizes))
+        if move.keeps_shards and move.target == self.sharding:
             return self
-        if dst.mesh == self.mesh and dst.placement(self.shape) == self.sharding.placement(
-            self.shape
-        ):
-            return ShardedArray(self.local, dst, self.shape)
-        return ShardedArray(move(self.local, self.sharding, dst, self.shape), dst, self.shape)
+        local = self.local if move.keeps_shards else move.of(self.local)
+        return ShardedArray(local, move.target, move.target_shape)
+
+    def _new_move(self, dst: Any, sizes: Mapping[str, int]) -> Move:
+        mesh, shape = self.mesh, self.shape
+        if isinstance(dst, str) and parse(dst).result is not None:
+            left, right = shardings_of_sides(dst, mesh, shape, sizes)
+            if left.placement(shape) != self.sharding.placement(shape):
+                raise ArgumentError(
+                    f"reshard: the array does not lie as the left side of {dst!r} says",
+                    where=mesh_text(mesh),
+                    expected=repr(self.sharding.spec),
+                    found=repr(left.spec),
+                    fix="write the right side alone: the array knows how it lies",
+                )
+            return Move(left, right, shape, dst)
+        if isinstance(dst, str):
+            dst = NamedSharding.from_pattern(dst, mesh, shape, sizes)
+        elif isinstance(dst, PartitionSpec):
+            dst = NamedSharding(mesh, dst)
+        return Move(self.sharding, checked_sharding(dst, "reshard"), shape)
 
     # ------------------------------------------------------------------ parts and sums
 

@@ -1,51 +1,20 @@
-"""Shardings taken apart and put together: by dims, by kinds over axes, and as text."""
+"""Shardings of this rank: checked, cut further, and as text."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-from ..errors import AxisError, KindError, MeshError
+from ..arrays import shape_text
+from ..errors import AxisError, KindError, MeshError, ShapeError
 from ..functional.axis_types import type_text
 from ..mesh.current_mesh import mesh_in_force, with_hidden_mesh
 from ..mesh.device_mesh import DeviceMesh, coordinate_in
 from ..mesh.partition_spec import PartitionSpec
-from ..mesh.placement import DimSplit, Placement
-from ..mesh.spec import NamedSharding
+from ..mesh.placement import Box, Placement, shape_of
+from ..mesh.spec import NamedSharding, sharding_of
 from ..typed_contexts.carried_specs import dims_text
 from ..typed_contexts.refusals import type_as_text
 from .changes import dim_of_largest_cells, extended
-
-
-def sharding_of(
-    mesh: Any,
-    dims: Sequence[DimSplit],
-    *,
-    unreduced: Iterable[str] = (),
-    reduced: Iterable[str] = (),
-) -> NamedSharding:
-    """Return the sharding on a mesh with these dims; the inverse of ``NamedSharding.placement``.
-
-    Example:
-        >>> from meshdist import Layout
-        >>> mesh = Layout.from_shape((2, 2), ("dp", "tp"))
-        >>> rows = sharding_of(mesh, [DimSplit(8, (0,), (2,), (5, 3)), DimSplit(4)])
-        >>> rows.spec, rows.shard_sizes
-        (P('dp',), {0: (5, 3)})
-    """
-    layout = mesh if not hasattr(mesh, "layout") else mesh.layout
-    names = layout.names or ()
-    entries: list[Any] = [tuple(names[axis] for axis in split.axes) for split in dims]
-    while entries and not entries[-1]:
-        entries.pop()
-    sizes = {dim: split.cell_sizes for dim, split in enumerate(dims) if split.cell_sizes}
-    spec = PartitionSpec(*entries, unreduced=frozenset(unreduced), reduced=frozenset(reduced))
-    return NamedSharding(mesh, spec, shard_sizes=sizes)
-
-
-def whole_sharding(mesh: Any) -> NamedSharding:
-    """Return the sharding by which every rank of ``mesh`` holds the whole array."""
-    return NamedSharding(mesh, PartitionSpec())
 
 
 def cut_further(
@@ -113,3 +82,23 @@ def checked_sharding(sharding: object, call: str) -> NamedSharding:
         )
     coordinate_in(sharding.mesh, call)
     return sharding
+
+
+def check_shard(
+    call: str, sharding: NamedSharding, shape: tuple[int, ...], local_shape: tuple[int, ...]
+) -> Box:
+    """Return the box of this rank's shard of an array of ``shape``; raise for another shape."""
+    box = sharding.placement(shape).box(coordinate_in(sharding.mesh, call))
+    wanted = shape_of(box)
+    if wanted == local_shape:
+        return box
+    raise ShapeError(
+        f"{call}: the local array is no shard of an array of shape {shape_text(shape)}",
+        where=f"{mesh_text(sharding.mesh)}, {sharding.spec!r}",
+        expected=f"shape {shape_text(wanted)}, this rank's shard",
+        found=f"shape {shape_text(local_shape)}",
+        fix="md.device_put(x, sharding) if every rank has the whole: it takes this rank's shard"
+        if shape == local_shape
+        else "pass the shape of the whole array, the same on every rank; or the sizes of the "
+        "shards: md.NamedSharding(mesh, spec, shard_sizes={dim: sizes})",
+    )

@@ -36,16 +36,15 @@ from ..mesh.definition import select_device
 from ..mesh.device_mesh import DeviceMesh
 from ..mesh.partition_spec import P, PartitionSpec
 from ..mesh.placement import Placement, place_along, volume
-from ..mesh.spec import NamedSharding
+from ..mesh.spec import NamedSharding, sharding_of
 from ..typed_contexts.carried_specs import mark_spec
 from ..typed_contexts.context import find_context
 from .carrying import Carrier
 from .change_steps import group_at, relative
-from .requests import ReshardRequest, move_request
-from .resharding import Resharding
+from .requests import move_title
+from .resharding import Move, move
 from .sharded_array import ShardedArray
-from .shardings import checked_sharding, cut_further, mesh_text, sharding_of, whole_sharding
-from .shards import move
+from .shardings import checked_sharding, cut_further, mesh_text
 from .steps import Exchange
 
 __all__ = ["device_put"]
@@ -69,13 +68,13 @@ class RootedGather:
     # Of ranks that hold equal parts those with the root's coordinates along the free axes send, so
     # that the group is over the axes that cut dims. Summands are added first, scattered over the
     # axes along which they lie.
-    def __init__(self, request: ReshardRequest, root: int) -> None:
-        mesh, source, shape = request.mesh, request.source, request.plan.source.shape
-        self._title = f"{request.plan.title} on rank {root}"
+    def __init__(self, source: NamedSharding, shape: tuple[int, ...], root: int) -> None:
+        mesh = source.mesh
+        self._title = f"{move_title(source, NamedSharding(mesh, P()), shape)} on rank {root}"
         self._sum = None
         if source.spec.unreduced:
-            source = _scattered(source, shape)
-            self._sum = Resharding(move_request("unshard", request.source, source, shape))
+            source, summands = _scattered(source, shape), source
+            self._sum = Move(summands, source, shape, verb="unshard")
         placement = source.placement(shape)
         there = mesh.layout.coordinate_of(root) or ()
         here = mesh.get_coordinate() or ()
@@ -244,7 +243,7 @@ def device_put(
     check_replicas(
         tensor, where.mesh, where.mesh.axis_names, f"device_put as {where.spec!r}", check
     )
-    moved = move(tensor, whole_sharding(where.mesh), where, shape)
+    moved = move(tensor, NamedSharding(where.mesh, P()), where, shape)
     return ShardedArray(in_library(moved, library), where, shape)
 
 
