@@ -19,8 +19,9 @@ from typing import Any, NoReturn
 
 from ..arguments import get_whole_number
 from ..error_text import first_texts
-from ..errors import AxisError, PatternError, ShapeError
+from ..errors import PatternError, ShapeError
 from .layout import Layout
+from .layout_arguments import no_axis
 from .partition_spec import Entry, PartitionSpec
 from .pattern import Dim, Pattern, PatternSide, column_error, parse
 from .placement import DimSplit, Placement, shape_of, split_dim
@@ -115,21 +116,14 @@ def spec_of(
 
 
 def _check_axis(pattern: Pattern, axis: str, layout: Layout | None, start: int) -> None:
-    if layout is None:
+    if layout is None or axis in (layout.names or ()):
         return
-    try:
-        layout.axis_index(axis)
-    except AxisError as error:
-        found = re.compile(rf"[@,:]\s*\(?\s*({re.escape(axis)})\b").search(pattern.text, start)
-        column = start if found is None else found.start(1)
-        here = AxisError(
-            error.summary,
-            where=f"{error.where}; column {column + 1} of {pattern.text!r}",
-            expected=error.expected,
-            fix=error.fix,
-        )
-        here.axis = error.axis
-        raise here from None
+    if layout.names is None:
+        layout.axis_index(axis)  # raises
+    found = re.compile(rf"[@,:]\s*\(?\s*({re.escape(axis)})\b").search(pattern.text, start)
+    column = start if found is None else found.start(1)
+    where = f"mesh ({layout.axis_text()}); column {column + 1} of {pattern.text!r}"
+    raise no_axis(axis, layout.names or (), where)
 
 
 def _fix_of_dims(side: PatternSide, ndim: int) -> str | None:
@@ -163,6 +157,10 @@ def _dims_of_array(pattern: Pattern, side: PatternSide, ndim: int) -> list[Dim]:
         else:
             dims.append(dim)
     return dims
+
+
+_Cut = tuple[tuple[int, ...], tuple[int, ...]]
+"""The axes that cut a dim, and their sizes."""
 
 
 class Sizing:
@@ -211,16 +209,17 @@ class Sizing:
         for place, dim in enumerate(self.dims):
             axes = layout.axis_indices(dim.axes) if dim.axes else ()
             axis_sizes = tuple([layout.sizes[axis] for axis in axes])
-            whole = self._whole_size(place, dim, math.prod(axis_sizes))
+            cut = axes, axis_sizes
+            whole = self._whole_size(place, dim, cut)
             inside = () if dim.is_one else dim.names
             known = [self.sizes[name] for name in inside if name in self.sizes]
             if len(known) < len(inside):
-                if needs_parts or (axes and whole % math.prod(axis_sizes)):
+                if needs_parts or whole % math.prod(axis_sizes):
                     self._fail_unknown(place, dim, whole)
                 inside, known = (" ".join(inside),), [whole]
             names += inside
             counts.append(len(inside))
-            splits += [split_dim(size, axes, axis_sizes) for size in known[:1]]
+            splits += [split_dim(size, *cut) for size in known[:1]]
             splits += [split_dim(size, (), ()) for size in known[1:]]
         kinds = (self.side.unreduced, self.side.reduced)
         placement = Placement(
@@ -233,7 +232,7 @@ class Sizing:
         self._check_local_shape(parts.dims)
         return parts
 
-    def _whole_size(self, place: int, dim: Dim, shards: int) -> int:
+    def _whole_size(self, place: int, dim: Dim, cut: _Cut) -> int:
         """Return the whole size of dim number ``place``; store the size of a part that follows."""
         known = math.prod(self.sizes.get(name, 1) for name in dim.names)
         unknown = [name for name in dim.names if name not in self.sizes]
@@ -246,7 +245,7 @@ class Sizing:
         elif self.local_shape is None:
             self._fail_unknown(place, dim, None)
         else:
-            whole = self._from_local(self.local_shape[place], dim, shards, unknown, known)
+            whole = self._from_local(self.local_shape[place], dim, cut, unknown, known)
         if len(unknown) == 1:
             if known == 0 or whole % known:
                 raise ShapeError(
@@ -267,23 +266,22 @@ class Sizing:
             )
         return whole
 
-    def _from_local(self, local: int, dim: Dim, shards: int, unknown: list[str], known: int) -> int:
+    def _from_local(
+        self, local: int, dim: Dim, cut: _Cut, unknown: Sequence[str], known: int
+    ) -> int:
         """Return the whole size of ``dim`` by ``local``, the size of this rank's shard.
 
         Args:
             unknown: the names of parts of unknown size.
             known: the product of all other parts' sizes.
         """
-        first = dim.names[0]
-        if shards > 1 and len(unknown) == 1 and first in self.sizes and self.coordinate is not None:
-            axes = self.layout.axis_indices(dim.axes)
-            sizes = tuple([self.layout.sizes[axis] for axis in axes])
-            start, stop = split_dim(self.sizes[first], axes, sizes).interval(self.coordinate)
-            inner = known // self.sizes[first] if self.sizes[first] else 0
-            here = (stop - start) * inner
+        first, num_shards = self.sizes.get(dim.names[0]), math.prod(cut[1])
+        if num_shards > 1 and len(unknown) == 1 and first and self.coordinate is not None:
+            start, stop = split_dim(first, *cut).interval(self.coordinate)
+            here = (stop - start) * known // first
             if here and local % here == 0:
                 return local // here * known
-        return local * shards
+        return local * num_shards
 
     def _check_local_shape(self, dims: Sequence[DimSplit]) -> None:
         local, coordinate = self.local_shape, self.coordinate
