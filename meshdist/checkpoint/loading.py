@@ -26,8 +26,7 @@ from ..mesh.partition_spec import P
 from ..mesh.placement import Box, index_of, shape_of
 from ..mesh.spec import NamedSharding
 from ..reduce_ops import ReduceOp
-from ..sharding.resharding import move
-from ..sharding.shardings import cut_further
+from ..sharding.resharding import cut_further, move
 from . import files
 from .manifest import Manifest
 from .members import Members

@@ -35,9 +35,9 @@ from ..mesh.device_mesh import DeviceMesh
 from ..mesh.partition_spec import PartitionSpec, axes_of
 from ..mesh.placement import Box
 from ..mesh.spec import NamedSharding, sized_by_shards
+from ..sharding.descriptions import array_type
 from ..sharding.dtensors import from_dtensor
 from ..sharding.sharded_array import ShardedArray
-from ..sharding.shardings import array_type
 from ..typed_contexts.carried_specs import find_spec
 from ..typed_contexts.refusals import type_of
 from .manifest import DTYPES_IN_FILES, MOST_LEVELS, is_plain

@@ -9,10 +9,10 @@ from typing import Any, NoReturn, cast
 
 import numpy as np
 
-from ..arguments import find_whole_numbers, mesh_kind_error
+from ..arguments import find_whole_numbers
 from ..error_text import explain
 from ..errors import AxisError, KindError, LengthError, ShapeError
-from .layout import Layout
+from .layout import Layout, get_layout
 from .partition_spec import Entry, PartitionSpec, axes_of, fix_of_entries
 from .pattern import Pattern, PatternSide
 from .pattern_sizes import Parts, Sizing, checked_sizes, parse_side, parse_sides, shape_of_side
@@ -63,11 +63,7 @@ class NamedSharding:
         *,
         shard_sizes: Mapping[int, Sequence[int]] | None = None,
     ) -> None:
-        layout = mesh if isinstance(mesh, Layout) else getattr(mesh, "layout", None)
-        if not isinstance(layout, Layout):
-            raise mesh_kind_error(
-                "NamedSharding takes a mesh first", mesh, expected="a DeviceMesh or a Layout"
-            )
+        layout = get_layout(mesh, "NamedSharding")
         if not isinstance(spec, PartitionSpec):
             is_entries = isinstance(spec, (tuple, list))
             raise KindError(
@@ -291,6 +287,12 @@ class NamedSharding:
         names = self.layout.names or ()
         return frozenset(names[axis] for axis in self._free if axis not in self._reduced)
 
+    @property
+    def is_fully_replicated(self) -> bool:
+        """Return whether every rank holds all values of the array."""
+        cut = (axis for axes in self._dims for axis in axes)
+        return all(self.layout.sizes[axis] == 1 for axis in (*cut, *self._unreduced))
+
     def is_equivalent_to(self, other: NamedSharding, ndim: int) -> bool:
         """Whether arrays of ``ndim`` dims lie equally: on each rank the same part, of equal kind.
 
@@ -453,7 +455,7 @@ def sharding_of_side(
     Args:
         needs_parts: whether the sizes inside of all groups must be known.
     """
-    layout = mesh if isinstance(mesh, Layout) else mesh.layout
+    layout = get_layout(mesh, "NamedSharding")
     whole, local = (None if each is None else tuple(each) for each in (shape, local_shape))
     sizing = Sizing(pattern, side, layout, sizes, shape=whole, local_shape=local, rank=rank)
     parts = sizing.parts(needs_parts=needs_parts)
@@ -502,8 +504,7 @@ def sharding_of(
         >>> rows.spec, rows.shard_sizes
         (P('dp',), {0: (5, 3)})
     """
-    layout = mesh if not hasattr(mesh, "layout") else mesh.layout
-    names = layout.names or ()
+    names = get_layout(mesh, "NamedSharding").names or ()
     entries: list[Entry] = [tuple(names[axis] for axis in split.axes) for split in dims]
     while entries and not entries[-1]:
         entries.pop()

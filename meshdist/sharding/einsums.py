@@ -29,7 +29,7 @@ from ..functional.axis_types import (
     with_kinds,
 )
 from ..functional.value_checks import check_replicas
-from ..mesh.current_mesh import find_current_mesh, with_hidden_mesh
+from ..mesh.current_mesh import find_current_mesh, get_mesh, with_hidden_mesh
 from ..mesh.device_mesh import DeviceMesh
 from ..mesh.pattern import column_error, parse
 from ..mesh.pattern_sizes import checked_sizes, spec_of
@@ -38,10 +38,9 @@ from ..typed_contexts.carried_specs import spec_texts
 from ..typed_contexts.context import ContextMode, find_context
 from ..typed_contexts.refusals import refused_join, refused_sharding, type_of
 from .einsum_layouts import EinsumLayout, lay_out_einsum
-from .einsum_plans import plan_einsum
 from .marked_operands import axes_of_leaves, axes_of_marks
+from .planner import mesh_links, plan_einsum
 from .regathering import GatheredOperand, gather_before_backward, saved_as_shards
-from .requests import get_mesh, mesh_links
 from .resharding import (
     FITTING_KINDS,
     check_spec,

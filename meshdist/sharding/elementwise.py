@@ -33,8 +33,8 @@ from ..typed_contexts.torch_functions import (
     TorchFunction,
     shape_depends_on_values,
 )
+from .descriptions import array_type, mesh_text
 from .resharding import kinds_of
-from .shardings import array_type, mesh_text
 
 Operand = tuple[object, tuple[int, ...], NamedSharding]
 """The dtype, the shape and the sharding of an operand."""

@@ -30,14 +30,15 @@ from ..functional.value_checks import check_replicas
 from ..mesh.device_mesh import DeviceMesh
 from ..mesh.partition_spec import PartitionSpec, axes_of
 from ..mesh.placement import Placement, split_dim
-from ..mesh.spec import NamedSharding
+from ..mesh.spec import NamedSharding, sharding_of
 from ..typed_contexts.carried_specs import find_spec, spec_texts
 from ..typed_contexts.context import ContextMode, find_context
 from ..typed_contexts.refusals import foreign_mesh, refused_sharding, type_of, unmarked_shard
-from .carrying import Carrier
+from .changes import dim_of_largest_cells, extended
+from .executor import Carrier
+from .planner import plan_move
 from .plans import Plan, make_plan
 from .refinement import refine
-from .requests import plan_move
 
 FITTING_KINDS = {"V": "IRV", "R": "IR", "U": "UV", "I": "I"}
 """For each kind of a sharding the kinds of values that have it, or are cast to it: a value is a
@@ -370,6 +371,20 @@ def move(
     """Return this rank's shard after the move from ``source`` to ``target``; collective."""
     ends = source, target, shape
     return kept_move(source.mesh, ends, lambda: Move(*ends)).of(local)
+
+
+def cut_further(
+    sharding: NamedSharding, shape: tuple[int, ...], axes: tuple[int, ...]
+) -> NamedSharding:
+    """Return ``sharding`` with ``axes`` cutting, too, the dim whose cells are the largest."""
+    # The new axes are the dim's minor axes, so that a single all-gather undoes it.
+    placement = sharding.placement(shape)
+    dims = list(placement.dims)
+    dim = dim_of_largest_cells(dims)
+    dims[dim] = extended(dims[dim], axes, tuple(placement.mesh_sizes[axis] for axis in axes))
+    names = sharding.layout.names or ()
+    unreduced = sharding.spec.unreduced - {names[axis] for axis in axes}
+    return sharding_of(sharding.mesh, dims, unreduced=unreduced)
 
 
 def _side_text(names: Sequence[str], counts: Sequence[int]) -> str:

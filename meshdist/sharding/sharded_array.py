@@ -14,18 +14,16 @@ from ..arrays import Array, as_tensor, shape_text
 from ..checking.program import one_frame
 from ..dtypes import dtype_name
 from ..error_text import explain
-from ..errors import ArgumentError, KindError
+from ..errors import ArgumentError, AxisError, KindError, MeshError, ShapeError
 from ..functional.axis_types import ATTRIBUTE
+from ..mesh.current_mesh import mesh_in_force, with_hidden_mesh
+from ..mesh.device_mesh import DeviceMesh, coordinate_in
 from ..mesh.partition_spec import PartitionSpec
 from ..mesh.pattern import parse
-from ..mesh.placement import Box, box_text, index_of
+from ..mesh.placement import Box, box_text, index_of, shape_of
 from ..mesh.spec import NamedSharding, sharding_of, shardings_of_sides
 from ..typed_contexts.carried_specs import mark_spec
-from .descriptions import Drawing, SvgDrawing, draw_sharding, draw_sharding_svg
-from .elementwise import ElementwiseArray
-from .resharding import Move, kept_move
-from .shardings import array_type, check_shard, checked_sharding, holds_whole, mesh_text
-from .shards import (
+from .array_methods import (
     Shard,
     checked_dims,
     mean_of_shard,
@@ -33,8 +31,65 @@ from .shards import (
     sum_of_shard,
     summed_sharding,
 )
+from .descriptions import (
+    Drawing,
+    SvgDrawing,
+    array_type,
+    draw_sharding,
+    draw_sharding_svg,
+    mesh_text,
+)
+from .elementwise import ElementwiseArray
+from .resharding import Move, kept_move
 
 __all__ = ["ShardedArray"]
+
+
+def checked_sharding(sharding: object, call: str) -> NamedSharding:
+    """Return a NamedSharding that holds this rank; a spec takes the mesh in force; or raise."""
+    if isinstance(sharding, PartitionSpec):
+        naming = "NamedSharding(mesh, spec)"
+        try:
+            sharding = NamedSharding(mesh_in_force(call, naming=naming), sharding)
+        except AxisError as error:
+            raise with_hidden_mesh(error, None, f"name the mesh that is meant: {naming}") from None
+    if not isinstance(sharding, NamedSharding):
+        raise KindError(
+            f"{call} takes a sharding",
+            expected="a NamedSharding, or a PartitionSpec where a mesh is in force",
+            found=f"{sharding!r}, a {type(sharding).__name__}",
+            fix="write NamedSharding(mesh, P('dp'))",
+        )
+    if not isinstance(sharding.mesh, DeviceMesh):
+        raise MeshError(
+            f"{call} needs a mesh of this world's ranks: a bare layout only plans",
+            where=repr(sharding),
+            expected="a DeviceMesh",
+            found=f"a {type(sharding.mesh).__name__}",
+            fix="make one: md.DeviceMesh('cpu', layout)",
+        )
+    coordinate_in(sharding.mesh, call)
+    return sharding
+
+
+def check_shard(
+    call: str, sharding: NamedSharding, shape: tuple[int, ...], local_shape: tuple[int, ...]
+) -> Box:
+    """Return the box of this rank's shard of an array of ``shape``; raise for another shape."""
+    box = sharding.placement(shape).box(coordinate_in(sharding.mesh, call))
+    wanted = shape_of(box)
+    if wanted == local_shape:
+        return box
+    raise ShapeError(
+        f"{call}: the local array is no shard of an array of shape {shape_text(shape)}",
+        where=f"{mesh_text(sharding.mesh)}, {sharding.spec!r}",
+        expected=f"shape {shape_text(wanted)}, this rank's shard",
+        found=f"shape {shape_text(local_shape)}",
+        fix="md.device_put(x, sharding) if every rank has the whole: it takes this rank's shard"
+        if shape == local_shape
+        else "pass the shape of the whole array, the same on every rank; or the sizes of the "
+        "shards: md.NamedSharding(mesh, spec, shard_sizes={dim: sizes})",
+    )
 
 
 class ShardedArray(ElementwiseArray):
@@ -130,7 +185,7 @@ class ShardedArray(ElementwiseArray):
     @property
     def is_fully_replicated(self) -> bool:
         """Return whether every rank holds the whole array."""
-        return holds_whole(self.sharding.placement(self.shape))
+        return self.sharding.is_fully_replicated
 
     def __repr__(self) -> str:
         kind = array_type(self.dtype, self.shape, self.sharding)
@@ -203,23 +258,23 @@ class ShardedArray(ElementwiseArray):
         return ShardedArray(local, move.target, move.target_shape)
 
     def _new_move(self, dst: Any, sizes: Mapping[str, int]) -> Move:
-        mesh, shape = self.mesh, self.shape
+        source, shape, pattern = self.sharding, self.shape, None
         if isinstance(dst, str) and parse(dst).result is not None:
-            left, right = shardings_of_sides(dst, mesh, shape, sizes)
-            if left.placement(shape) != self.sharding.placement(shape):
+            pattern = dst
+            source, dst = shardings_of_sides(pattern, self.mesh, shape, sizes)
+            if source.placement(shape) != self.sharding.placement(shape):
                 raise ArgumentError(
-                    f"reshard: the array does not lie as the left side of {dst!r} says",
-                    where=mesh_text(mesh),
+                    f"reshard: the array does not lie as the left side of {pattern!r} says",
+                    where=mesh_text(self.mesh),
                     expected=repr(self.sharding.spec),
-                    found=repr(left.spec),
+                    found=repr(source.spec),
                     fix="write the right side alone: the array knows how it lies",
                 )
-            return Move(left, right, shape, dst)
-        if isinstance(dst, str):
-            dst = NamedSharding.from_pattern(dst, mesh, shape, sizes)
+        elif isinstance(dst, str):
+            dst = NamedSharding.from_pattern(dst, self.mesh, shape, sizes)
         elif isinstance(dst, PartitionSpec):
-            dst = NamedSharding(mesh, dst)
-        return Move(self.sharding, checked_sharding(dst, "reshard"), shape)
+            dst = NamedSharding(self.mesh, dst)
+        return Move(source, checked_sharding(dst, "reshard"), shape, pattern)
 
     # ------------------------------------------------------------------ parts and sums
 

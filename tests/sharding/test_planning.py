@@ -19,7 +19,7 @@ from meshdist.errors import (
     ShapeError,
 )
 from meshdist.mesh.layout import Layout
-from meshdist.sharding.requests import mesh_links
+from meshdist.sharding.planner import mesh_links
 from meshdist.sharding.routes import DEFAULT_LINK, Link, default_link
 from meshdist.sharding.steps import Exchange
 from tests.sharding.cases import assert_lies, shards, whole_array
@@ -182,16 +182,14 @@ def test_all_ranks_choose_one_route() -> None:
         (
             lambda: md.plan(P("dp"), P(), "dp", (8,)),
             KindError,
-            "a plan lies on a mesh\n"
-            "  where:    argument mesh\n"
+            "plan takes a mesh\n"
             "  expected: a DeviceMesh or a Layout\n"
             "  found:    a str",
         ),
         (
             lambda: md.plan("b@dp -> b", mesh=8, b=8),
             KindError,
-            "a plan lies on a mesh\n"
-            "  where:    argument mesh\n"
+            "plan takes a mesh\n"
             "  expected: a DeviceMesh or a Layout\n"
             "  found:    a int",
         ),

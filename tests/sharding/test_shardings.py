@@ -10,7 +10,7 @@ from hypothesis import given, strategies as st
 from meshdist.mesh.layout import Layout
 from meshdist.mesh.partition_spec import P
 from meshdist.mesh.spec import NamedSharding, sharding_of
-from meshdist.sharding.shardings import array_type, holds_whole
+from meshdist.sharding.descriptions import array_type
 
 MESH = Layout.from_shape((2, 3, 1), ("dp", "tp", "one"))
 
@@ -47,7 +47,7 @@ def test_put_together_again_it_lies_equally(case: tuple[P, dict[int, Any]]) -> N
     ],
 )
 def test_who_holds_the_whole(spec: P, expected: bool) -> None:
-    assert holds_whole(NamedSharding(MESH, spec).placement((1, 4))) is expected
+    assert NamedSharding(MESH, spec).is_fully_replicated is expected
 
 
 def test_types_as_text() -> None:

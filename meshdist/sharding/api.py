@@ -1,30 +1,51 @@
-"""The public calls that place arrays on a mesh: ``reshard``, ``shard`` and ``unshard``."""
+"""The public calls that move arrays: ``reshard``, ``shard``, ``unshard`` and ``device_put``.
+
+Between one rank, the root, and the others each element travels once. ``device_put`` from a root
+takes two steps if replicas hold the array: the root scatters what they will hold in parts, and they
+exchange their parts.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from ..arguments import get_shape
+from ..arguments import get_shape, get_whole_number
 from ..arrays import Array, as_tensor, like
 from ..checking.program import one_frame
-from ..errors import AgreementError, ArgumentError, AxisError, KindError
+from ..collectives.objects import broadcast_object_list
+from ..collectives.torch_private import HiddenFromModes
+from ..error_text import ranks_text
+from ..errors import (
+    AgreementError,
+    ArgumentError,
+    AxisError,
+    GradientError,
+    KindError,
+    MeshdistError,
+    NotInGroupError,
+)
 from ..functional.value_checks import check_replicas
-from ..mesh.current_mesh import mesh_in_force, with_hidden_mesh
+from ..mesh.current_mesh import get_mesh, mesh_in_force, with_hidden_mesh
 from ..mesh.device_mesh import DeviceMesh
 from ..mesh.partition_spec import P, PartitionSpec
 from ..mesh.pattern import parse
-from ..mesh.spec import NamedSharding, shardings_of_sides
-from .requests import get_mesh
-from .resharding import Move
-from .sharded_array import ShardedArray
-from .shardings import check_shard
-from .whole_arrays import RootedGather, checked_root
+from ..mesh.spec import NamedSharding, sharding_of, shardings_of_sides
+from ..typed_contexts.carried_specs import mark_spec
+from ..typed_contexts.context import find_context
+from .array_creation import in_library, library_of, mesh_device
+from .descriptions import mesh_text
+from .executor import gather_to_root, scatter
+from .planner import move_title
+from .resharding import Move, cut_further, move
+from .sharded_array import ShardedArray, check_shard, checked_sharding
 
-__all__ = ["reshard", "shard", "unshard"]
+__all__ = ["device_put", "reshard", "shard", "unshard"]
 
 
 @one_frame
@@ -212,10 +233,74 @@ def unshard(
     if root is None:
         return _moved(local, tensor, key, mesh, False)
     found_mesh = _mesh_of("unshard", lies, mesh)
-    rank = checked_root(root, "unshard", found_mesh)
+    rank = _checked_root(root, "unshard", found_mesh)
     source, _, whole_shape, _ = _find_ends(key, mesh)
-    whole = RootedGather(source, whole_shape, rank)(tensor)
+    whole = _gathered(tensor, source, whole_shape, rank)
     return None if whole is None else like(whole, local)
+
+
+def device_put(
+    x: Array | ShardedArray | None,
+    sharding: NamedSharding | PartitionSpec,
+    root: int | None = None,
+    *,
+    check: bool | None = None,
+) -> ShardedArray:
+    """The array ``x`` with a sharding: every rank holds its shard.
+
+    Args:
+        x: without ``root``: the whole, equal on every rank, of any library; or a sharded array,
+            which is resharded. With ``root``: the whole there; on the other ranks it is not read.
+        sharding: how it shall lie; a ``PartitionSpec`` alone takes the mesh in force.
+        root: the one rank that holds the whole, as a rank of the world; the same on every rank.
+            Then the call is collective over the mesh.
+        check: whether all ranks compare ``x``, where there is no root; None as in ``reshard``.
+
+    Returns: an array in new memory, of the library of ``x``; tensors lie on the mesh's device.
+        Along axes over which it is unreduced coordinate 0 holds the values, and all others zeros.
+
+    Gradient: without a root the shards' gradients are gathered on every rank; with a root, there,
+        and every rank takes part in the backward.
+
+    Cost: nothing is sent without a root. With a root, each element leaves it once; ranks that hold
+        equal parts send these to each other.
+
+    Raises:
+        KindError: ``x`` is no array, or None on the root; in the latter case on every rank.
+        NotInGroupError: this rank, or the root, is not in the mesh.
+        ShapeError: the sharding does not fit the shape.
+        AgreementError: ranks name different roots. UnequalError: a comparison finds a difference.
+
+    Example:
+        >>> import torch, meshdist as md
+        >>> def program():
+        ...     mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        ...     whole = torch.arange(5) if md.get_rank() == 0 else None
+        ...     return md.device_put(whole, md.NamedSharding(mesh, md.P("dp")), root=0).local
+        >>> md.simulate(program, 2)
+        [tensor([0, 1, 2]), tensor([3, 4])]
+    """
+    where = checked_sharding(sharding, "device_put")
+    if root is not None:
+        return _put_from_root(x, where, root)
+    if isinstance(x, ShardedArray):
+        local = as_tensor(x.local, argument="x", verb="device_put", writable=False)
+        check_replicas(local, x.mesh, x.sharding.replicated_axes, f"put {x.shape}", bool(check))
+        return x.reshard(where)
+    tensor = as_tensor(x, argument="x", verb="device_put", writable=False)
+    library = library_of(x)
+    if library == "torch":
+        tensor = tensor.to(mesh_device(where.mesh))
+    shape = tuple(tensor.shape)
+    where.placement(shape)  # raises before anything is sent
+    check_replicas(
+        tensor, where.mesh, where.mesh.axis_names, f"device_put as {where.spec!r}", check
+    )
+    moved = move(tensor, NamedSharding(where.mesh, P()), where, shape)
+    return ShardedArray(in_library(moved, library), where, shape)
+
+
+# -- moves ----------------------------------------------------------------------------------------
 
 
 def _moved(
@@ -231,12 +316,12 @@ def _moved(
     mesh = given_mesh
     if mesh is None:
         mesh = pattern.mesh if isinstance(pattern, NamedSharding) else mesh_in_force(verb)
-    move = mesh.caches.find(Move, key) if isinstance(mesh, DeviceMesh) else None
-    if move is None:
+    found = mesh.caches.find(Move, key) if isinstance(mesh, DeviceMesh) else None
+    if found is None:
         ends = _find_ends(key, given_mesh)
-        move = mesh.caches.keep(Move, key, Move(*ends, verb=verb))
+        found = mesh.caches.keep(Move, key, Move(*ends, verb=verb))
     try:
-        return like(move(tensor, check), x)
+        return like(found(tensor, check), x)
     except AgreementError as error:
         _add_sizes(error, key)
         raise
@@ -318,3 +403,114 @@ def _mesh_of(verb: str, pattern: Any, mesh: DeviceMesh | None) -> DeviceMesh:
             fix="leave mesh out",
         )
     return get_mesh(verb, pattern.mesh)
+
+
+# -- one rank that holds the whole ----------------------------------------------------------------
+
+
+def _checked_root(root: Any, verb: str, mesh: DeviceMesh) -> int:
+    """Return the root as a whole number, or raise unless it is a rank of the mesh."""
+    rank = get_whole_number(root, f"{verb}: root", expected="a rank")
+    if mesh.layout.coordinate_of(rank) is None:
+        raise NotInGroupError(
+            f"{verb}: the mesh does not hold the root, rank {rank}",
+            where=f"rank {mesh.get_rank()}, mesh ({mesh.layout.axis_text()})",
+            expected=f"one of {ranks_text(mesh.layout.ranks().ravel().tolist())}",
+        )
+    return rank
+
+
+def _gathered(
+    x: torch.Tensor, source: NamedSharding, shape: tuple[int, ...], root: int
+) -> torch.Tensor | None:
+    """Return the whole array on the root, in new memory; None on all other ranks."""
+    mesh, whole = source.mesh, NamedSharding(source.mesh, P())
+    title = f"{move_title(source, whole, shape)} on rank {root}"
+    if x.requires_grad and torch.is_grad_enabled():
+        raise GradientError(
+            "unshard with a root has no gradient",
+            where=title,
+            expected="a tensor that needs none: ranks without a result have no backward",
+            fix="pass local.detach(), or leave root out: every rank then holds the whole",
+        )
+    if source.spec.unreduced:  # summands are added first, scattered over their axes
+        axes = source.layout.axis_indices(tuple(source.spec.unreduced))
+        target = cut_further(source, shape, tuple(sorted(axes))) if shape else whole
+        x, source = Move(source, target, shape, verb="unshard")(x), target
+    return gather_to_root(x, mesh, source.placement(shape), root, title)
+
+
+@dataclass(frozen=True)
+class _Facts:
+    """The facts of the root's array that the other ranks receive: shape, dtype, library."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    library: str
+    requires_grad: bool
+
+
+def _put_from_root(x: Any, target: NamedSharding, root: object) -> ShardedArray:
+    mesh = target.mesh
+    rank = _checked_root(root, "device_put", mesh)
+    place = mesh.open_group().ranks.index(rank)
+    tensor, facts = _share_facts(x, target, place, is_root=mesh.get_rank() == rank)
+    # A scalar has no dim to be cut among replicas.
+    shape = facts.shape or (1,)
+    wide = sharding_of(mesh, (), unreduced=target.spec.unreduced, reduced=target.spec.reduced)
+    lying = target if facts.shape else wide
+    free = lying.placement(shape).free_axes  # what replicas will hold is cut among them
+    source = cut_further(lying, shape, free)
+    device = mesh_device(mesh) if facts.library != "numpy" else torch.device("cpu")
+    if tensor is None:
+        tensor = torch.empty(0, dtype=facts.dtype, device=device)
+        tensor.requires_grad_(facts.requires_grad)
+    else:
+        tensor = tensor.to(device).reshape(shape)
+    title = f"device_put {source.spec!r} of {shape} from rank {rank}"
+    with HiddenFromModes() if find_context() is not None else nullcontext():
+        own = mark_spec(scatter(tensor, mesh, source.placement(shape), rank, title), source.spec)
+    local = move(own, source, lying, shape)
+    if not facts.shape:
+        local = local.reshape(())
+    return ShardedArray(in_library(local, facts.library), target, facts.shape)
+
+
+def _share_facts(
+    x: Any, target: NamedSharding, place: int, *, is_root: bool
+) -> tuple[torch.Tensor | None, _Facts]:
+    """Return (root's tensor, else None; facts of it); raise the root's errors on all ranks."""
+    told: list[Any] = [None]
+    tensor = None
+    if is_root:
+        try:
+            tensor = _checked_whole(x, target)
+            told = [_Facts(tuple(tensor.shape), tensor.dtype, library_of(x), tensor.requires_grad)]
+        except MeshdistError as error:
+            told = [error]
+    broadcast_object_list(told, group=target.mesh.open_group(), group_src=place)
+    if isinstance(told[0], MeshdistError):
+        raise told[0]
+    return tensor, told[0]
+
+
+def _checked_whole(x: Any, target: NamedSharding) -> torch.Tensor:
+    """Return the root's array as a tensor, or raise where it cannot have the sharding."""
+    where = f"the root, {mesh_text(target.mesh)}"
+    if x is None or isinstance(x, ShardedArray):
+        raise KindError(
+            "device_put: the root holds no whole array",
+            where=where,
+            expected="the whole, as an array, on the root",
+            found="None" if x is None else "a ShardedArray",
+            fix="pass it there, or name the rank that has it: root=..."
+            if x is None
+            else "leave root= out: a sharded array lies on all ranks",
+        )
+    tensor = as_tensor(x, argument="x", verb="device_put", writable=False)
+    target.placement(tuple(tensor.shape))
+    if target.spec.unreduced and tensor.dtype == torch.bool:
+        raise ArgumentError(
+            "device_put: bool values have no summands", where=where, found=repr(target.spec)
+        )
+    return tensor

@@ -1,26 +1,26 @@
-"""Plan moves: ``md.plan``, the links of a mesh, and the meshes of calls."""
+"""Plan moves and einsums: ``md.plan``, the plan of an einsum, and the links of a mesh."""
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from ..arguments import get_shape, get_whole_number, mesh_kind_error
+from ..arguments import get_shape, get_whole_number
 from ..errors import ArgumentError, AxisError, KindError
 from ..mesh.current_mesh import mesh_in_force, with_hidden_mesh
-from ..mesh.device_mesh import DeviceMesh, coordinate_in
-from ..mesh.layout import Layout
+from ..mesh.device_mesh import DeviceMesh
+from ..mesh.layout import Layout, get_layout
 from ..mesh.partition_spec import PartitionSpec
 from ..mesh.pattern import parse
 from ..mesh.pattern_sizes import checked_sizes
 from ..mesh.spec import NamedSharding, shardings_of_sides
-from .einsum_layouts import lay_out_einsum
-from .einsum_plans import EinsumPlan, plan_einsum
-from .plans import Plan, make_plan
+from .einsum_layouts import EinsumLayout, lay_out_einsum
+from .plans import Plan, bytes_text, make_plan, step_text
 from .refinement import refine
 from .routes import DEFAULT_LINK, Link, default_link, links_of
 
@@ -103,7 +103,7 @@ def plan(
                 else "name the mesh: plan(pattern, mesh=mesh)",
             )
         given_mesh, mesh = mesh, mesh_in_force("plan") if mesh is None else mesh
-        _layout_of(mesh)
+        get_layout(mesh, "plan")
         if shape is None and len((pattern := parse(src)).operands) > 1 and pattern.result:
             return _plan_of_einsum(src, given_mesh, mesh, mesh_links(mesh, links), rank, sizes)
         whole = None if shape is None else get_shape(shape, "plan")
@@ -145,7 +145,7 @@ def _plan_of_einsum(
     """
     pattern = parse(text)
     asked = tuple(checked_sizes(pattern, sizes).items())
-    layout, at = _layout_of(mesh), mesh_rank(mesh, rank)
+    layout, at = get_layout(mesh, "plan"), mesh_rank(mesh, rank)
     try:
         laid = lay_out_einsum(text, layout, at, None, asked, ((),) * len(pattern.operands))
     except AxisError as error:
@@ -198,7 +198,7 @@ def mesh_rank(mesh: DeviceMesh | Layout, rank: int | None = None) -> int:
 
 def mesh_links(mesh: DeviceMesh | Layout, links: Links | None = None) -> tuple[Link, ...]:
     """Return a link per axis: ``links``, or the constants of the axes' wires; or raise."""
-    layout = _layout_of(mesh)
+    layout = get_layout(mesh, "plan")
     if isinstance(mesh, Layout):
         return links_of(layout, links, (DEFAULT_LINK,) * layout.ndim)
     defaults = mesh.caches.of(tuple[Link, ...], partial(_wire_links, mesh))
@@ -216,24 +216,12 @@ def _wire_links(mesh: DeviceMesh) -> tuple[Link, ...]:
 # -- arguments ----------------------------------------------------------------------------------
 
 
-def _layout_of(mesh: Any) -> Layout:
-    layout = mesh if isinstance(mesh, Layout) else getattr(mesh, "layout", None)
-    if not isinstance(layout, Layout):
-        raise KindError(
-            "a plan lies on a mesh",
-            where="argument mesh",
-            expected="a DeviceMesh or a Layout",
-            found=f"a {type(mesh).__name__}",
-        )
-    return layout
-
-
 def _sharding(given: Any, name: str, mesh: DeviceMesh | Layout | None) -> NamedSharding:
     if isinstance(given, NamedSharding):
         return given
     if isinstance(given, PartitionSpec):
         chosen = mesh_in_force("plan") if mesh is None else mesh
-        _layout_of(chosen)
+        get_layout(chosen, "plan")
         try:
             return NamedSharding(chosen, given)
         except AxisError as error:
@@ -269,14 +257,101 @@ def _sharding_text(sharding: NamedSharding) -> str:
     return f"{sharding.spec!r} with shard sizes {text}"
 
 
-def get_mesh(verb: str, mesh: DeviceMesh | None) -> DeviceMesh:
-    """Return ``mesh``, or the mesh in force for None; raise unless this rank is in it."""
-    mesh = mesh_in_force(verb) if mesh is None else mesh
-    if not isinstance(mesh, DeviceMesh):
-        raise mesh_kind_error(
-            f"{verb} needs the groups of a DeviceMesh",
-            mesh,
-            fix="plan on a Layout with md.plan; move data on a DeviceMesh",
+# -- einsums --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class EinsumPlan:
+    """The plan of an einsum for one rank: the plans of its operands and of its result.
+
+    Args:
+        operands: from how each operand lies to how the product takes it.
+        result: from how the product leaves the result to how it shall lie.
+    """
+
+    layout: EinsumLayout
+    operands: tuple[Plan, ...]
+    result: Plan
+
+    def bytes_received(self, itemsize: int = 4, *, backward: bool = False) -> int:
+        """Return the bytes that this rank receives, forward, or in the backward alone."""
+        plans = (*self.operands, self.result)
+        return sum((plan.T if backward else plan).bytes_received(itemsize) for plan in plans)
+
+    def explain(self, itemsize: int = 4) -> str:
+        """Return the plan in words: what each axis divides, the steps, and what is summed.
+
+        Example:  # doctest: +ELLIPSIS
+            >>> mesh = Layout.from_shape((2,), ("tp",))
+            >>> print(plan("b d, d f@tp -> b f@tp", mesh=mesh, b=2, d=4, f=8).explain())
+            einsum 'b d, d f@tp -> b f@tp': rank 0 (tp=0) of mesh (tp=2)
+              tp divides 'f': the gradient of operand 0 is summed over it
+              forward: 0 bytes in
+              backward: 32 bytes in
+                gradient of operand 0: all-reduce over tp, 2 ranks: 2 x 4; 32 bytes in, ...
+        """
+        mesh = self.result.layout
+        place = self.result.coordinate
+        lines = [
+            f"einsum {self.layout.text!r}: rank {mesh.rank_at(place)} "
+            f"({mesh.coordinate_text(mesh.rank_at(place))}) of mesh ({mesh.axis_text()})"
+        ]
+        lines += [f"  {self._axis_text(axis)}" for axis in range(mesh.ndim)]
+        named = [(f"operand {at}", plan) for at, plan in enumerate(self.operands)]
+        named.append(("result", self.result))
+        back = [(f"gradient of {name}", plan.T) for name, plan in reversed(named)]
+        for which, plans in (("forward", named), ("backward", back)):
+            total = sum(plan.bytes_received(itemsize) for _, plan in plans)
+            lines.append(f"  {which}: {bytes_text(total)} in")
+            for name, plan in plans:
+                lines += [
+                    f"    {name}: {step_text(step, mesh, plan.links, itemsize)}"
+                    for step in plan.steps
+                ]
+        return "\n".join(lines)
+
+    def _axis_text(self, axis: int) -> str:
+        """Return a line on what ``axis`` divides, and on sums over it in forward and backward."""
+        work, choice = self.layout.work, self.layout.choices[axis]
+        name = (self.result.layout.names or ())[axis] if self.result.layout.names else str(axis)
+        if choice is None:
+            return f"{name} divides nothing: each rank along it computes the same"
+        what = f"{name} divides {choice!r}"
+        if isinstance(choice, int):
+            what = f"{name} divides the summands of operand {choice}"
+        sums = []
+        if axis in work.result.unreduced:
+            kept = axis in self.layout.result.parts.placement.unreduced
+            sums.append("the result stays unreduced" if kept else "the result is summed over it")
+        for at, (taken, source) in enumerate(zip(work.operands, self.layout.sources, strict=True)):
+            if axis in taken.reduced:
+                stays = axis in source.reduced
+                sums.append(
+                    f"the gradient of operand {at} "
+                    + ("stays unreduced" if stays else "is summed over it")
+                )
+        return f"{what}: {', '.join(sums) or 'nothing is summed over it'}"
+
+    def __repr__(self) -> str:
+        return f"<EinsumPlan {self.layout.text!r} at {self.result.coordinate}>"
+
+
+def plan_einsum(
+    laid: EinsumLayout, layout: Layout, coordinate: tuple[int, ...], links: tuple[Link, ...]
+) -> EinsumPlan:
+    """Return the plan of a laid-out einsum for the rank at ``coordinate``."""
+    moves = [*zip(laid.operands, laid.sources, laid.work.operands, strict=True)]
+    moves.append((laid.result, laid.work.result, laid.result.parts.placement))
+    which = [*(f"operand {number}" for number in range(len(laid.operands))), "the result"]
+    *operands, result = [
+        make_plan(
+            source,
+            target,
+            coordinate,
+            layout=layout,
+            links=links,
+            title=f"einsum {laid.text!r}: {name} of shape {side.parts.shape}",
         )
-    coordinate_in(mesh, verb)
-    return mesh
+        for (side, source, target), name in zip(moves, which, strict=True)
+    ]
+    return EinsumPlan(laid, tuple(operands), result)

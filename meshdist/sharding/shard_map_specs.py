@@ -35,9 +35,9 @@ from ..mesh.placement import Placement
 from ..mesh.spec import NamedSharding, sized_by_shards
 from ..typed_contexts.carried_specs import checked_spec
 from ..typed_contexts.refusals import tensor_text, type_of
+from .descriptions import mesh_text
 from .resharding import kinds_of
 from .sharded_array import ShardedArray
-from .shardings import mesh_text
 
 _NUMBERS = (bool, int, float, complex)  # exactly these: numpy.float64 is a float, and an array
 
