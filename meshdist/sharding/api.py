@@ -355,7 +355,7 @@ def _find_ends(
     verb, pattern, target, local_shape, shape, *pairs = key
     mesh, sizes = _mesh_of(verb, pattern, given_mesh), dict(pairs)
     whole = NamedSharding(mesh, P())
-    here = {"local_shape": tuple(local_shape), "rank": mesh.get_rank()}
+    here: dict[str, Any] = {"local_shape": tuple(local_shape), "rank": mesh.get_rank()}
     try:
         if verb == "shard":
             if not isinstance(pattern, NamedSharding):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -29,8 +29,6 @@ __all__ = ["plan"]
 Links = Mapping[str | int, Link] | Link
 # So many sizes of shards are written out in a plan's title, more as a number made of them.
 _FEW_SIZES = 8
-
-_Sizes = Mapping[str, int]
 
 
 def plan(
@@ -103,16 +101,18 @@ def plan(
                 else "name the mesh: plan(pattern, mesh=mesh)",
             )
         given_mesh, mesh = mesh, mesh_in_force("plan") if mesh is None else mesh
-        get_layout(mesh, "plan")
-        if shape is None and len((pattern := parse(src)).operands) > 1 and pattern.result:
-            return _plan_of_einsum(src, given_mesh, mesh, mesh_links(mesh, links), rank, sizes)
+        layout, pattern = get_layout(mesh, "plan"), parse(src)
+        asked = tuple(checked_sizes(pattern, sizes).items())
+        at, speeds = mesh_rank(mesh, rank), mesh_links(mesh, links)
+        is_einsum = shape is None and len(pattern.operands) > 1 and pattern.result is not None
         whole = None if shape is None else get_shape(shape, "plan")
         try:
-            source, target = shardings_of_sides(src, mesh, whole, sizes)
+            if is_einsum:
+                laid = lay_out_einsum(src, layout, at, None, asked, ((),) * len(pattern.operands))
+                return plan_einsum(laid, layout, layout.get_coordinate(at), speeds)
+            return _plan_pattern(src, layout, whole, asked, at, speeds)
         except AxisError as error:
             raise with_hidden_mesh(error, given_mesh) from None
-        ends = source, target, source.parts.shape
-        return plan_move(*ends, src, names=source.parts.names, rank=rank, links=links)
     if sizes:
         raise ArgumentError(
             "sizes by name are for patterns, whose dims have names",
@@ -127,51 +127,42 @@ def plan(
             where="md.plan",
             fix="write plan(src, dst, mesh, shape)",
         )
-    return plan_move(source, target, get_shape(shape, "plan"), rank=rank, links=links)
+    at, speeds = mesh_rank(source.mesh, rank), mesh_links(source.mesh, links)
+    return plan_move(source, target, get_shape(shape, "plan"), at, speeds)
 
 
-def _plan_of_einsum(
+@lru_cache(maxsize=4096)
+def _plan_pattern(
     text: str,
-    given_mesh: Any,
-    mesh: DeviceMesh | Layout,
+    layout: Layout,
+    shape: tuple[int, ...] | None,
+    sizes: tuple[tuple[str, int], ...],
+    rank: int,
     links: tuple[Link, ...],
-    rank: int | None,
-    sizes: _Sizes,
-) -> EinsumPlan:
-    """Return one rank's plan of an einsum whose sizes are given by name.
-
-    Args:
-        given_mesh: the mesh that the program names; None if it is in force, which errors then say.
-    """
-    pattern = parse(text)
-    asked = tuple(checked_sizes(pattern, sizes).items())
-    layout, at = get_layout(mesh, "plan"), mesh_rank(mesh, rank)
-    try:
-        laid = lay_out_einsum(text, layout, at, None, asked, ((),) * len(pattern.operands))
-    except AxisError as error:
-        raise with_hidden_mesh(error, given_mesh) from None
-    return plan_einsum(laid, layout, layout.get_coordinate(at), links)
+) -> Plan:
+    """Return one rank's plan of a pattern, whose dims are the parts of the left side in order."""
+    source, target = shardings_of_sides(text, layout, shape, dict(sizes))
+    ends = source, target, source.parts.shape
+    return plan_move(*ends, rank, links, text, source.parts.names)
 
 
 def plan_move(
     source: NamedSharding,
     target: NamedSharding,
     shape: tuple[int, ...],
+    rank: int,
+    links: tuple[Link, ...],
     pattern: str | None = None,
-    *,
     names: Sequence[str] = (),
-    rank: int | None = None,
-    links: Links | None = None,
 ) -> Plan:
     """Return one rank's plan between two shardings of an array of the whole ``shape``.
 
     Args:
+        links: of the source's axes.
         pattern: the text with "->" of which both are the sides; None for others.
         names: of a pattern's parts, in the order that the dims of the plan shall have.
-        rank, links: as in ``plan``.
     """
-    layout, mesh = source.layout, source.mesh
-    rank, speeds = mesh_rank(mesh, rank), mesh_links(mesh, links)
+    layout = source.layout
     if pattern is None:
         here, there = source.placement(shape), target.placement(shape)
     else:
@@ -182,10 +173,10 @@ def plan_move(
     if layout != target.layout:
         both = refine(layout, target.layout)
         here, there = both.source_placement(here), both.target_placement(there)
-        layout, speeds = both.layout, tuple(speeds[axis] for axis in both.source_axis_of_each)
+        layout, links = both.layout, tuple(links[axis] for axis in both.source_axis_of_each)
     title = move_title(source, target, shape, pattern)
     return make_plan(
-        here, there, layout.get_coordinate(rank), layout=layout, links=speeds, title=title
+        here, there, layout.get_coordinate(rank), layout=layout, links=links, title=title
     )
 
 

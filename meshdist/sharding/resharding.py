@@ -36,7 +36,7 @@ from ..typed_contexts.context import ContextMode, find_context
 from ..typed_contexts.refusals import foreign_mesh, refused_sharding, type_of, unmarked_shard
 from .changes import dim_of_largest_cells, extended
 from .executor import Carrier
-from .planner import plan_move
+from .planner import mesh_links, plan_move
 from .plans import Plan, make_plan
 from .refinement import refine
 
@@ -254,8 +254,9 @@ class Move:
         self.target_shape = shape if pattern is None else target.parts.shape
         self._split = self._merge = None
         # What moves are the parts in the order of the right side: their merge copies nothing.
-        names = target.parts.names
-        plan = plan_move(source, target, shape, pattern, names=names)
+        mesh, names = source.mesh, target.parts.names
+        ends = source, target, shape
+        plan = plan_move(*ends, mesh.get_rank(), mesh_links(mesh), pattern, names)
         counts = source.parts.counts, target.parts.counts
         if pattern and (source.parts.names != names or {*counts[0], *counts[1]} - {1}):
             letters = {name: f"d{place}" for place, name in enumerate(names)}
@@ -268,7 +269,6 @@ class Move:
             sizes = dict(zip(letters.values(), local, strict=True))
             self._split = partial(rearrange, pattern=f"{left} -> {parts}", **sizes)
             self._merge = partial(rearrange, pattern=f"{parts} -> {right}")
-        mesh = source.mesh
         if plan.layout != mesh.layout:
             axes = refine(mesh.layout, target.layout).source_axis_of_each
             mesh = mesh.refined(plan.layout, axes)

@@ -250,12 +250,14 @@ class ShardedArray(ElementwiseArray):
             PatternError: no such pattern. ArgumentError: the array does not lie as its left side
                 says.
         """
+        if isinstance(dst, NamedSharding) and dst == self.sharding:
+            return self
         key = self.sharding, dst, self.shape, *sizes.items()
         move = kept_move(self.mesh, key, lambda: self._new_move(dst, sizes))
-        if move.keeps_shards and move.target == self.sharding:
-            return self
-        local = self.local if move.keeps_shards else move.of(self.local)
-        return ShardedArray(local, move.target, move.target_shape)
+        if not move.keeps_shards:
+            return ShardedArray(move.of(self.local), move.target, move.target_shape)
+        is_same = move.target == self.sharding
+        return self if is_same else ShardedArray(self.local, move.target, self.shape)
 
     def _new_move(self, dst: Any, sizes: Mapping[str, int]) -> Move:
         source, shape, pattern = self.sharding, self.shape, None

@@ -182,16 +182,12 @@ def test_all_ranks_choose_one_route() -> None:
         (
             lambda: md.plan(P("dp"), P(), "dp", (8,)),
             KindError,
-            "plan takes a mesh\n"
-            "  expected: a DeviceMesh or a Layout\n"
-            "  found:    a str",
+            "plan takes a mesh\n  expected: a DeviceMesh or a Layout\n  found:    a str",
         ),
         (
             lambda: md.plan("b@dp -> b", mesh=8, b=8),
             KindError,
-            "plan takes a mesh\n"
-            "  expected: a DeviceMesh or a Layout\n"
-            "  found:    a int",
+            "plan takes a mesh\n  expected: a DeviceMesh or a Layout\n  found:    a int",
         ),
         (
             lambda: md.plan(P("dp"), None, MESH, (8,)),
