@@ -49,7 +49,7 @@ from benchmarks._planning import measure_planning
 from benchmarks._report import interleaved, parser_of, some_of, start_ranks, write_report
 from benchmarks._step_times import Sample, quotient, sample_of, thread_us, verdict
 from benchmarks._transitions import AXES, TRANSITIONS, pattern_of, sides_of
-from meshdist.sharding import carrying
+from meshdist.sharding import executor
 
 MIB = 1 << 20
 PARTS = ("transitions", "pair", "planning", "calls")
@@ -332,7 +332,7 @@ def measure_calls(rank: int, folder: str, options: argparse.Namespace, found: Pa
                     thread_us, dtensor.redistribution("DTensor", torchs, transition, x), count // 10
                 ),
             }
-            with mock.patch.multiple(carrying, **free):
+            with mock.patch.multiple(executor, **free):
                 taken = interleaved(sides, options.rounds)
             what = f"a call's Python, {transition}"
             rows += [

@@ -47,8 +47,13 @@ from .mesh.layout import Layout as Layout
 from .mesh.making import make_mesh as make_mesh
 from .mesh.partition_spec import P as P
 from .mesh.spec import NamedSharding as NamedSharding
-from .sharding.einsums import einsum as einsum
-from .sharding.making_arrays import (
+from .sharding.api import (
+    device_put as device_put,
+    reshard as reshard,
+    shard as shard,
+    unshard as unshard,
+)
+from .sharding.array_creation import (
     empty as empty,
     full as full,
     make_array_from_callback as make_array_from_callback,
@@ -57,12 +62,11 @@ from .sharding.making_arrays import (
     randn as randn,
     zeros as zeros,
 )
-from .sharding.placing import reshard as reshard, shard as shard, unshard as unshard
-from .sharding.requests import plan as plan
+from .sharding.einsums import einsum as einsum
+from .sharding.planner import plan as plan
 from .sharding.routes import Link as Link
 from .sharding.shard_mapping import shard_map as shard_map
 from .sharding.sharded_array import ShardedArray as ShardedArray
-from .sharding.whole_arrays import device_put as device_put
 from .tensor_parallel.parallelizing import parallelize as parallelize
 from .typed_contexts.annotations import annotate as annotate, typeof as typeof
 from .typed_contexts.mode import typed as typed, untyped as untyped

@@ -19,7 +19,7 @@ HARD_BODIES = [
     "meshdist/annotations/axis_types.py",
     "meshdist/groups/agreement.py",
     "meshdist/mesh/placement.py",
-    "meshdist/sharding/carrying.py",
+    "meshdist/sharding/executor.py",
     "meshdist/sharding/change_steps.py",
     "meshdist/sharding/routes.py",
     "meshdist/typed_contexts/casting.py",

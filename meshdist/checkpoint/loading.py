@@ -22,11 +22,11 @@ from ..collectives.torch_private import hidden_from_modes
 from ..error_text import first_line, first_texts
 from ..errors import ArgumentError, CheckpointError, DtypeError, KindError, ShapeError
 from ..mesh.device_mesh import DeviceMesh
+from ..mesh.partition_spec import P
 from ..mesh.placement import Box, index_of, shape_of
 from ..mesh.spec import NamedSharding
 from ..reduce_ops import ReduceOp
-from ..sharding.shardings import cut_further, whole_sharding
-from ..sharding.shards import move
+from ..sharding.resharding import cut_further, move
 from . import files
 from .manifest import Manifest
 from .members import Members
@@ -170,7 +170,7 @@ class _ArrayReader:
     def _target(self, entry: StateArray) -> NamedSharding:
         mesh = self._members.any_mesh()
         assert mesh is not None
-        return entry.sharding or whole_sharding(mesh)
+        return entry.sharding or NamedSharding(mesh, P())
 
     def _box(self, name: str) -> Box:
         entry, shared = self._entries[name], self._shared.get(name)

@@ -14,8 +14,7 @@ from ..errors import CheckpointError
 from ..mesh.partition_spec import PartitionSpec
 from ..mesh.placement import Box, index_of, shape_of
 from ..mesh.spec import NamedSharding
-from ..sharding.sharded_array import ShardedArray
-from ..sharding.shardings import checked_sharding
+from ..sharding.sharded_array import ShardedArray, checked_sharding
 from . import files
 from .manifest import Manifest, Piece, SavedArray, damaged, headers_as_manifest
 from .members import errors_as_ours

@@ -35,11 +35,10 @@ from ..mesh.current_mesh import find_current_mesh
 from ..mesh.device_mesh import DeviceMesh
 from ..mesh.partition_spec import PartitionSpec, axes_of
 from ..mesh.placement import Box
-from ..mesh.spec import NamedSharding
+from ..mesh.spec import NamedSharding, sized_by_shards
+from ..sharding.descriptions import array_type
 from ..sharding.dtensors import from_dtensor
-from ..sharding.requests import sized_by_shards
 from ..sharding.sharded_array import ShardedArray
-from ..sharding.shardings import array_type
 from .manifest import DTYPES_IN_FILES, MOST_LEVELS, is_plain
 from .members import Members
 from .pieces import whole_box

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from ..arguments import mesh_kind_error
 from ..errors import AxisError, MeshError
-from .device_mesh import DeviceMesh, meshes_in_force
+from .device_mesh import DeviceMesh, coordinate_in, meshes_in_force
 
 __all__ = ["get_current_mesh"]
 
@@ -34,6 +35,19 @@ def mesh_in_force(call: str, about: str = "", naming: str | None = None) -> Devi
             fix="call it inside `with mesh:`" + (f", or name the mesh: {naming}" if naming else ""),
         )
     return meshes[-1]
+
+
+def get_mesh(verb: str, mesh: DeviceMesh | None) -> DeviceMesh:
+    """Return ``mesh``, or the mesh in force for None; raise unless this rank is in it."""
+    mesh = mesh_in_force(verb) if mesh is None else mesh
+    if not isinstance(mesh, DeviceMesh):
+        raise mesh_kind_error(
+            f"{verb} needs the groups of a DeviceMesh",
+            mesh,
+            fix="plan on a Layout with md.plan; move data on a DeviceMesh",
+        )
+    coordinate_in(mesh, verb)
+    return mesh
 
 
 def with_hidden_mesh(

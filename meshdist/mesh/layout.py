@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from ..arguments import find_whole_numbers
+from ..arguments import find_whole_numbers, mesh_kind_error
 from ..errors import AxisError, KindError, MeshError, NotInGroupError
 from .drawing import draw, draw_svg
 from .layout_arguments import (
@@ -731,6 +731,14 @@ class Layout:
             if index not in indices:
                 start += displacement(axis, coordinate[index])
         return start
+
+
+def get_layout(mesh: Any, call: str) -> Layout:
+    """Return the layout of a DeviceMesh, or a Layout itself; raise KindError for anything else."""
+    layout = mesh if isinstance(mesh, Layout) else getattr(mesh, "layout", None)
+    if isinstance(layout, Layout):
+        return layout
+    raise mesh_kind_error(f"{call} takes a mesh", mesh, expected="a DeviceMesh or a Layout")
 
 
 def _build(

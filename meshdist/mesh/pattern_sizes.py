@@ -1,9 +1,9 @@
-"""Patterns on a mesh, for arrays of known shape: how an array lies, and how one becomes another.
+"""Find the spec of a pattern's side, and the sizes of its parts on arrays of a shape.
 
 A group of a pattern is one dim of the array that stands for several **parts**, the names in it;
-plain dims are parts of their own. What a pattern moves are parts: they are cut, put in another
-order and grouped anew. Of a group only the first part is cut, so a shard comes apart into parts
-without a copy.
+plain dims are parts of their own. A pattern with two sides moves parts: it cuts them, puts them in
+another order and groups them differently. Only the first part of a group is cut, so a shard splits
+into parts without a copy.
 """
 
 from __future__ import annotations
@@ -13,39 +13,65 @@ import math
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import pairwise
 from typing import Any, NoReturn
 
 from ..arguments import get_whole_number
 from ..error_text import first_texts
-from ..errors import AxisError, PatternError, ShapeError
+from ..errors import PatternError, ShapeError
 from .layout import Layout
+from .layout_arguments import no_axis
 from .partition_spec import Entry, PartitionSpec
 from .pattern import Dim, Pattern, PatternSide, column_error, parse
-from .placement import DimSplit, Placement, split_dim
-from .spec import NamedSharding
+from .placement import DimSplit, Placement, shape_of, split_dim
 
 
 @dataclass(frozen=True)
-class SizedSide:
-    """A side of a pattern on a mesh, for an array of known shape.
+class Parts:
+    """The parts of an array's dims, as a side of a pattern names them.
 
     Args:
-        sharding: of the array, on the bare layout.
-        names: the name of each part in order; those that "..." stands for are "...0", "...1".
-        part_sizes: the whole size of each part.
-        counts: the number of parts that each dim of the array stands for: 0 for "1", 1 for a plain
-            dim.
+        names: the name of each part in order; the dims of "..." are "...0", "...1".
+        counts: the number of parts of each dim of the array: 0 for "1", 1 for a plain dim.
         placement: of the parts, as dims of their own.
     """
 
-    sharding: NamedSharding
-    shape: tuple[int, ...]
     names: tuple[str, ...]
-    part_sizes: tuple[int, ...]
     counts: tuple[int, ...]
     placement: Placement
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The whole size of each part."""
+        return self.placement.shape
+
+    @property
+    def by_name(self) -> dict[str, int]:
+        """The whole size of each part, by its name."""
+        return dict(zip(self.names, self.sizes, strict=True))
+
+    @cached_property
+    def dims(self) -> tuple[DimSplit, ...]:
+        """The dims of the array: each is cut as its first part is."""
+        rest = iter(self.placement.dims)
+        return tuple([_joined([next(rest) for _ in range(count)]) for count in self.counts])
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the array."""
+        return tuple([dim.size for dim in self.dims])
+
+
+def _joined(parts: Sequence[DimSplit]) -> DimSplit:
+    """Return the dim that several parts make up, of which the first may be cut."""
+    if not parts:
+        return split_dim(1, (), ())
+    first, inner = parts[0], math.prod([part.size for part in parts[1:]])
+    cells = None
+    if first.axes and inner != 1:
+        cells = tuple([(stop - start) * inner for start, stop in pairwise(first.boundaries)])
+    return split_dim(first.size * inner, first.axes, first.axis_sizes, cells)
 
 
 def spec_of(
@@ -90,21 +116,14 @@ def spec_of(
 
 
 def _check_axis(pattern: Pattern, axis: str, layout: Layout | None, start: int) -> None:
-    if layout is None:
+    if layout is None or axis in (layout.names or ()):
         return
-    try:
-        layout.axis_index(axis)
-    except AxisError as error:
-        found = re.compile(rf"[@,:]\s*\(?\s*({re.escape(axis)})\b").search(pattern.text, start)
-        column = start if found is None else found.start(1)
-        here = AxisError(
-            error.summary,
-            where=f"{error.where}; column {column + 1} of {pattern.text!r}",
-            expected=error.expected,
-            fix=error.fix,
-        )
-        here.axis = error.axis
-        raise here from None
+    if layout.names is None:
+        layout.axis_index(axis)  # raises
+    found = re.compile(rf"[@,:]\s*\(?\s*({re.escape(axis)})\b").search(pattern.text, start)
+    column = start if found is None else found.start(1)
+    where = f"mesh ({layout.axis_text()}); column {column + 1} of {pattern.text!r}"
+    raise no_axis(axis, layout.names or (), where)
 
 
 def _fix_of_dims(side: PatternSide, ndim: int) -> str | None:
@@ -140,6 +159,10 @@ def _dims_of_array(pattern: Pattern, side: PatternSide, ndim: int) -> list[Dim]:
     return dims
 
 
+_Cut = tuple[tuple[int, ...], tuple[int, ...]]
+"""The axes that cut a dim, and their sizes."""
+
+
 class Sizing:
     """A search for the sizes of one side's parts, from shapes and from sizes by name."""
 
@@ -148,12 +171,13 @@ class Sizing:
         pattern: Pattern,
         side: PatternSide,
         layout: Layout,
-        rank: int | None,
-        local_shape: tuple[int, ...] | None,
-        shape: tuple[int, ...] | None,
         sizes: Mapping[str, int],
+        *,
+        shape: tuple[int, ...] | None = None,
+        local_shape: tuple[int, ...] | None = None,
+        rank: int | None = None,
     ) -> None:
-        self.pattern, self.layout, self.rank = pattern, layout, rank
+        self.pattern, self.side, self.layout, self.rank = pattern, side, layout, rank
         self.local_shape, self.shape = local_shape, shape
         self.sizes = dict(sizes)
         self.where = f"pattern {pattern.text!r} on mesh ({layout.axis_text()})"
@@ -176,50 +200,39 @@ class Sizing:
             )
         self.coordinate = None if rank is None else layout.get_coordinate(rank)
 
-    def sized_side(self, needs_parts: bool) -> SizedSide:
-        """Return the side with all sizes, with ``needs_parts`` also of the parts of "(h k)"."""
-        shape: list[int] = []
+    def parts(self, *, needs_parts: bool = True) -> Parts:
+        """Return the parts; without ``needs_parts`` a group of unknown sizes is one part."""
+        layout = self.layout
         names: list[str] = []
-        part_sizes: list[int] = []
         counts: list[int] = []
         splits: list[DimSplit] = []
-        shard_sizes: dict[int, tuple[int, ...]] = {}
         for place, dim in enumerate(self.dims):
-            axes = self.layout.axis_indices(dim.axes) if dim.axes else ()
-            axis_sizes = tuple([self.layout.sizes[axis] for axis in axes])
-            whole = self._whole_size(place, dim, math.prod(axis_sizes))
-            shape.append(whole)
-            if dim.is_one:
-                counts.append(0)
-                continue
-            known = [self.sizes[name] for name in dim.names if name in self.sizes]
-            dim_names, dim_parts = dim.names, known
-            if len(known) < len(dim.names):
-                if needs_parts or (axes and whole % math.prod(axis_sizes)):
+            axes = layout.axis_indices(dim.axes) if dim.axes else ()
+            axis_sizes = tuple([layout.sizes[axis] for axis in axes])
+            cut = axes, axis_sizes
+            whole = self._whole_size(place, dim, cut)
+            inside = () if dim.is_one else dim.names
+            known = [self.sizes[name] for name in inside if name in self.sizes]
+            if len(known) < len(inside):
+                if needs_parts or whole % math.prod(axis_sizes):
                     self._fail_unknown(place, dim, whole)
-                dim_names, dim_parts = (" ".join(dim.names),), [whole]  # the group is one part
-            first = split_dim(dim_parts[0], axes, axis_sizes)
-            names += dim_names
-            part_sizes += dim_parts
-            counts.append(len(dim_parts))
-            splits += [first, *(split_dim(part, (), ()) for part in dim_parts[1:])]
-            inner = math.prod(dim_parts[1:])
-            if axes and inner != 1:
-                cells = tuple(
-                    [(stop - start) * inner for start, stop in pairwise(first.boundaries)]
-                )
-                if split_dim(whole, axes, axis_sizes, cells).cell_sizes is not None:
-                    shard_sizes[place] = cells
-        sharding = NamedSharding(self.layout, self.spec, shard_sizes=shard_sizes)
-        at_shape = sharding.placement(tuple(shape))
-        self._check_local_shape(at_shape)
-        kinds = at_shape.unreduced, at_shape.reduced
-        of_parts = Placement(self.layout.sizes, tuple(part_sizes), tuple(splits), *kinds)
-        return SizedSide(
-            sharding, tuple(shape), tuple(names), tuple(part_sizes), tuple(counts), of_parts
+                inside, known = (" ".join(inside),), [whole]
+            names += inside
+            counts.append(len(inside))
+            splits += [split_dim(size, *cut) for size in known[:1]]
+            splits += [split_dim(size, (), ()) for size in known[1:]]
+        kinds = (self.side.unreduced, self.side.reduced)
+        placement = Placement(
+            layout.sizes,
+            tuple([split.size for split in splits]),
+            tuple(splits),
+            *[tuple(sorted(map(layout.axis_index, axes))) for axes in kinds],
         )
+        parts = Parts(tuple(names), tuple(counts), placement)
+        self._check_local_shape(parts.dims)
+        return parts
 
-    def _whole_size(self, place: int, dim: Dim, shards: int) -> int:
+    def _whole_size(self, place: int, dim: Dim, cut: _Cut) -> int:
         """Return the whole size of dim number ``place``; store the size of a part that follows."""
         known = math.prod(self.sizes.get(name, 1) for name in dim.names)
         unknown = [name for name in dim.names if name not in self.sizes]
@@ -232,10 +245,15 @@ class Sizing:
         elif self.local_shape is None:
             self._fail_unknown(place, dim, None)
         else:
-            whole = self._from_local(self.local_shape[place], dim, shards, unknown, known)
+            whole = self._from_local(self.local_shape[place], dim, cut, unknown, known)
         if len(unknown) == 1:
             if known == 0 or whole % known:
-                self._fail_division(place, dim, whole, known)
+                raise ShapeError(
+                    f"dim {place} of size {whole} is not made of whole {dim}",
+                    where=self.where,
+                    expected=f"a multiple of {known}",
+                    found=str(whole),
+                )
             self.sizes[unknown[0]] = whole // known
         elif not unknown and whole != known:
             raise ShapeError(
@@ -248,41 +266,41 @@ class Sizing:
             )
         return whole
 
-    def _from_local(self, local: int, dim: Dim, shards: int, unknown: list[str], known: int) -> int:
+    def _from_local(
+        self, local: int, dim: Dim, cut: _Cut, unknown: Sequence[str], known: int
+    ) -> int:
         """Return the whole size of ``dim`` by ``local``, the size of this rank's shard.
 
         Args:
             unknown: the names of parts of unknown size.
             known: the product of all other parts' sizes.
         """
-        first = dim.names[0]
-        if shards > 1 and len(unknown) == 1 and first in self.sizes and self.coordinate is not None:
-            axes = self.layout.axis_indices(dim.axes)
-            sizes = tuple([self.layout.sizes[axis] for axis in axes])
-            start, stop = split_dim(self.sizes[first], axes, sizes).interval(self.coordinate)
-            inner = known // self.sizes[first] if self.sizes[first] else 0
-            here = (stop - start) * inner
+        first, num_shards = self.sizes.get(dim.names[0]), math.prod(cut[1])
+        if num_shards > 1 and len(unknown) == 1 and first and self.coordinate is not None:
+            start, stop = split_dim(first, *cut).interval(self.coordinate)
+            here = (stop - start) * known // first
             if here and local % here == 0:
                 return local // here * known
-        return local * shards
+        return local * num_shards
 
-    def _check_local_shape(self, at_shape: Placement) -> None:
-        local = self.local_shape
-        if local is None or self.coordinate is None:
+    def _check_local_shape(self, dims: Sequence[DimSplit]) -> None:
+        local, coordinate = self.local_shape, self.coordinate
+        if local is None or coordinate is None:
             return
-        expected = at_shape.local_shape(self.coordinate)
+        expected = shape_of(tuple([dim.interval(coordinate) for dim in dims]))
         if expected == local:
             return
         wrong = next(
             at for at, pair in enumerate(zip(local, expected, strict=True)) if len({*pair}) > 1
         )
+        whole = tuple([dim.size for dim in dims])
         # No size is proposed: this rank's part says nothing about the others'.
-        dim, split, cut = self.dims[wrong], at_shape.dims[wrong], ""
+        dim, split, cut = self.dims[wrong], dims[wrong], ""
         fix = "give this rank its part of the whole"
         if split.num_cells > 1:
             parts = [str(stop - start) for start, stop in pairwise(split.boundaries)]
             cut = f", whose dim {wrong} is cut into {first_texts(parts, ', ')}, larger parts first"
-        if local[wrong] == at_shape.shape[wrong]:
+        if local[wrong] == whole[wrong]:
             fix += ": md.shard(x, ...)"
         else:
             if self.shape is None and len(dim.names) == 1 and dim.names[0].isidentifier():
@@ -296,7 +314,7 @@ class Sizing:
         raise ShapeError(
             f"rank {self.rank} holds no shard of the whole: dim {wrong} has size {local[wrong]}",
             where=f"rank {self.rank} ({self.layout.coordinate_text(self.rank or 0)}); {self.where}",
-            expected=f"a shard of shape {expected}, of a whole of shape {at_shape.shape}{cut}",
+            expected=f"a shard of shape {expected}, of a whole of shape {whole}{cut}",
             found=f"a shard of shape {local}",
             fix=fix,
         )
@@ -312,95 +330,6 @@ class Sizing:
             found=f"dim {place} of size {whole}" if whole is not None else None,
             fix=f"give {', '.join(f'{name}=...' for name in missing)}",
         )
-
-    def _fail_division(self, place: int, dim: Dim, whole: int, known: int) -> NoReturn:
-        raise ShapeError(
-            f"dim {place} of size {whole} is not made of whole {dim}",
-            where=self.where,
-            expected=f"a multiple of {known}",
-            found=str(whole),
-        )
-
-
-@dataclass(frozen=True)
-class Regrouping:
-    """A pattern with "->" on a mesh, for an array of known shape.
-
-    Args:
-        order: for each part on the right, its place among the parts on the left.
-    """
-
-    # A local array goes from source to target so: view it with each dim as its parts, move that
-    # from ``placement`` to ``target_placement``, permute by ``order``, and view that with the parts
-    # of each dim of the target as one dim.
-    source: SizedSide
-    target: SizedSide
-    order: tuple[int, ...]
-
-    @cached_property
-    def placement(self) -> Placement:
-        """The placement of the source array, a dim for each part on the left of the pattern."""
-        return self.source.placement
-
-    @cached_property
-    def target_placement(self) -> Placement:
-        """The placement of the target array, with a dim per part in the source's order."""
-        back = sorted(range(len(self.order)), key=self.order.__getitem__)
-        return self.target.placement.permuted(back)
-
-    @property
-    def is_reordered(self) -> bool:
-        """Return whether the parts' order or their grouping into dims changes."""
-        return [*self.order] != sorted(self.order) or self.source.counts != self.target.counts
-
-
-def size_side(
-    text: str,
-    layout: Layout,
-    *,
-    rank: int | None = None,
-    local_shape: tuple[int, ...] | None = None,
-    shape: tuple[int, ...] | None = None,
-    sizes: Mapping[str, int] | None = None,
-) -> SizedSide:
-    """Return the placement of an array that a pattern without "->" describes, with all its sizes.
-
-    Args:
-        rank: the rank whose shard has ``local_shape``.
-        shape: of the whole array; None takes each dim's size from ``sizes``, and a size that is
-            not given there as the shard's size times the number of shards.
-        sizes: the whole sizes of parts, by name.
-
-    Example:
-        >>> mesh = Layout.from_shape((4,), ("tp",))
-        >>> heads = size_side("(h k)@tp d", mesh, rank=0, local_shape=(6, 5), sizes={"h": 10})
-        >>> heads.shape, heads.sharding.shard_sizes
-        ((20, 5), {0: (6, 6, 4, 4)})
-    """
-    return _size_side(text, layout, rank, local_shape, shape, tuple((sizes or {}).items()))
-
-
-def regroup(
-    text: str,
-    layout: Layout,
-    *,
-    rank: int | None = None,
-    local_shape: tuple[int, ...] | None = None,
-    shape: tuple[int, ...] | None = None,
-    sizes: Mapping[str, int] | None = None,
-) -> Regrouping:
-    """Return the placements of an array on both sides of a pattern's "->".
-
-    Args:
-        rank, local_shape, shape, sizes: as in ``size_side``, all of the left side.
-
-    Example:
-        >>> mesh = Layout.from_shape((2,), ("tp",))
-        >>> moved = regroup("(h k) d@tp -> d h@tp k", mesh, shape=(12, 5), sizes={"k": 4})
-        >>> moved.target.shape, moved.order, moved.target_placement.box((1,))
-        ((5, 3, 4), (2, 0, 1), ((2, 3), (0, 4), (0, 5)))
-    """
-    return _regroup(text, layout, rank, local_shape, shape, tuple((sizes or {}).items()))
 
 
 def parse_side(text: str) -> tuple[Pattern, PatternSide]:
@@ -418,32 +347,11 @@ def parse_side(text: str) -> tuple[Pattern, PatternSide]:
     return pattern, side
 
 
-@lru_cache(maxsize=4096)
-def _size_side(
-    text: str,
-    layout: Layout,
-    rank: int | None,
-    local_shape: tuple[int, ...] | None,
-    shape: tuple[int, ...] | None,
-    sizes: tuple[tuple[str, int], ...],
-) -> SizedSide:
-    pattern, side = parse_side(text)
-    known = checked_sizes(pattern, dict(sizes))
-    return Sizing(pattern, side, layout, rank, local_shape, shape, known).sized_side(False)
-
-
-@lru_cache(maxsize=4096)
-def _regroup(
-    text: str,
-    layout: Layout,
-    rank: int | None,
-    local_shape: tuple[int, ...] | None,
-    shape: tuple[int, ...] | None,
-    sizes: tuple[tuple[str, int], ...],
-) -> Regrouping:
+def parse_sides(text: str) -> tuple[Pattern, PatternSide, PatternSide]:
+    """Return the parsed pattern and its sides; raise unless they are two, with the same dims."""
     pattern = parse(text)
-    side, result = pattern.get_operand(), pattern.result
-    if result is None:
+    left, right = pattern.get_operand(), pattern.result
+    if right is None:
         raise column_error(
             text,
             len(text),
@@ -451,42 +359,29 @@ def _regroup(
             found="the end",
             summary="this pattern has one side",
         )
-    _check_equal_dims(pattern, side, result)
-    known = checked_sizes(pattern, dict(sizes))
-    left = Sizing(pattern, side, layout, rank, local_shape, shape, known).sized_side(True)
-    here = dict(zip(left.names, left.part_sizes, strict=True))
-    rest = [size for name, size in here.items() if name.startswith("...")]
-    there = shape_of_side(result, here, rest)
-    right = Sizing(pattern, result, layout, None, None, there, here).sized_side(True)
-    order = tuple(left.names.index(name) for name in right.names)
-    return Regrouping(left, right, order)
-
-
-def shape_of_side(
-    side: PatternSide, sizes: Mapping[str, int], rest: Sequence[int]
-) -> tuple[int, ...]:
-    """Return the shape of ``side``, whose "..." has the sizes ``rest``."""
-    shape: list[int] = []
-    for dim in side.dims:
-        if dim.is_rest:
-            shape += rest
-        else:
-            shape.append(1 if dim.is_one else math.prod(sizes[name] for name in dim.names))
-    return tuple(shape)
-
-
-def _check_equal_dims(pattern: Pattern, left: PatternSide, right: PatternSide) -> None:
     for side, other, which in ((left, right, "right"), (right, left, "left")):
         for dim in side.dims:
             for name in () if dim.is_one else dim.names:
                 if name not in other.names:
                     raise column_error(
-                        pattern.text,
+                        text,
                         dim.column,
                         expected=f"the same dims on both sides: {' '.join(other.names) or 'none'}",
                         found=f"{name!r}, which the {which} side does not name",
                         summary="the sides of this pattern name different dims",
                     )
+
+    return pattern, left, right
+
+
+def shape_of_side(side: PatternSide, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """Return the shape of ``side`` by the sizes of all parts, also of "...0", "...1"."""
+    rest = [size for name, size in sizes.items() if name.startswith("...")]
+    shape: list[int] = []
+    for dim in side.dims:
+        names = () if dim.is_one else dim.names
+        shape += rest if dim.is_rest else [math.prod([sizes[name] for name in names])]
+    return tuple(shape)
 
 
 def checked_sizes(pattern: Pattern, sizes: Mapping[str, Any]) -> dict[str, int]:

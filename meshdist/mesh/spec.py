@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NoReturn, cast
 
 import numpy as np
 
-from ..arguments import find_whole_numbers, mesh_kind_error
+from ..arguments import find_whole_numbers
 from ..error_text import explain
 from ..errors import AxisError, KindError, LengthError, ShapeError
-from .layout import Layout
-from .partition_spec import PartitionSpec, axes_of, fix_of_entries
-from .placement import Box, Placement, index_of, place_along, split_dim
+from .layout import Layout, get_layout
+from .partition_spec import Entry, PartitionSpec, axes_of, fix_of_entries
+from .pattern import Pattern, PatternSide
+from .pattern_sizes import Parts, Sizing, checked_sizes, parse_side, parse_sides, shape_of_side
+from .placement import Box, DimSplit, Placement, index_of, place_along, split_dim
 
 __all__ = ["NamedSharding"]
 
@@ -51,6 +53,8 @@ class NamedSharding:
     spec: PartitionSpec
     shard_sizes: Mapping[int, tuple[int, ...]]
     layout: Layout
+    parts: Parts = Parts((), (), Placement((), (), ()))
+    """The names and sizes of the dims, of a sharding made by ``from_pattern``; else no parts."""
 
     def __init__(
         self,
@@ -59,11 +63,7 @@ class NamedSharding:
         *,
         shard_sizes: Mapping[int, Sequence[int]] | None = None,
     ) -> None:
-        layout = mesh if isinstance(mesh, Layout) else getattr(mesh, "layout", None)
-        if not isinstance(layout, Layout):
-            raise mesh_kind_error(
-                "NamedSharding takes a mesh first", mesh, expected="a DeviceMesh or a Layout"
-            )
+        layout = get_layout(mesh, "NamedSharding")
         if not isinstance(spec, PartitionSpec):
             is_entries = isinstance(spec, (tuple, list))
             raise KindError(
@@ -83,6 +83,53 @@ class NamedSharding:
             _reduced=_indices_of_set(layout, spec.reduced),
             _placements={},
             _hash=hash((layout, spec, sizes)),
+        )
+
+    @classmethod
+    def from_pattern(
+        cls,
+        pattern: str,
+        mesh: Any,
+        shape: Sequence[int] | None = None,
+        sizes: Mapping[str, int] | None = None,
+        *,
+        local_shape: Sequence[int] | None = None,
+        rank: int | None = None,
+    ) -> NamedSharding:
+        """Return the sharding that a pattern of one side describes, for an array of known shape.
+
+        Args:
+            pattern: such as ``"b@dp (h k)@tp"``.
+            mesh: a ``DeviceMesh`` or a ``Layout`` that has the axes.
+            shape: of the whole array; None takes each dim's size from ``sizes``, else the size of
+                ``local_shape`` times the number of shards.
+            sizes: whole sizes of dims by name, also inside of groups.
+            local_shape: of the shard of ``rank``.
+
+        Returns:
+            The sharding; its ``parts`` have the names and sizes of the dims. Sharding a group cuts
+            between whole parts.
+
+        Raises:
+            PatternError, AxisError, ShapeError: the pattern does not fit the mesh, the shape or the
+            sizes.
+
+        Example:
+            >>> mesh = Layout.from_shape((4,), ("tp",))
+            >>> heads = NamedSharding.from_pattern("(h k)@tp d", mesh, (20, 5), {"h": 10})
+            >>> heads.spec, heads.shard_sizes, heads.parts.names, heads.parts.sizes
+            (P('tp', None), {0: (6, 6, 4, 4)}, ('h', 'k', 'd'), (10, 2, 5))
+        """
+        parsed, side = parse_side(pattern)
+        return sharding_of_side(
+            parsed,
+            side,
+            mesh,
+            checked_sizes(parsed, sizes or {}),
+            shape=shape,
+            local_shape=local_shape,
+            rank=rank,
+            needs_parts=False,
         )
 
     def __setattr__(self, name: str, value: object = None) -> NoReturn:
@@ -117,7 +164,7 @@ class NamedSharding:
         return self._hash
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _made_again, (self.mesh, self.spec, self.shard_sizes)
+        return _with_parts, (self.mesh, self.spec, self.shard_sizes, self.parts)
 
     def __repr__(self) -> str:
         sizes = f", shard_sizes={self.shard_sizes!r}" if self.shard_sizes else ""
@@ -178,6 +225,24 @@ class NamedSharding:
             self.layout.get_coordinate(self.mesh.get_rank() if rank is None else rank)
         )
 
+    def whole_shape(self, local_shape: Sequence[int]) -> tuple[int, ...]:
+        """Return the whole's shape by a shard's; dims without given sizes count as even.
+
+        Example:
+            >>> from meshdist import P
+            >>> rows = NamedSharding(Layout.from_shape((2,), ("dp",)), P("dp"))
+            >>> rows.whole_shape((3, 5))
+            (6, 5)
+        """
+        # Entries of the spec beyond the array's dims are left to the placement, which refuses them.
+        sizes, dims = self.layout.sizes, self._dims
+        return tuple(
+            sum(self.shard_sizes[dim])
+            if dim in self.shard_sizes
+            else size * math.prod([sizes[axis] for axis in dims[dim]] if dim < len(dims) else ())
+            for dim, size in enumerate(local_shape)
+        )
+
     def box(self, rank: int, shape: Sequence[int]) -> Box:
         """Return (start, stop) per dim: the part of an array of this shape that a rank holds.
 
@@ -221,6 +286,12 @@ class NamedSharding:
         are their gradients."""
         names = self.layout.names or ()
         return frozenset(names[axis] for axis in self._free if axis not in self._reduced)
+
+    @property
+    def is_fully_replicated(self) -> bool:
+        """Return whether every rank holds all values of the array."""
+        cut = (axis for axes in self._dims for axis in axes)
+        return all(self.layout.sizes[axis] == 1 for axis in (*cut, *self._unreduced))
 
     def is_equivalent_to(self, other: NamedSharding, ndim: int) -> bool:
         """Whether arrays of ``ndim`` dims lie equally: on each rank the same part, of equal kind.
@@ -357,7 +428,114 @@ def _checked_shard_sizes(
     return tuple(checked)
 
 
-def _made_again(
-    mesh: Any, spec: PartitionSpec, shard_sizes: Mapping[int, tuple[int, ...]]
+def _with_parts(
+    mesh: Any,
+    spec: PartitionSpec,
+    shard_sizes: Mapping[int, tuple[int, ...]],
+    parts: Parts,
 ) -> NamedSharding:
-    return NamedSharding(mesh, spec, shard_sizes=shard_sizes)
+    sharding = NamedSharding(mesh, spec, shard_sizes=shard_sizes)
+    vars(sharding).update(parts=parts)
+    return sharding
+
+
+def sharding_of_side(
+    pattern: Pattern,
+    side: PatternSide,
+    mesh: Any,
+    sizes: Mapping[str, int],
+    *,
+    shape: Sequence[int] | None = None,
+    local_shape: Sequence[int] | None = None,
+    rank: int | None = None,
+    needs_parts: bool = True,
+) -> NamedSharding:
+    """Return the sharding of one side of a pattern; see ``NamedSharding.from_pattern``.
+
+    Args:
+        needs_parts: whether the sizes inside of all groups must be known.
+    """
+    layout = get_layout(mesh, "NamedSharding")
+    whole, local = (None if each is None else tuple(each) for each in (shape, local_shape))
+    sizing = Sizing(pattern, side, layout, sizes, shape=whole, local_shape=local, rank=rank)
+    parts = sizing.parts(needs_parts=needs_parts)
+    return _with_parts(mesh, sizing.spec, _sizes_of_cells(parts.dims), parts)
+
+
+def shardings_of_sides(
+    text: str,
+    mesh: Any,
+    shape: tuple[int, ...] | None,
+    sizes: Mapping[str, int],
+    *,
+    local_shape: tuple[int, ...] | None = None,
+    rank: int | None = None,
+) -> tuple[NamedSharding, NamedSharding]:
+    """Return the shardings of both sides of a pattern with "->"; the arguments are the left's.
+
+    Example:
+        >>> mesh = Layout.from_shape((2,), ("tp",))
+        >>> left, right = shardings_of_sides("(h k) d@tp -> d h@tp k", mesh, (12, 5), {"k": 4})
+        >>> left.parts.names, right.parts.names, right.parts.shape
+        (('h', 'k', 'd'), ('d', 'h', 'k'), (5, 3, 4))
+    """
+    pattern, left, right = parse_sides(text)
+    known = checked_sizes(pattern, sizes)
+    source = sharding_of_side(
+        pattern, left, mesh, known, shape=shape, local_shape=local_shape, rank=rank
+    )
+    known = source.parts.by_name
+    there = shape_of_side(right, known)
+    return source, sharding_of_side(pattern, right, mesh, known, shape=there)
+
+
+def sharding_of(
+    mesh: Any,
+    dims: Sequence[DimSplit],
+    *,
+    unreduced: Iterable[str] = (),
+    reduced: Iterable[str] = (),
+) -> NamedSharding:
+    """Return the sharding on a mesh with these dims; the inverse of ``NamedSharding.placement``.
+
+    Example:
+        >>> mesh = Layout.from_shape((2, 2), ("dp", "tp"))
+        >>> rows = sharding_of(mesh, [DimSplit(8, (0,), (2,), (5, 3)), DimSplit(4)])
+        >>> rows.spec, rows.shard_sizes
+        (P('dp',), {0: (5, 3)})
+    """
+    names = get_layout(mesh, "NamedSharding").names or ()
+    entries: list[Entry] = [tuple(names[axis] for axis in split.axes) for split in dims]
+    while entries and not entries[-1]:
+        entries.pop()
+    spec = PartitionSpec(*entries, unreduced=frozenset(unreduced), reduced=frozenset(reduced))
+    return NamedSharding(mesh, spec, shard_sizes=_sizes_of_cells(dims))
+
+
+def _sizes_of_cells(dims: Sequence[DimSplit]) -> dict[int, tuple[int, ...]]:
+    return {dim: split.cell_sizes for dim, split in enumerate(dims) if split.cell_sizes is not None}
+
+
+def sized_by_shards(
+    sharding: NamedSharding, shapes: Mapping[int, Sequence[int]]
+) -> tuple[NamedSharding, tuple[int, ...]]:
+    """Return a sharding with the sizes of its dims' parts, and the shape of the whole.
+
+    Args:
+        shapes: of the ranks' shards, by rank.
+
+    Example: along 'i' of a mesh (i=2, j=2) ranks 0 and 1 hold part 0, ranks 2 and 3 part 1; the
+    shapes of ranks 0 and 2 tell the sizes, those of ranks 1 and 3 must be the same.
+    """
+    layout, mesh, spec = sharding.layout, sharding.mesh, sharding.spec
+    sizes = dict(sharding.shard_sizes)
+    for dim, entry in enumerate(spec.partitions):
+        axes = layout.axis_indices(axes_of(entry)) if entry else ()
+        if axes and dim not in sizes:
+            count = math.prod(layout.sizes[axis] for axis in axes)
+            ranks = np.moveaxis(layout.ranks(), axes, range(len(axes))).reshape(count, -1)
+            sizes[dim] = tuple([shapes[rank][dim] for rank in ranks[:, 0].tolist()])
+    sized = NamedSharding(mesh, spec, shard_sizes=sizes)
+    shape = sized.whole_shape(next(iter(shapes.values())))
+    cells = _sizes_of_cells(sized.placement(shape).dims)  # a balanced cut says none
+    return NamedSharding(mesh, spec, shard_sizes=cells), shape

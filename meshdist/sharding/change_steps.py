@@ -45,7 +45,7 @@ from collections.abc import Iterator, Sequence
 from itertools import product
 from typing import NamedTuple
 
-from ..mesh.placement import Box, DimSplit, place_along, shape_of
+from ..mesh.placement import Box, DimSplit, Placement, place_along, shape_of, volume
 from .changes import Change
 from .steps import Arrangement, Exchange, Pad, Part, Step, Take, VerbStep
 
@@ -372,3 +372,50 @@ def _cells_in(split: DimSplit, interval: tuple[int, int]) -> Iterator[tuple[int,
             yield cell, start, end
             start = end
         cell += 1
+
+
+def root_exchanges(
+    placement: Placement, here: tuple[int, ...], there: tuple[int, ...]
+) -> tuple[Exchange, Exchange]:
+    """Return two steps of the rank at ``here``: gather to the root at ``there``; the transpose."""
+    # The group has the ranks with the root's coordinates along the free axes. Ranks other than the
+    # root gather, and scatter, an array without elements.
+    axes = tuple(sorted((*placement.cut_axes, *placement.unreduced)))
+    group = group_at(axes, placement.mesh_sizes, here)
+    mine, root = group[2], place_along(axes, placement.mesh_sizes, there)
+    boxes = [
+        placement.box(at) if placement.has_values(at) else None
+        for at in _members(placement, axes, there)
+    ]
+    parts = tuple((at, box) for at, box in enumerate(boxes) if box is not None and volume(box))
+    shape, own = placement.local_shape(here), placement.box(here)
+    local = relative(own, own)
+    is_covered = boxes[mine] is not None
+    if mine != root:
+        part = ((root, local),) if any(place == mine for place, _ in parts) else ()
+        return (
+            Exchange((0,), *group, part, (), None),
+            Exchange(shape, *group, (), part, None, is_covered=is_covered),
+        )
+    others = tuple(part for part in parts if part[0] != root)
+    is_kept = len(others) < len(parts)
+    return (
+        Exchange(placement.shape, *group, (), others, (local, own) if is_kept else None),
+        Exchange(
+            shape, *group, others, (), (own, local) if is_kept else None, is_covered=is_covered
+        ),
+    )
+
+
+def _members(
+    placement: Placement, axes: tuple[int, ...], there: tuple[int, ...]
+) -> list[tuple[int, ...]]:
+    """Return all coordinates that equal ``there`` except along ``axes``, row-major."""
+    found = [there]
+    for axis in axes:
+        found = [
+            (*at[:axis], number, *at[axis + 1 :])
+            for at in found
+            for number in range(placement.mesh_sizes[axis])
+        ]
+    return found

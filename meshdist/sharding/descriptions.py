@@ -1,13 +1,36 @@
-"""A sharded array as a picture, without communication: each rank marked with the part it holds."""
+"""Describe sharded arrays and meshes: types as text, and pictures of the part of each rank."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ..annotations.axis_types import type_text
+from ..annotations.carried_specs import dims_text
+from ..mesh.device_mesh import DeviceMesh
 from ..mesh.drawing import draw, draw_svg
 from ..mesh.placement import box_text
 from ..mesh.spec import NamedSharding
-from .shardings import array_type
+from ..typed_contexts.refusals import type_as_text
+
+
+def array_type(dtype: object, shape: Sequence[int], sharding: NamedSharding) -> str:
+    """Return the type of an array as text, with the axes of each dim: ``float32[8@dp, 4]{U:tp}``.
+
+    Example:
+        >>> from meshdist import Layout, P
+        >>> mesh = Layout.from_shape((2, 2, 2), ("dp", "tp", "cp"))
+        >>> array_type("float32", (8, 4), NamedSharding(mesh, P(("dp", "cp"), reduced={"tp"})))
+        'float32[8@(dp,cp), 4]{R:tp}'
+    """
+    spec = sharding.spec
+    kinds = {**dict.fromkeys(spec.unreduced, "U"), **dict.fromkeys(spec.reduced, "R")}
+    return type_as_text(dtype, dims_text(tuple(shape), spec), type_text(kinds))
+
+
+def mesh_text(mesh: DeviceMesh) -> str:
+    """Return this rank, its coordinate and the mesh as "rank 1 (dp=0, tp=1) of mesh (...)"."""
+    rank = mesh.get_rank()
+    return f"rank {rank} ({mesh.layout.coordinate_text(rank)}) of mesh ({mesh.layout.axis_text()})"
 
 
 class Drawing(str):

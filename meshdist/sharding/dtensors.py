@@ -36,7 +36,7 @@ from ..errors import (
 )
 from ..mesh.current_mesh import find_current_mesh
 from ..mesh.device_mesh import DeviceMesh
-from ..mesh.layout import Layout
+from ..mesh.layout import Layout, get_layout
 from ..mesh.partition_spec import Entry, PartitionSpec, axes_of
 from ..mesh.placement import DimSplit, split_dim
 from ..mesh.spec import NamedSharding
@@ -105,7 +105,7 @@ def from_placements(
         >>> from_placements([Shard(0)], mesh, (9,)).shard_sizes
         {0: (3, 3, 3, 0)}
     """
-    layout = mesh if isinstance(mesh, Layout) else mesh.layout
+    layout = get_layout(mesh, "from_placements")
     shape, names = tuple(shape), _checked_names(layout)
     where = f"placements {list(placements)!r} of shape {shape} on mesh ({layout.axis_text()})"
     if len(placements) != layout.ndim:
@@ -154,7 +154,7 @@ def _chunked_sharding(
         orders: by dim, the axes that cut it, major to minor.
         kinds: has the axes over which the array is unreduced or reduced.
     """
-    layout = mesh if isinstance(mesh, Layout) else mesh.layout
+    layout = get_layout(mesh, "from_placements")
     names = _checked_names(layout)
     entries: list[Entry] = [tuple(names[axis] for axis in axes) for axes in orders]
     shard_sizes = {}

@@ -45,8 +45,9 @@ from typing import NoReturn
 from ..errors import AxisTypeError, PatternError, ShapeError
 from ..mesh.layout import Layout
 from ..mesh.pattern import Pattern, PatternSide, column_error, parse
-from ..mesh.pattern_sizes import SizedSide, Sizing, checked_sizes, shape_of_side
+from ..mesh.pattern_sizes import shape_of_side
 from ..mesh.placement import DimSplit, Placement, split_dim
+from ..mesh.spec import NamedSharding, sharding_of_side
 from .routes import num_received_by_all
 
 Choice = str | int | None
@@ -73,8 +74,8 @@ class EinsumLayout:
     """
 
     text: str
-    operands: tuple[SizedSide, ...]
-    result: SizedSide
+    operands: tuple[NamedSharding, ...]
+    result: NamedSharding
     sources: tuple[Placement, ...]
     work: WorkPlacements
     choices: tuple[Choice, ...]
@@ -83,11 +84,14 @@ class EinsumLayout:
     @cached_property
     def equation(self) -> str:
         """The equation of the local product for ``torch.einsum``."""
-        names = dict.fromkeys(name for side in self.operands for name in side.names)
+        names = dict.fromkeys(name for side in self.operands for name in side.parts.names)
         # torch takes letters of both cases
         letters = {name: chr(97 + at) if at < 26 else chr(39 + at) for at, name in enumerate(names)}
-        left = ",".join("".join(letters[name] for name in side.names) for side in self.operands)
-        return f"{left}->{''.join(letters[name] for name in self.result.names)}"
+        *left, right = [
+            "".join(letters[name] for name in side.parts.names)
+            for side in (*self.operands, self.result)
+        ]
+        return f"{','.join(left)}->{right}"
 
     @cached_property
     def is_matmul(self) -> bool:
@@ -101,10 +105,11 @@ class EinsumLayout:
 
     def _is_product_with(self, place: int) -> bool:
         """Return whether operand 0's last dim is summed with dim ``place`` of matrix operand 1."""
-        if len(self.operands) != 2 or len(self.operands[1].names) != 2:
+        first, *others = [side.parts.names for side in self.operands]
+        if len(others) != 1 or len(others[0]) != 2:
             return False
-        (*rows, inner), right = self.operands[0].names or ("",), self.operands[1].names
-        return right[place] == inner and (*rows, right[1 - place]) == self.result.names
+        (*rows, inner), right = first or ("",), others[0]
+        return right[place] == inner and (*rows, right[1 - place]) == self.result.parts.names
 
 
 @lru_cache(maxsize=4096)
@@ -125,13 +130,13 @@ def lay_out_einsum(
     pattern = parse(text)
     result = _checked_result(pattern)
     operands, known = _sized_operands(pattern, layout, rank, shapes, sizes)
-    rest = [size for name, size in known.items() if name.startswith("...")]
-    shape = shape_of_side(result, known, rest)
-    sized = Sizing(pattern, result, layout, None, None, shape, known).sized_side(True)
+    shape = shape_of_side(result, known)
+    sized = sharding_of_side(pattern, result, layout, known, shape=shape)
     sources = []  # reduced also over the axes that an operand is marked with
     for side, axes in zip(operands, marks, strict=True):
-        reduced = {*side.placement.reduced, *map(layout.axis_index, axes)}
-        sources.append(replace(side.placement, reduced=tuple(sorted(reduced))))
+        lies = side.parts.placement
+        reduced = {*lies.reduced, *map(layout.axis_index, axes)}
+        sources.append(replace(lies, reduced=tuple(sorted(reduced))))
     return LayoutChooser(text, layout, operands, tuple(sources), sized).best()
 
 
@@ -172,22 +177,21 @@ def _sized_operands(
     rank: int | None,
     shapes: tuple[tuple[int, ...], ...] | None,
     sizes: tuple[tuple[str, int], ...],
-) -> tuple[tuple[SizedSide, ...], dict[str, int]]:
+) -> tuple[tuple[NamedSharding, ...], dict[str, int]]:
     """Return the operands with sizes, and each part's size by name; raise if they differ."""
-    given = checked_sizes(pattern, dict(sizes))
-    known = dict(given)
-    sized: list[SizedSide] = []
+    known, given = dict(sizes), dict(sizes)
+    sized: list[NamedSharding] = []
     num_rest: int | None = None
     for number, side in enumerate(pattern.operands):
         shape = None if shapes is None else shapes[number]
         try:
-            found = Sizing(pattern, side, layout, rank, shape, None, known).sized_side(True)
+            found = sharding_of_side(pattern, side, layout, known, local_shape=shape, rank=rank)
         except ShapeError:
             if shapes is not None:
                 _compare_sizes(pattern, layout, rank, shapes, given, sized)
             raise
         if any(dim.is_rest for dim in side.dims):
-            count = sum(name.startswith("...") for name in found.names)
+            count = sum(name.startswith("...") for name in found.parts.names)
             if num_rest not in (None, count):
                 raise ShapeError(
                     f'"..." stands for {num_rest} dims of one operand and for {count} of another',
@@ -197,7 +201,7 @@ def _sized_operands(
                     fix="name the dims that only one operand has",
                 )
             num_rest = count
-        known.update(zip(found.names, found.part_sizes, strict=True))
+        known.update(found.parts.by_name)
         sized.append(found)
     return tuple(sized), known
 
@@ -208,18 +212,18 @@ def _compare_sizes(
     rank: int | None,
     shapes: tuple[tuple[int, ...], ...],
     given: Mapping[str, int],
-    before: Sequence[SizedSide],
+    before: Sequence[NamedSharding],
 ) -> None:
     """Raise if the operand after those of ``before`` has a dim in another size than they have."""
     number = len(before)
-    alone = Sizing(pattern, pattern.operands[number], layout, rank, shapes[number], None, given)
+    operand, shape = pattern.operands[number], shapes[number]
     try:
-        found = alone.sized_side(True)
+        found = sharding_of_side(pattern, operand, layout, given, local_shape=shape, rank=rank)
     except ShapeError:
         return
-    here = dict(zip(found.names, found.part_sizes, strict=True))
+    here = found.parts.by_name
     for other, side in enumerate(before):
-        for name, size in zip(side.names, side.part_sizes, strict=True):
+        for name, size in side.parts.by_name.items():
             if here.get(name, size) != size:
                 pair = ((other, size), (number, here[name]))
                 raise ShapeError(
@@ -256,19 +260,15 @@ class LayoutChooser:
         self,
         text: str,
         layout: Layout,
-        operands: tuple[SizedSide, ...],
+        operands: tuple[NamedSharding, ...],
         sources: tuple[Placement, ...],
-        result: SizedSide,
+        result: NamedSharding,
     ) -> None:
         self.text, self.layout = text, layout
         self.operands, self.sources, self.result = operands, sources, result
-        self.sizes = {
-            name: size
-            for side in operands
-            for name, size in zip(side.names, side.part_sizes, strict=True)
-        }
-        self.sides = [(result.names, result.placement)]
-        self.sides += [(side.names, at) for side, at in zip(operands, sources, strict=True)]
+        self.sizes = {name: size for side in operands for name, size in side.parts.by_name.items()}
+        self.sides = [(result.parts.names, result.parts.placement)]
+        self.sides += [(side.parts.names, at) for side, at in zip(operands, sources, strict=True)]
 
     def best(self) -> EinsumLayout:
         """Return the layout of the cheapest division; of equal costs the first."""
@@ -276,7 +276,7 @@ class LayoutChooser:
         works = list(map(self.work, every))
         forward = [self.num_received(work) for work in works]
         fewest = min(forward)
-        target = self.result.placement.dims
+        target = self.result.parts.placement.dims
         prices = {
             number: (self.num_received(work, is_backward=True), work.result.dims != target)
             for number, work in enumerate(works)
@@ -296,7 +296,7 @@ class LayoutChooser:
     def num_received(self, work: WorkPlacements, *, is_backward: bool = False) -> int:
         """Return the elements that all ranks receive in total, forward or in the backward."""
         moves = [*zip(self.sources, work.operands, strict=True)]
-        moves.append((work.result, self.result.placement))
+        moves.append((work.result, self.result.parts.placement))
         if is_backward:
             moves = [(there.transposed(), here.transposed()) for here, there in moves]
         return sum(num_received_by_all(*ends) for ends in moves)
@@ -325,10 +325,10 @@ class LayoutChooser:
     def work(self, choices: tuple[Choice, ...]) -> WorkPlacements:
         """Return the placements of operands and result if each axis divides its choice."""
         every = range(self.layout.ndim)
-        target = self.result.placement
+        target = self.result.parts.placement
         operands = []
         for number, (source, side) in enumerate(zip(self.sources, self.operands, strict=True)):
-            dims = self.dims(side.names, choices)
+            dims = self.dims(side.parts.names, choices)
             cut = {axis for dim in dims for axis in dim.axes}
             operands.append(
                 Placement(
@@ -345,7 +345,7 @@ class LayoutChooser:
                     ),
                 )
             )
-        dims = self.dims(self.result.names, choices)
+        dims = self.dims(self.result.parts.names, choices)
         cut = {axis for dim in dims for axis in dim.axes}
         unreduced = tuple(axis for axis in every if axis not in cut and choices[axis] is not None)
         reduced = tuple(axis for axis in every if choices[axis] is None and axis in target.reduced)
@@ -387,10 +387,10 @@ class LayoutChooser:
         """Raise if an operand is marked reduced over ``axis``, which the einsum leaves out."""
         # Its gradient would be equal on all ranks, so one alone would keep it, and a wrapper's mean
         # would be too small. 2 ranks: g and 0, of which DDP takes g / 2.
-        if axis in self.result.placement.reduced or self.layout.sizes[axis] == 1:
+        if axis in self.result.parts.placement.reduced or self.layout.sizes[axis] == 1:
             return
         for number, (side, source) in enumerate(zip(self.operands, self.sources, strict=True)):
-            if axis in source.reduced and axis not in side.placement.reduced:
+            if axis in source.reduced and axis not in side.parts.placement.reduced:
                 name = _axis_name(self.layout, axis)
                 raise AxisTypeError(
                     f"einsum: operand {number} is marked reduced over axis {name!r}, which the "

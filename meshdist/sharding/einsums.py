@@ -6,7 +6,6 @@ parts, and the result goes to where the text wants it. The backward is autograd'
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -32,19 +31,17 @@ from ..collectives.torch_private import HiddenFromModes, are_transforms_active
 from ..dtypes import dtype_name
 from ..errors import AxisError, DtypeError, KindError, MeshdistError, PatternError, ShapeError
 from ..functional.value_checks import check_replicas
-from ..mesh.current_mesh import find_current_mesh, with_hidden_mesh
+from ..mesh.current_mesh import find_current_mesh, get_mesh, with_hidden_mesh
 from ..mesh.device_mesh import DeviceMesh
-from ..mesh.partition_spec import PartitionSpec
 from ..mesh.pattern import column_error, parse
-from ..mesh.pattern_sizes import spec_of
+from ..mesh.pattern_sizes import checked_sizes, spec_of
 from ..mesh.spec import NamedSharding
 from ..typed_contexts.context import ContextMode, find_context
 from ..typed_contexts.refusals import refused_join, refused_sharding
 from .einsum_layouts import EinsumLayout, lay_out_einsum
-from .einsum_plans import plan_einsum
 from .marked_operands import axes_of_leaves, axes_of_marks
+from .planner import mesh_links, plan_einsum
 from .regathering import GatheredOperand, gather_before_backward, saved_as_shards
-from .requests import check_sizes, get_mesh, mesh_links, on_mesh
 from .resharding import (
     FITTING_KINDS,
     check_spec,
@@ -157,7 +154,7 @@ class _Einsum:
         sizes: Mapping[str, int],
         of_leaves: Sequence[Collection[str]],
     ) -> None:
-        check_sizes(text, sizes)
+        asked = tuple(checked_sizes(parse(text), sizes).items())
         self._mesh, links = mesh, mesh_links(mesh)
         marks = tuple(
             tuple(sorted(axes_of_marks(x, mesh, f"operand {number} of einsum {text!r}") | {*axes}))
@@ -165,7 +162,6 @@ class _Einsum:
         )
         shapes = tuple(tuple(x.shape) for x in operands)
         self.is_mixed = len({x.dtype for x in operands}) > 1  # which autocast alone allows
-        asked = tuple(sizes.items())
         try:
             laid = lay_out_einsum(text, mesh.layout, mesh.get_rank(), shapes, asked, marks)
         except ShapeError as error:  # of which a text that cuts another dim is often the reason
@@ -174,8 +170,7 @@ class _Einsum:
         planned = plan_einsum(laid, mesh.layout, mesh.get_coordinate() or (), links)
         self._plans, self._result_plan = planned.operands, planned.result
         shardings = [
-            _reduced_too(on_mesh(mesh, side.sharding), axes)
-            for side, axes in zip(laid.operands, marks, strict=True)
+            _reduced_too(side, mesh, axes) for side, axes in zip(laid.operands, marks, strict=True)
         ]
         self._sources = [(sharding, kinds_of(sharding)) for sharding in shardings]
         for number, (x, sharding) in enumerate(zip(operands, shardings, strict=True)):
@@ -190,11 +185,9 @@ class _Einsum:
             for source, work in zip(laid.sources, laid.work.operands, strict=True)
         ]
         self._part_shapes = [plan.source.local_shape(plan.coordinate) for plan in self._plans]
-        sharding = on_mesh(mesh, laid.result.sharding)
-        self._result_kinds = kinds_of(sharding)
-        local = planned.result.target.local_shape(planned.result.coordinate)
-        self._shape = _merged(local, laid.result.counts)
-        self._annotation = tuple(Annotation(*spec_texts(sharding.spec, self._shape)))
+        self._result_kinds = kinds_of(laid.result)
+        self._shape = laid.result.shard_shape(laid.result.parts.shape, mesh.get_rank())
+        self._annotation = tuple(Annotation(*spec_texts(laid.result.spec, self._shape)))
 
     def __call__(
         self, operands: Sequence[torch.Tensor], regather: bool, mode: ContextMode | None
@@ -284,17 +277,6 @@ def _product(laid: EinsumLayout, parts: Sequence[torch.Tensor]) -> torch.Tensor:
     return result.clone() if len(parts) == 1 else result
 
 
-def _merged(parts: Sequence[int], counts: Sequence[int]) -> tuple[int, ...]:
-    """Return the shape of an array by that of its parts.
-
-    Example:
-        >>> _merged((2, 3, 4), (1, 0, 2))
-        (2, 1, 12)
-    """
-    rest = iter(parts)
-    return tuple(math.prod(next(rest) for _ in range(count)) for count in counts)
-
-
 # -- what is refused ----------------------------------------------------------------------------
 
 
@@ -382,11 +364,8 @@ def _check_marks(x: torch.Tensor, sharding: NamedSharding, mesh: DeviceMesh, whe
             raise refused_sharding("einsum", x, axis, wanted[axis], mesh, repr(sharding.spec))
 
 
-def _reduced_too(sharding: NamedSharding, axes: Sequence[str]) -> NamedSharding:
-    """Return ``sharding``, reduced also over those of ``axes`` along which it is replicated."""
+def _reduced_too(sharding: NamedSharding, mesh: DeviceMesh, axes: Sequence[str]) -> NamedSharding:
+    """Return ``sharding`` on ``mesh``, reduced also over the replicated axes among ``axes``."""
     spec = sharding.spec
-    more = frozenset(axes) & sharding.replicated_axes
-    if more <= spec.reduced:
-        return sharding
-    spec = PartitionSpec(*spec.partitions, unreduced=spec.unreduced, reduced=spec.reduced | more)
-    return NamedSharding(sharding.mesh, spec, shard_sizes=sharding.shard_sizes)
+    reduced = spec.reduced | (sharding.replicated_axes & {*axes})
+    return NamedSharding(mesh, spec.update(reduced=reduced), shard_sizes=sharding.shard_sizes)

@@ -25,7 +25,7 @@ from ..annotations.axis_types import Refusal, axes_of_kind, join_types, kinds_in
 from ..arrays import Array, shape_text
 from ..errors import ArgumentError, AxisTypeError, KindError, MeshError, ShapeError
 from ..mesh.placement import DimSplit
-from ..mesh.spec import NamedSharding
+from ..mesh.spec import NamedSharding, sharding_of
 from ..typed_contexts.torch_functions import (
     LINEARITY,
     OPERATIONS,
@@ -33,8 +33,8 @@ from ..typed_contexts.torch_functions import (
     TorchFunction,
     shape_depends_on_values,
 )
+from .descriptions import array_type, mesh_text
 from .resharding import kinds_of
-from .shardings import array_type, mesh_text, sharding_of
 
 Operand = tuple[object, tuple[int, ...], NamedSharding]
 """The dtype, the shape and the sharding of an operand."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from ..annotations.axis_types import (
     with_kinds,
 )
 from ..annotations.carried_specs import find_spec, spec_texts
-from ..arrays import describe
+from ..arrays import Array, as_tensor, describe, like
 from ..collectives.torch_private import (
     HiddenFromModes,
     are_transforms_active,
@@ -33,12 +34,14 @@ from ..functional.value_checks import check_replicas
 from ..mesh.device_mesh import DeviceMesh
 from ..mesh.partition_spec import PartitionSpec, axes_of
 from ..mesh.placement import Placement, split_dim
-from ..mesh.spec import NamedSharding
+from ..mesh.spec import NamedSharding, sharding_of
 from ..typed_contexts.context import ContextMode, find_context
 from ..typed_contexts.refusals import foreign_mesh, refused_sharding, unmarked_shard
-from .carrying import Carrier
+from .changes import dim_of_largest_cells, extended
+from .executor import Carrier
+from .planner import mesh_links, plan_move
 from .plans import Plan, make_plan
-from .requests import ReshardRequest
+from .refinement import refine
 
 FITTING_KINDS = {"V": "IRV", "R": "IR", "U": "UV", "I": "I"}
 """For each kind of a sharding the kinds of values that have it, or are cast to it: a value is a
@@ -231,20 +234,60 @@ class _Transferred(LinearFunction):
         return call_function(_Transferred, grad, transfer.transpose), None
 
 
-class Resharding:
-    """A function that runs a request on local arrays; its constructor opens groups."""
+class Move:
+    """A function that moves local arrays to another sharding; its constructor opens groups.
 
-    def __init__(self, request: ReshardRequest) -> None:
-        self._request = request
-        self._is_summed = bool(request.plan.source.unreduced or request.plan.target.unreduced)
-        self._transfer = get_transfer(request.plan, request.mesh)
-        here, there = self._kinds = kinds_of(request.source), kinds_of(request.target)
-        sizes = request.meshes[0].axis_sizes
+    Args:
+        source, target: on meshes over the same ranks.
+        shape: of the whole array in ``source``.
+        pattern: the text with "->" of which both are the sides: dims are matched by name, put in
+            another order and grouped differently. None if dims stay as they are.
+        verb: the public call, for messages.
+    """
+
+    def __init__(
+        self,
+        source: NamedSharding,
+        target: NamedSharding,
+        shape: tuple[int, ...],
+        pattern: str | None = None,
+        *,
+        verb: str = "reshard",
+    ) -> None:
+        self.source, self.target, self._verb = source, target, verb
+        self.target_shape = shape if pattern is None else target.parts.shape
+        self._split = self._merge = None
+        # What moves are the parts in the order of the right side: their merge copies nothing.
+        mesh, names = source.mesh, target.parts.names
+        ends = source, target, shape
+        plan = plan_move(*ends, mesh.get_rank(), mesh_links(mesh), pattern, names)
+        counts = source.parts.counts, target.parts.counts
+        if pattern and (source.parts.names != names or {*counts[0], *counts[1]} - {1}):
+            letters = {name: f"d{place}" for place, name in enumerate(names)}
+            parts = " ".join(letters.values())
+            left, right = (
+                _side_text([letters[name] for name in side.parts.names], side.parts.counts)
+                for side in (source, target)
+            )
+            local = plan.source.local_shape(plan.coordinate)
+            sizes = dict(zip(letters.values(), local, strict=True))
+            self._split = partial(rearrange, pattern=f"{left} -> {parts}", **sizes)
+            self._merge = partial(rearrange, pattern=f"{parts} -> {right}")
+        if plan.layout != mesh.layout:
+            axes = refine(mesh.layout, target.layout).source_axis_of_each
+            mesh = mesh.refined(plan.layout, axes)
+        self._plan, self._transfer = plan, get_transfer(plan, mesh)
+        self.keeps_shards = (
+            self._split is None and source.mesh == target.mesh and plan.source == plan.target
+        )
+        self._is_summed = bool(plan.source.unreduced or plan.target.unreduced)
+        kinds, wanted = self._kinds = kinds_of(source), kinds_of(target)
+        axis_sizes = source.mesh.axis_sizes
         # Along these axes parts of what each rank holds come together.
         self._alike = {
             axis
-            for axis in here
-            if sizes.get(axis, 1) > 1 and here[axis] in "IR" and there.get(axis, "V") in "UV"
+            for axis in kinds
+            if axis_sizes.get(axis, 1) > 1 and kinds[axis] in "IR" and wanted.get(axis, "V") in "UV"
         }
         self._fitting: tuple[Any, ...] | None = None  # the annotation of a tensor that fits
         self._annotation: tuple[Any, ...] = ()  # of each result, since all have one shape
@@ -255,11 +298,10 @@ class Resharding:
         Args:
             check: None compares them on simulated ranks, and at debug level DETAIL.
         """
-        request = self._request
         if self._is_summed and x.dtype is torch.bool:
             raise DtypeError(
-                f"{request.verb}: bool values have no sum",
-                where=request.plan.title,
+                f"{self._verb}: bool values have no sum",
+                where=self._plan.title,
                 expected="numbers, where ranks hold summands",
                 found=describe(x),
                 fix="count in integers: x.to(torch.int32)",
@@ -274,25 +316,28 @@ class Resharding:
             self._fitting = annotation
         return self._moved(x, check)
 
+    def of(self, local: Array) -> Array:
+        """Return the result on an array of any library, in that library."""
+        tensor = as_tensor(local, argument="local", verb=self._verb, writable=False)
+        return like(self(tensor), local)
+
     def _run_typed(self, mode: ContextMode, x: torch.Tensor, check: bool | None) -> torch.Tensor:
-        request = self._request
-        mesh, other = request.meshes
+        other = self.target.mesh
         if other is not mode.mesh:
-            _check_mesh(mode, request.verb, other)
+            _check_mesh(mode, self._verb, other)
         here, there = self._kinds
-        text = with_kinds(mode.operand_type(x, request.verb), there)
-        cast = typed_operand(mode, request.verb, x, request.source, here, mesh)
-        check_spec(request.verb, x, request.source, request.plan.title)
+        text = with_kinds(mode.operand_type(x, self._verb), there)
+        cast = typed_operand(mode, self._verb, x, self.source, here, self.source.mesh)
+        check_spec(self._verb, x, self.source, self._plan.title)
         result = self._moved(cast, check)
         set_type(result, text)
-        mode.note(result, request.verb, [x])
+        mode.note(result, self._verb, [x])
         return result
 
     def _check_marks(self, x: torch.Tensor) -> None:
-        """Raise if the spec or the type of ``x`` contradicts the request's source."""
-        request = self._request
-        check_spec(request.verb, x, request.source, request.plan.title)
-        mesh, _ = request.meshes
+        """Raise if the spec or the type of ``x`` contradicts the source."""
+        check_spec(self._verb, x, self.source, self._plan.title)
+        mesh = self.source.mesh
         here, there = self._kinds
         for axis, kind in kinds_in(type_of(x)).items():
             # Where values and gradients are left alone a parameter's mark by its wrapper is, too.
@@ -300,23 +345,61 @@ class Resharding:
             if mesh.axis_sizes.get(axis, 1) > 1 and not (
                 kind in FITTING_KINDS[here[axis]] or is_left_alone
             ):
-                text = repr(request.source.spec)
-                raise refused_sharding(request.verb, x, axis, here[axis], mesh, text)
+                text = repr(self.source.spec)
+                raise refused_sharding(self._verb, x, axis, here[axis], mesh, text)
 
     def _moved(self, x: torch.Tensor, check: bool | None) -> torch.Tensor:
-        request = self._request
         if self._alike:
-            check_replicas(x, request.meshes[0], self._alike, request.plan.title, check)
-        if request.split is None or request.merge is None:
+            check_replicas(x, self.source.mesh, self._alike, self._plan.title, check)
+        if self._split is None or self._merge is None:
             result = self._transfer(x)
         else:
-            text, sizes = request.split
-            result = rearrange(self._transfer(rearrange(x, text, **sizes)), request.merge)
+            result = self._merge(self._transfer(self._split(x)))
         if not self._annotation:
-            texts = spec_texts(request.target.spec, tuple(result.shape))
+            texts = spec_texts(self.target.spec, tuple(result.shape))
             self._annotation = tuple(Annotation(*texts))
         result.__dict__[ANNOTATION] = self._annotation
         return result
+
+
+def kept_move(mesh: DeviceMesh, key: Hashable, make: Callable[[], Move]) -> Move:
+    """Return the move that ``mesh`` keeps under ``key``; the first call makes it, collectively."""
+    found = mesh.caches.find(Move, key)
+    return mesh.caches.keep(Move, key, make()) if found is None else found
+
+
+def move(
+    local: Array, source: NamedSharding, target: NamedSharding, shape: tuple[int, ...]
+) -> Array:
+    """Return this rank's shard after the move from ``source`` to ``target``; collective."""
+    ends = source, target, shape
+    return kept_move(source.mesh, ends, lambda: Move(*ends)).of(local)
+
+
+def cut_further(
+    sharding: NamedSharding, shape: tuple[int, ...], axes: tuple[int, ...]
+) -> NamedSharding:
+    """Return ``sharding`` with ``axes`` cutting, too, the dim whose cells are the largest."""
+    # The new axes are the dim's minor axes, so that a single all-gather undoes it.
+    placement = sharding.placement(shape)
+    dims = list(placement.dims)
+    dim = dim_of_largest_cells(dims)
+    dims[dim] = extended(dims[dim], axes, tuple(placement.mesh_sizes[axis] for axis in axes))
+    names = sharding.layout.names or ()
+    unreduced = sharding.spec.unreduced - {names[axis] for axis in axes}
+    return sharding_of(sharding.mesh, dims, unreduced=unreduced)
+
+
+def _side_text(names: Sequence[str], counts: Sequence[int]) -> str:
+    """Return a side of einops' pattern.
+
+    Example:
+        >>> _side_text(("h", "k", "s"), (2, 0, 1))
+        '(h k) 1 s'
+    """
+    rest = iter(names)
+    groups = [" ".join([next(rest) for _ in range(count)]) for count in counts]
+    return " ".join(f"({group})" if " " in group else group or "1" for group in groups)
 
 
 def check_spec(verb: str, x: torch.Tensor, source: NamedSharding, where: str) -> None:

@@ -46,11 +46,15 @@ from ..checking.program import one_frame
 from ..collectives.torch_private import HiddenFromModes
 from ..errors import KindError, LengthError, MeshdistError, MeshError, UnequalError
 from ..functional.value_checks import check_replicas, is_compared
+from ..mesh.current_mesh import get_mesh
 from ..mesh.device_mesh import DeviceMesh
 from ..mesh.spec import NamedSharding
 from ..typed_contexts.context import find_context
 from ..typed_contexts.mode import typed, untyped
-from .mapped_arrays import (
+from .api import shard
+from .descriptions import mesh_text
+from .resharding import kinds_of, typed_operand
+from .shard_map_specs import (
     Infer,
     MappedArray,
     find_argument,
@@ -60,11 +64,7 @@ from .mapped_arrays import (
     value_text,
     with_common_shapes,
 )
-from .placing import shard
-from .requests import get_mesh
-from .resharding import kinds_of, typed_operand
 from .sharded_array import ShardedArray
-from .shardings import mesh_text
 
 __all__ = ["shard_map"]
 

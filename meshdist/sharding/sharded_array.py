@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -16,37 +16,80 @@ from ..arrays import Array, as_tensor, shape_text
 from ..checking.program import one_frame
 from ..dtypes import dtype_name
 from ..error_text import explain
-from ..errors import ArgumentError, KindError
-from ..mesh.device_mesh import coordinate_in
+from ..errors import ArgumentError, AxisError, KindError, MeshError, ShapeError
+from ..mesh.current_mesh import mesh_in_force, with_hidden_mesh
+from ..mesh.device_mesh import DeviceMesh, coordinate_in
 from ..mesh.partition_spec import PartitionSpec
 from ..mesh.pattern import parse
-from ..mesh.pattern_sizes import size_side
 from ..mesh.placement import Box, box_text, index_of, shape_of
-from ..mesh.spec import NamedSharding
-from .descriptions import Drawing, SvgDrawing, draw_sharding, draw_sharding_svg
-from .elementwise import ElementwiseArray
-from .requests import on_mesh, whole_shape
-from .shardings import (
-    array_type,
-    checked_sharding,
-    holds_whole,
-    mesh_text,
-    sharding_of,
-    whole_sharding,
-)
-from .shards import (
+from ..mesh.spec import NamedSharding, sharding_of, shardings_of_sides
+from .array_methods import (
     Shard,
     checked_dims,
     mean_of_shard,
-    move,
-    move_by_pattern,
-    no_shard,
     slice_shard,
     sum_of_shard,
     summed_sharding,
 )
+from .descriptions import (
+    Drawing,
+    SvgDrawing,
+    array_type,
+    draw_sharding,
+    draw_sharding_svg,
+    mesh_text,
+)
+from .elementwise import ElementwiseArray
+from .resharding import Move, kept_move
 
 __all__ = ["ShardedArray"]
+
+
+def checked_sharding(sharding: object, call: str) -> NamedSharding:
+    """Return a NamedSharding that holds this rank; a spec takes the mesh in force; or raise."""
+    if isinstance(sharding, PartitionSpec):
+        naming = "NamedSharding(mesh, spec)"
+        try:
+            sharding = NamedSharding(mesh_in_force(call, naming=naming), sharding)
+        except AxisError as error:
+            raise with_hidden_mesh(error, None, f"name the mesh that is meant: {naming}") from None
+    if not isinstance(sharding, NamedSharding):
+        raise KindError(
+            f"{call} takes a sharding",
+            expected="a NamedSharding, or a PartitionSpec where a mesh is in force",
+            found=f"{sharding!r}, a {type(sharding).__name__}",
+            fix="write NamedSharding(mesh, P('dp'))",
+        )
+    if not isinstance(sharding.mesh, DeviceMesh):
+        raise MeshError(
+            f"{call} needs a mesh of this world's ranks: a bare layout only plans",
+            where=repr(sharding),
+            expected="a DeviceMesh",
+            found=f"a {type(sharding.mesh).__name__}",
+            fix="make one: md.DeviceMesh('cpu', layout)",
+        )
+    coordinate_in(sharding.mesh, call)
+    return sharding
+
+
+def check_shard(
+    call: str, sharding: NamedSharding, shape: tuple[int, ...], local_shape: tuple[int, ...]
+) -> Box:
+    """Return the box of this rank's shard of an array of ``shape``; raise for another shape."""
+    box = sharding.placement(shape).box(coordinate_in(sharding.mesh, call))
+    wanted = shape_of(box)
+    if wanted == local_shape:
+        return box
+    raise ShapeError(
+        f"{call}: the local array is no shard of an array of shape {shape_text(shape)}",
+        where=f"{mesh_text(sharding.mesh)}, {sharding.spec!r}",
+        expected=f"shape {shape_text(wanted)}, this rank's shard",
+        found=f"shape {shape_text(local_shape)}",
+        fix="md.device_put(x, sharding) if every rank has the whole: it takes this rank's shard"
+        if shape == local_shape
+        else "pass the shape of the whole array, the same on every rank; or the sizes of the "
+        "shards: md.NamedSharding(mesh, spec, shard_sizes={dim: sizes})",
+    )
 
 
 class ShardedArray(ElementwiseArray):
@@ -102,23 +145,20 @@ class ShardedArray(ElementwiseArray):
         as_tensor(local, argument="local", verb="ShardedArray", writable=False)
         local_shape = tuple(local.shape)
         if shape is None:
-            shape = whole_shape(sharding, local_shape)
-        placement = sharding.placement(tuple(shape))
-        box = placement.box(coordinate_in(sharding.mesh, "ShardedArray"))
-        wanted = shape_of(box)
-        if local_shape != wanted:
-            raise no_shard(local_shape, wanted, placement.shape, sharding)
+            shape = sharding.whole_shape(local_shape)
+        shape = sharding.placement(tuple(shape)).shape
+        box = check_shard("ShardedArray", sharding, shape, local_shape)
         if sharding.spec.unreduced and dtype_name(local.dtype) == "bool":
             raise ArgumentError(
                 "bool values have no summands",
                 where=mesh_text(sharding.mesh),
                 expected="numbers where a sharding is unreduced",
-                found=array_type(local.dtype, placement.shape, sharding),
+                found=array_type(local.dtype, shape, sharding),
                 fix="convert them first, for example to int32",
             )
         if isinstance(local, torch.Tensor) and find_type(local) is None:
             mark_spec(local, sharding.spec)  # as md.annotate would: typed contexts see how it lies
-        self.local, self.sharding, self.shape, self._box = local, sharding, placement.shape, box
+        self.local, self.sharding, self.shape, self._box = local, sharding, shape, box
 
     # ------------------------------------------------------------------ what it is
 
@@ -145,7 +185,7 @@ class ShardedArray(ElementwiseArray):
     @property
     def is_fully_replicated(self) -> bool:
         """Return whether every rank holds the whole array."""
-        return holds_whole(self.sharding.placement(self.shape))
+        return self.sharding.is_fully_replicated
 
     def __repr__(self) -> str:
         kind = array_type(self.dtype, self.shape, self.sharding)
@@ -189,7 +229,7 @@ class ShardedArray(ElementwiseArray):
 
         Gradient: this rank's own part of the gradient, which is equal on all ranks.
         """
-        return self.reshard(whole_sharding(self.mesh)).local
+        return self.reshard(PartitionSpec()).local
 
     @one_frame
     def reshard(self, dst: NamedSharding | PartitionSpec | str, **sizes: int) -> ShardedArray:
@@ -210,23 +250,33 @@ class ShardedArray(ElementwiseArray):
             PatternError: no such pattern. ArgumentError: the array does not lie as its left side
                 says.
         """
-        if isinstance(dst, str):
-            if parse(dst).result is not None:
-                return ShardedArray(
-                    *move_by_pattern(self.local, self.sharding, self.shape, dst, sizes)
-                )
-            side = size_side(dst, self.mesh.layout, shape=self.shape, sizes=sizes)
-            dst = on_mesh(self.mesh, side.sharding)
-        if isinstance(dst, PartitionSpec):
-            dst = NamedSharding(self.mesh, dst)
-        dst = checked_sharding(dst, "reshard")
-        if dst == self.sharding:
+        if isinstance(dst, NamedSharding) and dst == self.sharding:
             return self
-        if dst.mesh == self.mesh and dst.placement(self.shape) == self.sharding.placement(
-            self.shape
-        ):
-            return ShardedArray(self.local, dst, self.shape)
-        return ShardedArray(move(self.local, self.sharding, dst, self.shape), dst, self.shape)
+        key = self.sharding, dst, self.shape, *sizes.items()
+        move = kept_move(self.mesh, key, lambda: self._new_move(dst, sizes))
+        if not move.keeps_shards:
+            return ShardedArray(move.of(self.local), move.target, move.target_shape)
+        is_same = move.target == self.sharding
+        return self if is_same else ShardedArray(self.local, move.target, self.shape)
+
+    def _new_move(self, dst: Any, sizes: Mapping[str, int]) -> Move:
+        source, shape, pattern = self.sharding, self.shape, None
+        if isinstance(dst, str) and parse(dst).result is not None:
+            pattern = dst
+            source, dst = shardings_of_sides(pattern, self.mesh, shape, sizes)
+            if source.placement(shape) != self.sharding.placement(shape):
+                raise ArgumentError(
+                    f"reshard: the array does not lie as the left side of {pattern!r} says",
+                    where=mesh_text(self.mesh),
+                    expected=repr(self.sharding.spec),
+                    found=repr(source.spec),
+                    fix="write the right side alone: the array knows how it lies",
+                )
+        elif isinstance(dst, str):
+            dst = NamedSharding.from_pattern(dst, self.mesh, shape, sizes)
+        elif isinstance(dst, PartitionSpec):
+            dst = NamedSharding(self.mesh, dst)
+        return Move(source, checked_sharding(dst, "reshard"), shape, pattern)
 
     # ------------------------------------------------------------------ parts and sums
 

@@ -41,9 +41,9 @@ from ..errors import ArgumentError, ShapeError
 from ..mesh.device_mesh import DeviceMesh
 from ..mesh.placement import balanced_boundaries
 from ..runtime.untraced import untraced
+from ..sharding.api import reshard
 from ..sharding.einsums import einsum
 from ..sharding.marked_operands import axes_of_leaves
-from ..sharding.placing import reshard
 from ..typed_contexts.context import find_context
 from ..typed_contexts.module_marks import restore_marks
 

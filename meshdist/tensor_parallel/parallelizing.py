@@ -24,7 +24,7 @@ from ..errors import ArgumentError, KindError, MeshError, ShapeError, UnequalErr
 from ..lax.asserting import assert_equal
 from ..mesh.device_mesh import DeviceMesh, coordinate_in
 from ..mesh.placement import balanced_boundaries
-from ..sharding.placing import shard
+from ..sharding.api import shard
 from ..typed_contexts.annotations import annotate
 from .layers import (
     ColumnParallelLinear,

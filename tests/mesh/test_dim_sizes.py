@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import numpy as np
@@ -12,17 +13,22 @@ from meshdist.errors import AxisError, MeshdistError, NotInGroupError, ShapeErro
 from meshdist.mesh.layout import Layout
 from meshdist.mesh.partition_spec import P
 from meshdist.mesh.pattern import parse
-from meshdist.mesh.pattern_sizes import SizedSide, size_side, spec_of
+from meshdist.mesh.pattern_sizes import spec_of
+from meshdist.mesh.spec import NamedSharding
 
 MESH = Layout.from_shape((2, 4), ("dp", "tp"))
 
 
-def sized(text: str, *shape: int, **sizes: int) -> SizedSide:
-    return size_side(text, MESH, shape=shape, sizes=sizes)
+def sized(text: str, *shape: int, **sizes: int) -> NamedSharding:
+    return NamedSharding.from_pattern(text, MESH, shape, sizes)
 
 
-def local(text: str, rank: int, *shape: int, **sizes: int) -> SizedSide:
-    return size_side(text, MESH, rank=rank, local_shape=shape, sizes=sizes)
+def local(text: str, rank: int, *shape: int, **sizes: int) -> NamedSharding:
+    return NamedSharding.from_pattern(text, MESH, sizes=sizes, local_shape=shape, rank=rank)
+
+
+def by_names(text: str, **sizes: int) -> NamedSharding:
+    return NamedSharding.from_pattern(text, MESH, sizes=sizes)
 
 
 def test_specs() -> None:
@@ -39,32 +45,37 @@ def test_specs() -> None:
 
 def test_sizes_that_are_not_given_are_local_size_times_shards() -> None:
     found = local("b@dp s d@tp", 5, 3, 7, 2)
-    assert found.shape == (6, 7, 8)
-    assert found.names == ("b", "s", "d")
-    assert found.sharding.spec == P("dp", None, "tp")
-    assert local("... d@tp", 5, 3, 7, 2).names == ("...0", "...1", "d")
-    assert local("b@dp", 0, 3, b=5).shape == (5,)
-    assert local("b@dp", 4, 2, b=5).shape == (5,)
-    assert local("b@dp 1", 4, 2, 1, b=5).counts == (1, 0)
-    assert local("", 3).shape == ()
-    assert size_side("b s", MESH, sizes={"b": 3, "s": 0}).shape == (3, 0)
+    assert found.parts.shape == (6, 7, 8)
+    assert found.parts.names == ("b", "s", "d")
+    assert found.spec == P("dp", None, "tp")
+    assert local("... d@tp", 5, 3, 7, 2).parts.names == ("...0", "...1", "d")
+    assert local("b@dp", 0, 3, b=5).parts.shape == (5,)
+    assert local("b@dp", 4, 2, b=5).parts.shape == (5,)
+    assert local("b@dp 1", 4, 2, 1, b=5).parts.counts == (1, 0)
+    assert local("", 3).parts.shape == ()
+    assert by_names("b s", b=3, s=0).parts.shape == (3, 0)
+    assert NamedSharding(MESH, P("dp")).parts.names == ()
 
 
 def test_groups() -> None:
     heads = sized("(h k)@tp d", 20, 5, k=2)
-    assert heads.shape == (20, 5)
-    assert heads.counts == (2, 1)
-    assert heads.part_sizes == (10, 2, 5)
-    assert heads.sharding.shard_sizes == {0: (6, 6, 4, 4)}
-    assert heads.placement.box((0, 2)) == ((6, 8), (0, 2), (0, 5))
-    assert heads.sharding.box(2, (20, 5)) == ((12, 16), (0, 5))
-    assert local("(h k)@tp d", 2, 4, 5, h=10) == heads  # two heads of ten here
-    assert local("(h k)@tp d", 0, 6, 5, h=10, k=2) == heads
+    assert heads.parts.shape == (20, 5)
+    assert heads.parts.counts == (2, 1)
+    assert heads.parts.sizes == (10, 2, 5)
+    assert heads.shard_sizes == {0: (6, 6, 4, 4)}
+    assert heads.parts.placement.box((0, 2)) == ((6, 8), (0, 2), (0, 5))
+    assert heads.box(2, (20, 5)) == ((12, 16), (0, 5))
+    for same in (
+        local("(h k)@tp d", 2, 4, 5, h=10),  # two heads of ten here
+        local("(h k)@tp d", 0, 6, 5, h=10, k=2),
+        pickle.loads(pickle.dumps(heads)),
+    ):
+        assert (same, same.parts) == (heads, heads.parts)
     even = local("(h k)@tp", 0, 6, k=3)
-    assert (even.shape, even.part_sizes, even.sharding.shard_sizes) == ((24,), (8, 3), {})
-    whole = local("(h k)@tp", 0, 6)  # nothing asks for the sizes inside
+    assert (even.parts.shape, even.parts.sizes, even.shard_sizes) == ((24,), (8, 3), {})
+    whole = local("(h k)@tp", 0, 6).parts  # nothing asks for the sizes inside
     assert (whole.shape, whole.names, whole.counts) == ((24,), ("h k",), (1,))
-    assert sized("(a b c)", 24, a=2, c=3).part_sizes == (2, 4, 3)
+    assert sized("(a b c)", 24, a=2, c=3).parts.sizes == (2, 4, 3)
 
 
 @given(st.data())
@@ -75,14 +86,15 @@ def test_a_shard_tells_its_whole(data: st.DataObject) -> None:
     whole = sized(text, *shape, h=h)
     rank = data.draw(st.integers(0, 7))
     given_sizes = {"h": h, "s": s} | data.draw(st.sampled_from(({}, {"k": k})))
-    part = whole.sharding.shard_shape(shape, rank)
+    part = whole.shard_shape(shape, rank)
     assume("k" in given_sizes or 0 not in part)
-    assert size_side(text, MESH, rank=rank, local_shape=part, sizes=given_sizes) == whole
+    found = local(text, rank, *part, **given_sizes)
+    assert (found, found.parts) == (whole, whole.parts)
     array = np.arange(h * k * s).reshape(shape)
-    parts = array.reshape(whole.part_sizes)
-    box = whole.placement.box(MESH.coordinate_of(rank) or ())
+    parts = array.reshape(whole.parts.sizes)
+    box = whole.parts.placement.box(MESH.coordinate_of(rank) or ())
     taken = parts[tuple(slice(*one) for one in box)]
-    assert np.array_equal(array[whole.sharding.indices_map(shape)[rank]], taken.reshape(part))
+    assert np.array_equal(array[whole.indices_map(shape)[rank]], taken.reshape(part))
 
 
 @pytest.mark.parametrize(
@@ -132,17 +144,17 @@ def test_a_shard_tells_its_whole(data: st.DataObject) -> None:
         ),
         (
             ShapeError,  # another size would contradict the shape
-            lambda: size_side("b@dp", MESH, rank=0, local_shape=(5,), shape=(8,)),
+            lambda: NamedSharding.from_pattern("b@dp", MESH, (8,), local_shape=(5,), rank=0),
             "  found:    a shard of shape (5,)\n  fix:      give this rank its part of the whole",
         ),
         (
             ShapeError,
-            lambda: size_side("(h k)@tp", MESH, rank=0, local_shape=(5,), shape=(8,)),
+            lambda: NamedSharding.from_pattern("(h k)@tp", MESH, (8,), local_shape=(5,), rank=0),
             "fix:      give this rank its part of the whole",
         ),
         (
             ShapeError,
-            lambda: size_side("b", MESH, rank=0, local_shape=(5, 1), shape=(8,)),
+            lambda: NamedSharding.from_pattern("b", MESH, (8,), local_shape=(5, 1), rank=0),
             "the shard has 2 dims, the whole array 1",
         ),
         (
@@ -154,10 +166,10 @@ def test_a_shard_tells_its_whole(data: st.DataObject) -> None:
         ),
         (
             ShapeError,
-            lambda: size_side("b s", MESH, sizes={"b": 1}),
+            lambda: by_names("b s", b=1),
             "expected: the whole size of s\n  fix:      give s=...",
         ),
-        (ShapeError, lambda: size_side("... s", MESH), "give the shape of the whole array"),
+        (ShapeError, lambda: by_names("... s"), "give the shape of the whole array"),
         (
             ShapeError,
             lambda: sized("(h k) s", 12, 4, h=5),

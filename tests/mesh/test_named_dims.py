@@ -12,7 +12,8 @@ from hypothesis import given, strategies as st
 from meshdist.errors import KindError, MeshdistError, PatternError, ShapeError
 from meshdist.mesh.layout import Layout
 from meshdist.mesh.pattern import Dim, Pattern, PatternSide
-from meshdist.mesh.pattern_sizes import parse_side, regroup, size_side
+from meshdist.mesh.placement import index_of
+from meshdist.mesh.spec import NamedSharding, shardings_of_sides
 
 MESH = Layout.from_shape((2, 3), ("dp", "tp"))
 PART_SIZES = {"a": 4, "b": 5, "c": 3}
@@ -40,49 +41,35 @@ def test_parts_lie_where_slices_of_the_whole_do(left: PatternSide, right: Patter
     shape = tuple(
         int(np.prod([PART_SIZES.get(name, 1) for name in dim.names])) for dim in left.dims
     )
-    found = regroup(text, MESH, shape=shape, sizes=PART_SIZES)
+    source, target = shardings_of_sides(text, MESH, shape, PART_SIZES)
     array = np.arange(60).reshape(shape)
     result = einops.rearrange(array, " -> ".join(ungrouped), **PART_SIZES)
-    assert found.source.shape == shape
-    assert found.target.shape == result.shape
-    parts = array.reshape(found.source.part_sizes)
+    assert source.parts.shape == shape
+    assert target.parts.shape == result.shape
+    parts = array.reshape(source.parts.sizes)
+    order = tuple(source.parts.names.index(name) for name in target.parts.names)
     for rank in range(6):
         at = MESH.coordinate_of(rank) or ()
-        local = array[found.source.sharding.indices_map(shape)[rank]]
-        here = parts[tuple(slice(*one) for one in found.placement.box(at))]
+        local = array[source.indices_map(shape)[rank]]
+        here = parts[index_of(source.parts.placement.box(at))]
         assert np.array_equal(local.reshape(here.shape), here)
-        # What the move leaves here, put in the target's order and grouped anew, is its shard.
-        there = parts[tuple(slice(*one) for one in found.target_placement.box(at))]
-        moved = there.transpose(found.order)
-        expected = result[found.target.sharding.indices_map(result.shape)[rank]]
-        assert np.array_equal(moved.reshape(expected.shape), expected)
-    assert found.is_reordered == (
-        tuple(found.order) != (0, 1, 2) or found.source.counts != found.target.counts
-    )
+        # The parts of the target's shard, grouped, are its shard.
+        there = parts.transpose(order)[index_of(target.parts.placement.box(at))]
+        expected = result[target.indices_map(result.shape)[rank]]
+        assert np.array_equal(there.reshape(expected.shape), expected)
 
 
 def test_the_rest_and_the_kinds() -> None:
-    found = regroup("... d@tp {U:dp} -> d ... {R:dp}", MESH, rank=0, local_shape=(3, 4, 5))
-    assert found.source.shape == (3, 4, 15)
-    assert found.target.shape == (15, 3, 4)
-    assert found.order == (2, 0, 1)
-    assert found.is_reordered
-    assert found.placement.unreduced == found.target_placement.reduced == (0,)
-    assert found.target_placement.shape == found.placement.shape == (3, 4, 15)
-    assert not regroup("b@dp s -> b s@tp", MESH, shape=(4, 4)).is_reordered
-    assert regroup(" -> ", MESH, shape=()).target_placement.shape == ()
-    assert regroup("b s -> s b", MESH, sizes={"b": 2, "s": 3}).target.shape == (3, 2)
-
-
-def test_answers_are_kept() -> None:
-    def ask() -> tuple[Any, Any]:
-        mesh = Layout.from_shape((2, 3), ("dp", "tp"))
-        return (
-            regroup("b@dp s -> b s@tp", mesh, rank=1, local_shape=(2, 3), sizes={"b": 4}),
-            size_side("b@dp s", mesh, rank=1, local_shape=(2, 3), sizes={"b": 4}),
-        )
-
-    assert all(one is other for one, other in zip(ask(), ask(), strict=True))
+    text, here = "... d@tp {U:dp} -> d ... {R:dp}", {"local_shape": (3, 4, 5), "rank": 0}
+    source, target = (side.parts for side in shardings_of_sides(text, MESH, None, {}, **here))
+    assert source.shape == (3, 4, 15)
+    assert target.shape == (15, 3, 4)
+    assert target.names == ("d", "...0", "...1")
+    assert source.placement.unreduced == target.placement.reduced == (0,)
+    _, target = (side.parts for side in shardings_of_sides("... -> ...", MESH, (), {}))
+    assert target.shape == ()
+    _, right = shardings_of_sides("b s -> s b", MESH, None, {"b": 2, "s": 3})
+    assert right.parts.shape == (3, 2)
 
 
 @pytest.mark.parametrize(
@@ -90,7 +77,7 @@ def test_answers_are_kept() -> None:
     [
         (
             PatternError,
-            lambda: regroup("b@dp s -> s c", MESH, shape=(3, 4)),
+            lambda: shardings_of_sides("b@dp s -> s c", MESH, (3, 4), {}),
             "the sides of this pattern name different dims: column 1 of 'b@dp s -> s c'\n"
             "  where:    b@dp s -> s c\n            ^\n"
             "  expected: the same dims on both sides: s c\n"
@@ -98,37 +85,45 @@ def test_answers_are_kept() -> None:
         ),
         (
             PatternError,
-            lambda: regroup("b -> b ...", MESH, shape=(3,)),
+            lambda: shardings_of_sides("b -> b ...", MESH, (3,), {}),
             "'...', which the left side does not name",
         ),
         (
             PatternError,
-            lambda: regroup("b s", MESH, shape=(3, 4)),
+            lambda: shardings_of_sides("b s", MESH, (3, 4), {}),
             "this pattern has one side: column 4 of 'b s'",
         ),
         (
             PatternError,
-            lambda: size_side("b -> b", MESH, shape=(3,)),
+            lambda: NamedSharding.from_pattern("b -> b", MESH, (3,)),
             "this pattern has two sides: column 3 of 'b -> b'",
         ),
-        (PatternError, lambda: parse_side("b@dp,tp s"), "write b@(dp,tp)"),
         (
             PatternError,
-            lambda: size_side("batch s", MESH, shape=(3, 4), sizes={"batsh": 3}),
+            lambda: NamedSharding.from_pattern("b@dp,tp s", MESH, (3, 4)),
+            "write b@(dp,tp)",
+        ),
+        (
+            PatternError,
+            lambda: NamedSharding.from_pattern("batch s", MESH, (3, 4), {"batsh": 3}),
             "a size is given for 'batsh', which the pattern does not name\n"
             "  where:    pattern 'batch s'\n  expected: sizes of 'batch', 's'\n"
             "  found:    batsh=3\n  fix:      did you mean 'batch'?",
         ),
         (
             KindError,
-            lambda: size_side("b", MESH, shape=(3,), sizes={"b": True}),
+            lambda: NamedSharding.from_pattern("b", MESH, (3,), {"b": True}),
             "the size of dim 'b' must be a whole number\n"
             "  where:    pattern 'b'\n  found:    True, a bool",
         ),
-        (ShapeError, lambda: size_side("b", MESH, sizes={"b": -3}), "cannot have size -3"),
         (
             ShapeError,
-            lambda: regroup("(h k) s -> h k s", MESH, shape=(12, 4)),
+            lambda: NamedSharding.from_pattern("b", MESH, None, {"b": -3}),
+            "cannot have size -3",
+        ),
+        (
+            ShapeError,
+            lambda: shardings_of_sides("(h k) s -> h k s", MESH, (12, 4), {}),
             "the sizes of 'h', 'k' are not known",
         ),
     ],

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import meshdist as md
-from meshdist.sharding import carrying
-from meshdist.sharding.carrying import Carrier
+from meshdist.sharding import executor
+from meshdist.sharding.executor import Carrier
 from meshdist.sharding.steps import Exchange, Pad, Step, Take, VerbStep
 from tests.sharding.reshard_cases import mesh_of
 
@@ -83,7 +83,7 @@ def test_boxes_that_follow_each_other_are_received_in_place(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     found: list[tuple[bool, bool]] = []
-    run = carrying.run_titled
+    run = executor.run_titled
 
     def noted(verb: str, group: Any, title: str, *given: Any) -> None:
         out, tensor, *_ = given
@@ -92,7 +92,7 @@ def test_boxes_that_follow_each_other_are_received_in_place(
         found.append((is_in_place, is_sent_as_it_lies))
         run(verb, group, title, *given)
 
-    monkeypatch.setattr(carrying, "run_titled", noted)
+    monkeypatch.setattr(executor, "run_titled", noted)
 
     def program() -> None:
         x = torch.zeros(2 - md.get_rank(), 4)

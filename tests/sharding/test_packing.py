@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, strategies as st
 
 from meshdist.mesh.placement import Box
-from meshdist.sharding.carrying import Boxes, Rearrangement, fresh_copy
+from meshdist.sharding.executor import Boxes, Rearrangement, fresh_copy
 from meshdist.sharding.steps import Arrangement
 
 

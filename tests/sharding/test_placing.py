@@ -24,7 +24,7 @@ from meshdist.errors import (
     PatternError,
     ShapeError,
 )
-from meshdist.sharding.resharding import Resharding
+from meshdist.sharding.resharding import Move
 from tests.pool import Pool
 from tests.sharding.reshard_cases import Lie, kept, mesh_of
 
@@ -111,7 +111,7 @@ def test_a_call_is_planned_once() -> None:
             md.reshard(torch.ones(2, 4), "s@a d -> s d@a", mesh)
             md.shard(np.ones(4), "s@a", mesh)
             md.unshard(np.ones(4), "s@a", mesh)
-        return len(mesh.caches.kept[Resharding])
+        return len(mesh.caches.kept[Move])
 
     assert md.simulate(program, 2) == [3, 3]
 
@@ -393,10 +393,11 @@ def test_shards_that_are_none_of_the_whole() -> None:
         return md.reshard(X, here, there, shape=(10, 4))
 
     text = refusal(ShapeError, call)
-    assert "reshard: the local array is no shard of the whole" in text
-    assert "where:    rank 0, P('a',) on mesh (a=2, b=2)" in text
-    assert "expected: shape (5, 4), this rank's shard of (10, 4)" in text
+    assert "reshard: the local array is no shard of an array of shape (10, 4)" in text
+    assert "where:    rank 0 (a=0, b=0) of mesh (a=2, b=2), P('a',)" in text
+    assert "expected: shape (5, 4), this rank's shard" in text
     assert "found:    shape (4, 4)" in text
+    assert "fix:      pass the shape of the whole array, the same on every rank; or" in text
 
 
 def test_meshes() -> None:

@@ -19,7 +19,7 @@ from meshdist.errors import (
     ShapeError,
 )
 from meshdist.mesh.layout import Layout
-from meshdist.sharding.requests import mesh_links, plan_shardings
+from meshdist.sharding.planner import mesh_links
 from meshdist.sharding.routes import DEFAULT_LINK, Link, default_link
 from meshdist.sharding.steps import Exchange
 from tests.sharding.cases import assert_lies, shards, whole_array
@@ -129,8 +129,7 @@ def test_an_axis_that_leaves_the_host_has_another_link(monkeypatch) -> None:
 
 def test_all_ranks_choose_one_route() -> None:
     shardings = NamedSharding(MESH, P("tp", unreduced={"dp"})), NamedSharding(MESH, P(None, "dp"))
-    links = mesh_links(MESH)
-    plans = [plan_shardings(*shardings, (8, 8), rank, links) for rank in range(8)]
+    plans = [md.plan(*shardings, shape=(8, 8), rank=rank) for rank in range(8)]
     assert len({tuple(type(step) for step in plan.steps) for plan in plans}) == 1
     assert len({plan.title for plan in plans}) == 1
 
@@ -183,18 +182,12 @@ def test_all_ranks_choose_one_route() -> None:
         (
             lambda: md.plan(P("dp"), P(), "dp", (8,)),
             KindError,
-            "a plan lies on a mesh\n"
-            "  where:    argument mesh\n"
-            "  expected: a DeviceMesh or a Layout\n"
-            "  found:    a str",
+            "plan takes a mesh\n  expected: a DeviceMesh or a Layout\n  found:    a str",
         ),
         (
             lambda: md.plan("b@dp -> b", mesh=8, b=8),
             KindError,
-            "a plan lies on a mesh\n"
-            "  where:    argument mesh\n"
-            "  expected: a DeviceMesh or a Layout\n"
-            "  found:    a int",
+            "plan takes a mesh\n  expected: a DeviceMesh or a Layout\n  found:    a int",
         ),
         (
             lambda: md.plan(P("dp"), None, MESH, (8,)),

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 import meshdist as md
 from meshdist.errors import AgreementError, AxisTypeError, DtypeError
-from meshdist.sharding.requests import plan
+from meshdist.sharding.planner import plan
 from meshdist.sharding.resharding import get_transfer
 from tests.pool import Pool
 from tests.sharding.reshard_cases import Lie, check_move, mesh_of, move, transitions

@@ -12,7 +12,7 @@ from hypothesis import given, strategies as st
 
 import meshdist as md
 from meshdist.errors import GradientError, KindError, NotInGroupError
-from meshdist.sharding import carrying
+from meshdist.sharding import executor
 from tests.sharding.reshard_cases import Lie, lies, mesh_of, shards, summands, transitions
 
 
@@ -46,7 +46,7 @@ def test_each_element_leaves_one_owner_once(data: Any) -> None:
     source = data.draw(lies(sizes, shape).filter(lambda lie: not lie.unreduced))
     root = data.draw(st.integers(0, 5))
     sent = [0] * 6
-    run = carrying.run_titled
+    run = executor.run_titled
 
     def count(verb: str, group: Any, title: str, *given: Any) -> None:
         if verb == "all_to_all_single":
@@ -54,7 +54,7 @@ def test_each_element_leaves_one_owner_once(data: Any) -> None:
         run(verb, group, title, *given)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(carrying, "run_titled", count)
+        patch.setattr(executor, "run_titled", count)
         md.simulate(gathered, 6, args=(sizes, shape, source, root))
     own = shards(source, shape, sizes, summands(source, shape, sizes, 3))
     held = own[tuple(map(int, np.unravel_index(root, sizes)))].size

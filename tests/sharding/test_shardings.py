@@ -9,8 +9,8 @@ from hypothesis import given, strategies as st
 
 from meshdist.mesh.layout import Layout
 from meshdist.mesh.partition_spec import P
-from meshdist.mesh.spec import NamedSharding
-from meshdist.sharding.shardings import array_type, holds_whole, sharding_of, whole_sharding
+from meshdist.mesh.spec import NamedSharding, sharding_of
+from meshdist.sharding.descriptions import array_type
 
 MESH = Layout.from_shape((2, 3, 1), ("dp", "tp", "one"))
 
@@ -47,10 +47,10 @@ def test_put_together_again_it_lies_equally(case: tuple[P, dict[int, Any]]) -> N
     ],
 )
 def test_who_holds_the_whole(spec: P, expected: bool) -> None:
-    assert holds_whole(NamedSharding(MESH, spec).placement((1, 4))) is expected
+    assert NamedSharding(MESH, spec).is_fully_replicated is expected
 
 
 def test_types_as_text() -> None:
     spec = P(("dp", "one"), unreduced={"tp"})
     assert array_type("int8", (0, 4), NamedSharding(MESH, spec)) == "int8[0@(dp,one), 4]{U:tp}"
-    assert array_type("int8", (), whole_sharding(MESH)) == "int8[]"
+    assert array_type("int8", (), NamedSharding(MESH, P())) == "int8[]"

@@ -10,7 +10,7 @@ from hypothesis import given, strategies as st
 
 from meshdist.errors import ArgumentError, KindError, LengthError
 from meshdist.mesh.placement import DimSplit
-from meshdist.sharding.shards import slice_shard
+from meshdist.sharding.array_methods import slice_shard
 
 
 @st.composite

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 import meshdist as md
-from meshdist.sharding.carrying import Carrier
+from meshdist.sharding.executor import Carrier
 from meshdist.sharding.steps import Arrangement, Exchange, Pad, Price, Step, Take, VerbStep
 from tests.sharding.interpreter import arranged
 from tests.sharding.reshard_cases import mesh_of

@@ -11,7 +11,7 @@ import torch
 import meshdist as md
 from meshdist import DeviceMesh
 from meshdist.errors import ArgumentError, DtypeError, KindError
-from meshdist.sharding.shards import checked_dims
+from meshdist.sharding.array_methods import checked_dims
 from tests.sharding.array_cases import assemble, error_on_mesh, held, on_mesh
 
 WHOLE = np.arange(5 * 4 * 3, dtype=np.float64).reshape(5, 4, 3)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from meshdist.sharding.making_arrays import draw_box
+from meshdist.sharding.array_creation import draw_box
 
 
 @st.composite

@@ -1,4 +1,4 @@
-"""One rank's shard of an array: what it is, which whole it is of, how it is moved, sliced, summed.
+"""One rank's shard of an array: what it is, how it is sliced and summed.
 
 A slice moves nothing. So a sharded dim may be sliced, after which its cells have sizes of their
 own, but no single element can be taken out of it: that would lie on one rank alone.
@@ -7,7 +7,7 @@ own, but no single element can be taken out of it: that would lie on one rank al
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,16 +15,11 @@ import numpy as np
 import torch
 
 from ..arguments import find_whole_numbers
-from ..arrays import Array, as_tensor, like, shape_text
+from ..arrays import Array
 from ..dtypes import dtype_name
-from ..errors import ArgumentError, DtypeError, KindError, LengthError, ShapeError
-from ..mesh.device_mesh import DeviceMesh
-from ..mesh.pattern_sizes import regroup
+from ..errors import ArgumentError, DtypeError, KindError, LengthError
 from ..mesh.placement import Box, DimSplit
-from ..mesh.spec import NamedSharding
-from .requests import ReshardRequest, on_mesh, pattern_request, sharding_request
-from .resharding import Resharding
-from .shardings import mesh_text, sharding_of
+from ..mesh.spec import NamedSharding, sharding_of
 
 
 @dataclass(frozen=True)
@@ -242,78 +237,3 @@ class Shard:
     index: tuple[slice, ...]
     replica: int
     data: Array
-
-
-def move(
-    local: Array, source: NamedSharding, target: NamedSharding, shape: tuple[int, ...]
-) -> Array:
-    """Return this rank's shard after the move from ``source`` to ``target``; collective."""
-    local_shape = tuple(local.shape)
-    return _run_request(
-        local,
-        source.mesh,
-        (source, target, shape),
-        lambda: sharding_request(source, target, local_shape, shape),
-    )
-
-
-def move_by_pattern(
-    local: Array,
-    source: NamedSharding,
-    shape: tuple[int, ...],
-    pattern: str,
-    sizes: Mapping[str, int],
-) -> tuple[Array, NamedSharding, tuple[int, ...]]:
-    """Return (this rank's shard, sharding, whole shape) after a pattern's move; collective."""
-    mesh, local_shape = source.mesh, tuple(local.shape)
-    found = regroup(pattern, mesh.layout, shape=shape, sizes=sizes)
-    left, right = found.source.sharding, found.target.sharding
-    if left.placement(shape) != source.placement(shape):
-        raise ArgumentError(
-            f"reshard: the array does not lie as the left side of {pattern!r} says",
-            where=mesh_text(mesh),
-            expected=repr(source.spec),
-            found=repr(left.spec),
-            fix="write the right side alone: the array knows how it lies",
-        )
-    moved = _run_request(
-        local,
-        mesh,
-        (source, pattern, shape, *sizes.items()),
-        lambda: pattern_request(pattern, mesh, local_shape, shape, sizes),
-    )
-    return moved, on_mesh(mesh, right), found.target.shape
-
-
-def _run_request(
-    local: Array, mesh: DeviceMesh, key: Any, request: Callable[[], ReshardRequest]
-) -> Array:
-    """Return the result of ``request()``, cached by ``key`` on ``mesh``, on the shard ``local``."""
-    tensor = as_tensor(local, argument="local", verb="reshard", writable=False)
-    found = mesh.caches.find(Resharding, key)
-    if found is None:
-        found = mesh.caches.keep(Resharding, key, Resharding(request()))
-    return like(found(tensor), local)
-
-
-def no_shard(
-    local_shape: tuple[int, ...],
-    wanted: tuple[int, ...],
-    shape: tuple[int, ...],
-    sharding: NamedSharding,
-) -> ShapeError:
-    """Return the error of a local array whose shape is not the ``wanted`` shard's."""
-    if shape == local_shape:
-        fix = "md.device_put(x, sharding) where every rank has the whole: it takes this rank's part"
-    else:
-        fix = (
-            "give the shape of the whole, ShardedArray(local, sharding, shape), or the sizes of "
-            "the shards, NamedSharding(mesh, spec, shard_sizes={dim: sizes})"
-        )
-    return ShapeError(
-        f"the local array is no shard of an array of shape {shape_text(shape)}",
-        where=f"{mesh_text(sharding.mesh)}, {sharding.spec!r}",
-        expected=f"shape {shape_text(wanted)}",
-        found=f"shape {shape_text(local_shape)}",
-        fix=fix,
-    )

@@ -32,14 +32,12 @@ from ..lax.reducing import pcast
 from ..mesh.current_mesh import with_hidden_mesh
 from ..mesh.device_mesh import DeviceMesh
 from ..mesh.partition_spec import P
-from ..mesh.pattern_sizes import size_side
 from ..mesh.placement import Placement
-from ..mesh.spec import NamedSharding
+from ..mesh.spec import NamedSharding, sized_by_shards
 from ..typed_contexts.refusals import tensor_text
-from .requests import on_mesh, sized_by_shards, whole_shape
+from .descriptions import mesh_text
 from .resharding import kinds_of
 from .sharded_array import ShardedArray
-from .shardings import mesh_text
 
 _NUMBERS = (bool, int, float, complex)  # exactly these: numpy.float64 is a float, and an array
 
@@ -140,14 +138,13 @@ def find_argument(
     sharding = _sharding(mesh, given_mesh, tensor, said)
     if isinstance(said, str):  # whose groups are cut between whole parts
         try:
-            side = size_side(said, mesh.layout, shape=shape, sizes={})
+            sharding = NamedSharding.from_pattern(said, mesh, shape)
         except ShapeError as error:
             raise ShapeError(
                 error.summary,
                 expected="a pattern whose groups of dims are cut evenly",
                 fix="say how it is cut: md.NamedSharding(mesh, spec, shard_sizes={dim: sizes})",
             ) from None
-        sharding = on_mesh(mesh, side.sharding)
     sharding.placement(shape)  # raises unless given sizes of shards fit
     return MappedArray(x, path, sharding, shape)
 
@@ -201,7 +198,7 @@ def _sharding(
             expected=f"a sharding on the mesh of the call, ({mesh.layout.axis_text()})",
             fix="give its spec alone",
         )
-    return on_mesh(mesh, spec)
+    return NamedSharding(mesh, checked, shard_sizes=spec.shard_sizes)
 
 
 # -- results --------------------------------------------------------------------------------------
@@ -234,7 +231,7 @@ def get_result(
             sharding = _sharding(mesh, given_mesh, tensor, spec)
         except ShapeError as error:
             raise error if tensor.dim() else _scalar_beside_dims(error) from None
-        shape = whole_shape(sharding, tuple(tensor.shape))
+        shape = sharding.whole_shape(tuple(tensor.shape))
     if is_typed and isinstance(y, torch.Tensor):
         y = _cast(y, sharding)
     return MappedArray(y, path, sharding, shape)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
 from numbers import Number
 from typing import Any
 
@@ -11,16 +13,24 @@ import numpy as np
 import torch
 
 from ..arguments import get_shape, get_whole_number
-from ..arrays import Array, as_tensor, shape_text
+from ..arrays import Array, as_tensor, like as as_array_of, shape_text
 from ..collectives.comparing import agree
-from ..errors import DtypeError, KindError, LengthError, ShapeError, UnequalError
+from ..dtypes import dtype_name
+from ..errors import (
+    ArgumentError,
+    DtypeError,
+    KindError,
+    LengthError,
+    ShapeError,
+    UnequalError,
+)
+from ..mesh.definition import select_device
 from ..mesh.device_mesh import DeviceMesh
 from ..mesh.partition_spec import PartitionSpec
 from ..mesh.placement import Box, box_text, index_of, shape_of
 from ..mesh.spec import NamedSharding
-from .sharded_array import ShardedArray
-from .shardings import checked_sharding, mesh_text
-from .whole_arrays import Making, in_library
+from .descriptions import mesh_text
+from .sharded_array import ShardedArray, checked_sharding
 
 __all__ = [
     "empty",
@@ -454,3 +464,83 @@ def _check_drawn_alike(mesh: DeviceMesh, first: list[complex]) -> None:
 def _as_tensor(array: Array, dtype: Any) -> torch.Tensor:
     converted = array if dtype is None else array.astype(dtype, copy=False)
     return as_tensor(converted, argument="drawn", verb="randn")
+
+
+@dataclass(frozen=True)
+class Making:
+    """The library, dtype and device of new arrays."""
+
+    library: str  # "torch", "numpy" or "cupy"
+    dtype: Any  # None leaves it to the library
+    device: torch.device  # of tensors alone: CuPy's arrays lie on CuPy's current device
+
+    @classmethod
+    def of(cls, call: str, mesh: DeviceMesh, dtype: Any, device: Any, like: Any) -> Making:
+        """Return the checked library, dtype and device of ``call``, by ``like`` if None."""
+        if like is not None:
+            as_tensor(like, argument="like", verb=call, writable=False)
+            library = library_of(like)
+            dtype = like.dtype if dtype is None else dtype
+        else:
+            is_numpys = isinstance(dtype, (np.dtype, type)) and dtype not in (bool, int, float)
+            library = "numpy" if is_numpys and not isinstance(dtype, torch.dtype) else "torch"
+        if library != "torch" and device is not None:
+            raise ArgumentError(
+                f"{call}: device= is for torch tensors",
+                found=f"device={device!r}, and arrays of {library}",
+            )
+        if library == "torch" and device is None and isinstance(like, torch.Tensor):
+            device = like.device
+        place = mesh_device(mesh) if device is None else torch.device(device)
+        return cls(library, _dtype_in(library, dtype, call), place)
+
+    @property
+    def module(self) -> Any:
+        """The module of the library, imported."""
+        return import_module(self.library)
+
+    def options(self) -> dict[str, Any]:
+        """Return the keyword arguments dtype and device for the library's constructors."""
+        made = {} if self.dtype is None else {"dtype": self.dtype}
+        return {**made, "device": self.device} if self.library == "torch" else made
+
+
+def library_of(array: Array) -> str:
+    """Return the library of an array: "torch", "numpy" or "cupy"."""
+    if isinstance(array, torch.Tensor):
+        return "torch"
+    return "numpy" if isinstance(array, (np.ndarray, np.generic)) else "cupy"
+
+
+def in_library(tensor: torch.Tensor, library: str) -> Array:
+    """Return ``tensor`` as an array of ``library``, in the same memory."""
+    return tensor if library == "torch" else as_array_of(tensor, import_module(library).empty(0))
+
+
+def mesh_device(mesh: DeviceMesh) -> torch.device:
+    """Return the device of this rank's tensors on ``mesh``."""
+    return select_device(mesh.device_type, mesh.world) or torch.device(mesh.device_type)
+
+
+def _dtype_in(library: str, dtype: Any, call: str) -> Any:
+    """Return ``dtype``, of any library or a name, as a dtype of ``library``; or raise."""
+    if dtype is None or (library == "torch" and isinstance(dtype, torch.dtype)):
+        return dtype
+    if isinstance(dtype, torch.dtype):
+        name = dtype_name(dtype)
+    else:
+        try:
+            name = dtype if isinstance(dtype, str) else np.dtype(dtype).name
+        except TypeError:
+            raise KindError(f"{call} takes no {dtype!r} as a dtype") from None
+    if library == "torch":
+        found = getattr(torch, name, None)
+        if not isinstance(found, torch.dtype):
+            raise DtypeError(f"{call}: torch has no dtype {name!r}")
+        return found
+    try:
+        return np.dtype(name)
+    except TypeError:
+        raise DtypeError(
+            f"{call}: {library} has no dtype {name!r}", fix="make torch tensors: leave like= out"
+        ) from None

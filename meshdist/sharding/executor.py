@@ -34,17 +34,20 @@ import math
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from operator import itemgetter, methodcaller
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
 from ..collectives.prepare import run_titled
+from ..collectives.torch_private import call_function
+from ..functional.linear_function import LinearFunction
 from ..groups.process_group import ProcessGroup
 from ..mesh.device_mesh import DeviceMesh
-from ..mesh.placement import Box, index_of, shape_of, volume
+from ..mesh.placement import Box, Placement, index_of, shape_of, volume
 from ..reduce_ops import ReduceOp
 from ..runtime.memory import new_like
 from ..verb_table import VERBS, Role
+from .change_steps import root_exchanges
 from .steps import Arrangement, Exchange, Pad, Step, Take, VerbStep
 
 
@@ -295,3 +298,53 @@ class _ExchangeAction:
                     total.add_(summand)
                 else:
                     total.copy_(summand)
+
+
+def gather_to_root(
+    x: torch.Tensor, mesh: DeviceMesh, placement: Placement, root: int, title: str
+) -> torch.Tensor | None:
+    """Return the whole array in new memory on the root, None on others; inverse of ``scatter``.
+
+    Args:
+        x: this rank's part.
+        placement: unreduced over no axis.
+        title: the call's name in reports, equal on all ranks.
+    """
+    # Of ranks that hold equal parts those with the root's coordinates along the free axes send, so
+    # that the group is over the axes that cut dims.
+    here, there = mesh.get_coordinate() or (), mesh.layout.coordinate_of(root) or ()
+    if any(here[axis] != there[axis] for axis in placement.free_axes):
+        return None
+    steps = (root_exchanges(placement, here, there)[0],) if placement.cut_axes else ()
+    found = Carrier(steps, tuple(x.shape), mesh, title)(x)
+    return found if here == there else None
+
+
+def scatter(
+    x: torch.Tensor, mesh: DeviceMesh, placement: Placement, root: int, title: str
+) -> torch.Tensor:
+    """Return this rank's part of an array that the root holds, differentiably; collective.
+
+    Args:
+        x: the whole, on the root; elsewhere a tensor without elements, of its dtype and device.
+        placement: tells each element's rank, so that no axis is free (replicates). Where an axis is
+            unreduced, coordinate 0 gets the values, and the others zeros.
+        title: the call's name in reports, equal on all ranks.
+    """
+    here = mesh.get_coordinate() or ()
+    gather, send = root_exchanges(placement, here, mesh.layout.coordinate_of(root) or ())
+    carriers = (
+        Carrier((send,), tuple(x.shape), mesh, title),
+        Carrier((gather,), send.shape, mesh, f"gradient of {title}"),
+    )
+    return call_function(_Rooted, x, *carriers)
+
+
+class _Rooted(LinearFunction):
+    @staticmethod
+    def forward(x: torch.Tensor, carrier: Carrier, transpose: Carrier) -> torch.Tensor:
+        return carrier(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return call_function(_Rooted, grad, *reversed(ctx.rest)), None, None

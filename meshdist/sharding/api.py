@@ -1,0 +1,516 @@
+"""The public calls that move arrays: ``reshard``, ``shard``, ``unshard`` and ``device_put``.
+
+Between one rank, the root, and the others each element travels once. ``device_put`` from a root
+takes two steps if replicas hold the array: the root scatters what they will hold in parts, and they
+exchange their parts.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..annotations.carried_specs import mark_spec
+from ..arguments import get_shape, get_whole_number
+from ..arrays import Array, as_tensor, like
+from ..checking.program import one_frame
+from ..collectives.objects import broadcast_object_list
+from ..collectives.torch_private import HiddenFromModes
+from ..error_text import ranks_text
+from ..errors import (
+    AgreementError,
+    ArgumentError,
+    AxisError,
+    GradientError,
+    KindError,
+    MeshdistError,
+    NotInGroupError,
+)
+from ..functional.value_checks import check_replicas
+from ..mesh.current_mesh import get_mesh, mesh_in_force, with_hidden_mesh
+from ..mesh.device_mesh import DeviceMesh
+from ..mesh.partition_spec import P, PartitionSpec
+from ..mesh.pattern import parse
+from ..mesh.spec import NamedSharding, sharding_of, shardings_of_sides
+from ..typed_contexts.context import find_context
+from .array_creation import in_library, library_of, mesh_device
+from .descriptions import mesh_text
+from .executor import gather_to_root, scatter
+from .planner import move_title
+from .resharding import Move, cut_further, move
+from .sharded_array import ShardedArray, check_shard, checked_sharding
+
+__all__ = ["device_put", "reshard", "shard", "unshard"]
+
+
+@one_frame
+def reshard(
+    x: Array | ShardedArray,
+    pattern: str | NamedSharding | PartitionSpec,
+    /,
+    mesh: DeviceMesh | NamedSharding | None = None,
+    *,
+    shape: Sequence[int] | None = None,
+    check: bool | None = None,
+    **sizes: int,
+) -> Any:
+    """Every rank holds the shard that the right side of a pattern gives it; collective.
+
+    Any collective is a pattern: ``"b@dp -> b"`` gathers, ``"b {U:dp} -> b"`` sums,
+    ``"b {U:dp} -> b@dp"`` sums and scatters, ``"s@tp d -> s d@tp"`` is an all-to-all, and
+    ``"b -> b@dp"`` slices, for free. Dims may stand in another order on the right, and be grouped
+    anew. The fewest bytes are sent.
+
+    Args:
+        x: this rank's shard, an array of any library, in any memory layout; or a ``ShardedArray``,
+            which knows its mesh and shape.
+        pattern: how it lies, and how it shall lie; or the ``NamedSharding`` that it has. Of a
+            ``ShardedArray`` how it shall lie is enough: one side, a sharding or a spec.
+        mesh: whose axes the pattern names; None takes the mesh in force. After a ``NamedSharding``:
+            the sharding that it shall have.
+        shape: of the whole array; None takes each dim as the shard's size times the number of
+            shards, or as ``sizes`` says.
+        check: whether ranks compare what they hold, along axes that the right side cuts or sums and
+            the left does not name; None does on simulated ranks, and at debug level DETAIL.
+        sizes: whole sizes by dim, where shards are uneven, and inside of groups: ``b=10, k=4``.
+
+    Returns:
+        An array like ``x``, in new memory. Ranks that hold equal parts hold equal bits. Of a
+        ``ShardedArray``: itself where nothing changes.
+
+    Gradient:
+        The same communication transposed: the plan from the right side's cotangent, with U and R
+        exchanged, to the left side's.
+
+    Cost:
+        What ``md.plan`` with the same arguments tells.
+
+    Raises:
+        PatternError, AxisError, ShapeError: a pattern that does not fit the mesh or ``x``.
+        DtypeError: bool values that are summands.
+        MeshError: no mesh is in force. NotInGroupError: this rank is not in the mesh.
+        AgreementError: ranks have different plans. UnequalError: a comparison finds a difference.
+
+    Example:
+        >>> import torch, meshdist as md
+        >>> def program():
+        ...     mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        ...     rows = torch.arange(4).view(1, 4) + 10 * md.get_rank()     # one of two rows
+        ...     with mesh:
+        ...         return md.reshard(rows, "s@tp d -> s d@tp").tolist()   # two of four columns
+        >>> md.simulate(program, 2)
+        [[[0, 1], [10, 11]], [[2, 3], [12, 13]]]
+    """
+    if isinstance(x, ShardedArray):
+        if shape is not None or mesh not in (None, x.mesh):
+            raise ArgumentError(
+                "reshard: a sharded array knows its mesh and its shape",
+                found=f"mesh={mesh!r}, shape={shape!r}",
+                fix="leave them out: reshard(x, target)",
+            )
+        local = as_tensor(x.local, argument="x", verb="reshard", writable=False)
+        check_replicas(local, x.mesh, x.sharding.replicated_axes, f"reshard {x.shape}", bool(check))
+        return x.reshard(pattern, **sizes)
+    tensor = as_tensor(x, argument="x", verb="reshard", writable=False)
+    known = None if shape is None else get_shape(shape, "reshard")
+    target: Any
+    asked: Any
+    target, asked = (mesh, None) if isinstance(pattern, NamedSharding) else (None, mesh)
+    key = "reshard", pattern, target, tensor.shape, known, *sizes.items()
+    return _moved(x, tensor, key, asked, check)
+
+
+@one_frame
+def shard(
+    whole: Array,
+    pattern: str | NamedSharding,
+    /,
+    mesh: DeviceMesh | None = None,
+    *,
+    check: bool | None = None,
+    **sizes: int,
+) -> Any:
+    """Every rank keeps its own shard of an array that all ranks hold. Inverse of ``unshard``.
+
+    Args:
+        whole: the same array on every rank; of any library.
+        pattern: how it shall lie, such as ``"b@dp s d"``; or a ``NamedSharding``.
+        mesh: whose axes the pattern names; None takes the mesh in force.
+        check: whether all ranks of the mesh call it, and compare ``whole``, as for ``reshard``.
+        sizes: of dims inside of groups: ``shard(w, "(h k)@tp d", mesh, k=64)``.
+
+    Returns:
+        An array like ``whole``, in new memory. Over axes that the pattern calls unreduced,
+        coordinate 0 keeps the values and all others hold zeros.
+
+    Gradient:
+        ``unshard``: the ranks' gradients are gathered.
+
+    Cost:
+        Nothing is sent; the backward gathers.
+
+    Raises:
+        PatternError, AxisError, ShapeError: a pattern that does not fit the mesh or the array.
+        DtypeError: bool values that shall be summands. MeshError, NotInGroupError: as ``reshard``.
+
+    Example:
+        >>> import numpy as np, meshdist as md
+        >>> def program():
+        ...     mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        ...     return md.shard(np.arange(5), "b@dp", mesh).tolist()
+        >>> md.simulate(program, 2)
+        [[0, 1, 2], [3, 4]]
+    """
+    tensor = as_tensor(whole, argument="whole", verb="shard", writable=False)
+
+    key = "shard", pattern, None, tensor.shape, tuple(tensor.shape), *sizes.items()
+    return _moved(whole, tensor, key, mesh, check)
+
+
+@one_frame
+def unshard(
+    local: Array | ShardedArray,
+    pattern: str | NamedSharding | None = None,
+    /,
+    mesh: DeviceMesh | None = None,
+    root: int | None = None,
+    *,
+    shape: Sequence[int] | None = None,
+    **sizes: int,
+) -> Any:
+    """Every rank holds the whole array, or one rank alone. Inverse of ``shard``; collective.
+
+    Args:
+        local: this rank's shard, an array of any library; or a ``ShardedArray``.
+        pattern: how it lies, such as ``"b@dp s d"``; or its ``NamedSharding``. None for a
+            ``ShardedArray``, which knows.
+        mesh: whose axes the pattern names; None takes the mesh in force.
+        root: the one rank that shall hold the whole, as a rank of the world, equal on all ranks;
+            None for every rank.
+        shape, sizes: as for ``reshard``.
+
+    Returns:
+        An array like ``local``, in new memory, with equal bits on every rank. With a root: there;
+        None on the other ranks.
+
+    Gradient:
+        ``shard``: each rank takes its own part, for free. With a root there is none.
+
+    Cost:
+        Each rank receives what it does not hold; of summands, what an all-reduce receives. With a
+        root each element leaves one rank that holds it, once; summands are added before.
+
+    Raises:
+        What ``reshard`` raises. KindError, NotInGroupError: a root that is no rank of the mesh.
+        GradientError: with a root, a tensor that needs a gradient.
+
+    Example:
+        >>> import torch, meshdist as md
+        >>> def program():
+        ...     mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        ...     return md.unshard(torch.full((1,), md.get_rank()), "b@dp", mesh).tolist()
+        >>> md.simulate(program, 2)
+        [[0, 1], [0, 1]]
+    """
+    if isinstance(local, ShardedArray):
+        if pattern is not None:
+            raise ArgumentError(
+                "unshard: a ShardedArray knows how it lies",
+                expected="unshard(array), or unshard(array, root=0)",
+                found=f"pattern {pattern!r}",
+            )
+        local, pattern, shape = local.local, local.sharding, local.shape
+    lies: Any = pattern
+    tensor = as_tensor(local, argument="local", verb="unshard", writable=False)
+    known = None if shape is None else get_shape(shape, "unshard")
+
+    key = "unshard", lies, None, tensor.shape, known, *sizes.items()
+    if root is None:
+        return _moved(local, tensor, key, mesh, False)
+    found_mesh = _mesh_of("unshard", lies, mesh)
+    rank = _checked_root(root, "unshard", found_mesh)
+    source, _, whole_shape, _ = _find_ends(key, mesh)
+    whole = _gathered(tensor, source, whole_shape, rank)
+    return None if whole is None else like(whole, local)
+
+
+def device_put(
+    x: Array | ShardedArray | None,
+    sharding: NamedSharding | PartitionSpec,
+    root: int | None = None,
+    *,
+    check: bool | None = None,
+) -> ShardedArray:
+    """The array ``x`` with a sharding: every rank holds its shard.
+
+    Args:
+        x: without ``root``: the whole, equal on every rank, of any library; or a sharded array,
+            which is resharded. With ``root``: the whole there; on the other ranks it is not read.
+        sharding: how it shall lie; a ``PartitionSpec`` alone takes the mesh in force.
+        root: the one rank that holds the whole, as a rank of the world; the same on every rank.
+            Then the call is collective over the mesh.
+        check: whether all ranks compare ``x``, where there is no root; None as in ``reshard``.
+
+    Returns: an array in new memory, of the library of ``x``; tensors lie on the mesh's device.
+        Along axes over which it is unreduced coordinate 0 holds the values, and all others zeros.
+
+    Gradient: without a root the shards' gradients are gathered on every rank; with a root, there,
+        and every rank takes part in the backward.
+
+    Cost: nothing is sent without a root. With a root, each element leaves it once; ranks that hold
+        equal parts send these to each other.
+
+    Raises:
+        KindError: ``x`` is no array, or None on the root; in the latter case on every rank.
+        NotInGroupError: this rank, or the root, is not in the mesh.
+        ShapeError: the sharding does not fit the shape.
+        AgreementError: ranks name different roots. UnequalError: a comparison finds a difference.
+
+    Example:
+        >>> import torch, meshdist as md
+        >>> def program():
+        ...     mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        ...     whole = torch.arange(5) if md.get_rank() == 0 else None
+        ...     return md.device_put(whole, md.NamedSharding(mesh, md.P("dp")), root=0).local
+        >>> md.simulate(program, 2)
+        [tensor([0, 1, 2]), tensor([3, 4])]
+    """
+    where = checked_sharding(sharding, "device_put")
+    if root is not None:
+        return _put_from_root(x, where, root)
+    if isinstance(x, ShardedArray):
+        local = as_tensor(x.local, argument="x", verb="device_put", writable=False)
+        check_replicas(local, x.mesh, x.sharding.replicated_axes, f"put {x.shape}", bool(check))
+        return x.reshard(where)
+    tensor = as_tensor(x, argument="x", verb="device_put", writable=False)
+    library = library_of(x)
+    if library == "torch":
+        tensor = tensor.to(mesh_device(where.mesh))
+    shape = tuple(tensor.shape)
+    where.placement(shape)  # raises before anything is sent
+    check_replicas(
+        tensor, where.mesh, where.mesh.axis_names, f"device_put as {where.spec!r}", check
+    )
+    moved = move(tensor, NamedSharding(where.mesh, P()), where, shape)
+    return ShardedArray(in_library(moved, library), where, shape)
+
+
+# -- moves ----------------------------------------------------------------------------------------
+
+
+def _moved(
+    x: Array, tensor: torch.Tensor, key: tuple[Any, ...], given_mesh: Any, check: bool | None
+) -> Array:
+    """Return the result of a call on ``tensor``, in the library of ``x``.
+
+    Args:
+        key: under which the mesh keeps the move of such a call: the verb, the pattern or sharding,
+            the target sharding or None, the local shape, the whole shape or None, the sizes.
+    """
+    verb, pattern = key[:2]
+    mesh = given_mesh
+    if mesh is None:
+        mesh = pattern.mesh if isinstance(pattern, NamedSharding) else mesh_in_force(verb)
+    found = mesh.caches.find(Move, key) if isinstance(mesh, DeviceMesh) else None
+    if found is None:
+        ends = _find_ends(key, given_mesh)
+        found = mesh.caches.keep(Move, key, Move(*ends, verb=verb))
+    try:
+        return like(found(tensor, check), x)
+    except AgreementError as error:
+        _add_sizes(error, key)
+        raise
+
+
+def _add_sizes(error: AgreementError, key: tuple[Any, ...]) -> None:
+    """Add the sizes to give to the fix of ``error`` if ranks took different wholes by their parts.
+
+    Example: of "b@dp d -> b d@dp" rank 0 shows "... of shape (6, 4)", and rank 1 "... of shape
+    (8, 4)", since each took its own 3 or 4 rows twice: b=... says it.
+    """
+    _, pattern, _, _, shape, *sizes = key
+    titles = set(re.findall(r" of (\S.* of shape )(\([\d, ]*\))", error.found or ""))
+    if shape is not None or len({title for title, _ in titles}) != 1 or len(titles) == 1:
+        return
+    missing = "shape=(...)"
+    if isinstance(pattern, str):
+        dims = [dim for dim in parse(pattern).get_operand().dims if dim.axes]
+        names = [dim.names[0] for dim in dims if dim.names[0] not in dict(sizes)]
+        missing = ", ".join(f"{name}=..." for name in names if name.isidentifier()) or missing
+    error.add_fix(
+        "where parts are uneven, give the size of the whole, the sum of all parts, on every rank: "
+        f"{missing}"
+    )
+
+
+def _find_ends(
+    key: tuple[Any, ...], given_mesh: DeviceMesh | None
+) -> tuple[NamedSharding, NamedSharding, tuple[int, ...], str | None]:
+    """Return source, target, whole shape, and the pattern of which both are sides, or None."""
+    verb, pattern, target, local_shape, shape, *pairs = key
+    mesh, sizes = _mesh_of(verb, pattern, given_mesh), dict(pairs)
+    whole = NamedSharding(mesh, P())
+    here: dict[str, Any] = {"local_shape": tuple(local_shape), "rank": mesh.get_rank()}
+    try:
+        if verb == "shard":
+            if not isinstance(pattern, NamedSharding):
+                pattern = NamedSharding.from_pattern(pattern, mesh, shape, sizes)
+            return whole, pattern, shape, None
+        if isinstance(pattern, NamedSharding):
+            if verb == "reshard":
+                _check_target(target, sizes)
+            shape = pattern.whole_shape(local_shape) if shape is None else shape
+            check_shard(verb, pattern, shape, tuple(local_shape))
+            return pattern, whole if target is None else target, shape, None
+        if verb == "unshard":
+            source = NamedSharding.from_pattern(pattern, mesh, shape, sizes, **here)
+            return source, whole, source.parts.shape, None
+        source, target = shardings_of_sides(pattern, mesh, shape, sizes, **here)
+        return source, target, source.parts.shape, pattern
+    except AxisError as error:
+        raise with_hidden_mesh(error, given_mesh) from None
+
+
+def _check_target(target: object, sizes: Mapping[str, int]) -> None:
+    if not isinstance(target, NamedSharding):
+        raise KindError(
+            "reshard from a NamedSharding needs another to go to",
+            expected="reshard(x, source, target)",
+            found=f"a {type(target).__name__} as target",
+        )
+    if sizes:
+        raise ArgumentError(
+            "reshard between NamedShardings knows no dims by name",
+            found=", ".join(f"{name}={size}" for name, size in sizes.items()),
+            fix="give the shape of the whole array: shape=(...)",
+        )
+    get_mesh("reshard", target.mesh)
+
+
+def _mesh_of(verb: str, pattern: Any, mesh: DeviceMesh | None) -> DeviceMesh:
+    if not isinstance(pattern, NamedSharding):
+        return get_mesh(verb, mesh)
+    if mesh is not None and mesh != pattern.mesh:
+        raise ArgumentError(
+            f"{verb}: a NamedSharding has a mesh of its own",
+            expected=f"{pattern.mesh!r}, or none",
+            found=f"mesh={mesh!r}",
+            fix="leave mesh out",
+        )
+    return get_mesh(verb, pattern.mesh)
+
+
+# -- one rank that holds the whole ----------------------------------------------------------------
+
+
+def _checked_root(root: Any, verb: str, mesh: DeviceMesh) -> int:
+    """Return the root as a whole number, or raise unless it is a rank of the mesh."""
+    rank = get_whole_number(root, f"{verb}: root", expected="a rank")
+    if mesh.layout.coordinate_of(rank) is None:
+        raise NotInGroupError(
+            f"{verb}: the mesh does not hold the root, rank {rank}",
+            where=f"rank {mesh.get_rank()}, mesh ({mesh.layout.axis_text()})",
+            expected=f"one of {ranks_text(mesh.layout.ranks().ravel().tolist())}",
+        )
+    return rank
+
+
+def _gathered(
+    x: torch.Tensor, source: NamedSharding, shape: tuple[int, ...], root: int
+) -> torch.Tensor | None:
+    """Return the whole array on the root, in new memory; None on all other ranks."""
+    mesh, whole = source.mesh, NamedSharding(source.mesh, P())
+    title = f"{move_title(source, whole, shape)} on rank {root}"
+    if x.requires_grad and torch.is_grad_enabled():
+        raise GradientError(
+            "unshard with a root has no gradient",
+            where=title,
+            expected="a tensor that needs none: ranks without a result have no backward",
+            fix="pass local.detach(), or leave root out: every rank then holds the whole",
+        )
+    if source.spec.unreduced:  # summands are added first, scattered over their axes
+        axes = source.layout.axis_indices(tuple(source.spec.unreduced))
+        target = cut_further(source, shape, tuple(sorted(axes))) if shape else whole
+        x, source = Move(source, target, shape, verb="unshard")(x), target
+    return gather_to_root(x, mesh, source.placement(shape), root, title)
+
+
+@dataclass(frozen=True)
+class _Facts:
+    """The facts of the root's array that the other ranks receive: shape, dtype, library."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    library: str
+    requires_grad: bool
+
+
+def _put_from_root(x: Any, target: NamedSharding, root: object) -> ShardedArray:
+    mesh = target.mesh
+    rank = _checked_root(root, "device_put", mesh)
+    place = mesh.open_group().ranks.index(rank)
+    tensor, facts = _share_facts(x, target, place, is_root=mesh.get_rank() == rank)
+    # A scalar has no dim to be cut among replicas.
+    shape = facts.shape or (1,)
+    wide = sharding_of(mesh, (), unreduced=target.spec.unreduced, reduced=target.spec.reduced)
+    lying = target if facts.shape else wide
+    free = lying.placement(shape).free_axes  # what replicas will hold is cut among them
+    source = cut_further(lying, shape, free)
+    device = mesh_device(mesh) if facts.library != "numpy" else torch.device("cpu")
+    if tensor is None:
+        tensor = torch.empty(0, dtype=facts.dtype, device=device)
+        tensor.requires_grad_(facts.requires_grad)
+    else:
+        tensor = tensor.to(device).reshape(shape)
+    title = f"device_put {source.spec!r} of {shape} from rank {rank}"
+    with HiddenFromModes() if find_context() is not None else nullcontext():
+        own = mark_spec(scatter(tensor, mesh, source.placement(shape), rank, title), source.spec)
+    local = move(own, source, lying, shape)
+    if not facts.shape:
+        local = local.reshape(())
+    return ShardedArray(in_library(local, facts.library), target, facts.shape)
+
+
+def _share_facts(
+    x: Any, target: NamedSharding, place: int, *, is_root: bool
+) -> tuple[torch.Tensor | None, _Facts]:
+    """Return (root's tensor, else None; facts of it); raise the root's errors on all ranks."""
+    told: list[Any] = [None]
+    tensor = None
+    if is_root:
+        try:
+            tensor = _checked_whole(x, target)
+            told = [_Facts(tuple(tensor.shape), tensor.dtype, library_of(x), tensor.requires_grad)]
+        except MeshdistError as error:
+            told = [error]
+    broadcast_object_list(told, group=target.mesh.open_group(), group_src=place)
+    if isinstance(told[0], MeshdistError):
+        raise told[0]
+    return tensor, told[0]
+
+
+def _checked_whole(x: Any, target: NamedSharding) -> torch.Tensor:
+    """Return the root's array as a tensor, or raise where it cannot have the sharding."""
+    where = f"the root, {mesh_text(target.mesh)}"
+    if x is None or isinstance(x, ShardedArray):
+        raise KindError(
+            "device_put: the root holds no whole array",
+            where=where,
+            expected="the whole, as an array, on the root",
+            found="None" if x is None else "a ShardedArray",
+            fix="pass it there, or name the rank that has it: root=..."
+            if x is None
+            else "leave root= out: a sharded array lies on all ranks",
+        )
+    tensor = as_tensor(x, argument="x", verb="device_put", writable=False)
+    target.placement(tuple(tensor.shape))
+    if target.spec.unreduced and tensor.dtype == torch.bool:
+        raise ArgumentError(
+            "device_put: bool values have no summands", where=where, found=repr(target.spec)
+        )
+    return tensor

@@ -1,0 +1,348 @@
+"""Plan moves and einsums: ``md.plan``, the plan of an einsum, and the links of a mesh."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Any
+
+import numpy as np
+
+from ..arguments import get_shape, get_whole_number
+from ..errors import ArgumentError, AxisError, KindError
+from ..mesh.current_mesh import mesh_in_force, with_hidden_mesh
+from ..mesh.device_mesh import DeviceMesh
+from ..mesh.layout import Layout, get_layout
+from ..mesh.partition_spec import PartitionSpec
+from ..mesh.pattern import parse
+from ..mesh.pattern_sizes import checked_sizes
+from ..mesh.spec import NamedSharding, shardings_of_sides
+from .einsum_layouts import EinsumLayout, lay_out_einsum
+from .plans import Plan, bytes_text, make_plan, step_text
+from .refinement import refine
+from .routes import DEFAULT_LINK, Link, default_link, links_of
+
+__all__ = ["plan"]
+
+Links = Mapping[str | int, Link] | Link
+# So many sizes of shards are written out in a plan's title, more as a number made of them.
+_FEW_SIZES = 8
+
+
+def plan(
+    src: NamedSharding | PartitionSpec | str,
+    dst: NamedSharding | PartitionSpec | None = None,
+    mesh: DeviceMesh | Layout | None = None,
+    shape: Sequence[int] | None = None,
+    *,
+    links: Links | None = None,
+    rank: int | None = None,
+    **sizes: int,
+) -> Any:
+    """Return what one rank does to bring an array from one sharding to another; sends nothing.
+
+    The plan receives the fewest bytes, of all ranks together, among the ways that are known; ways
+    that receive equal bytes are chosen by time, then by steps. All ranks choose alike.
+
+    Args:
+        src: how the array lies: a pattern with "->", such as ``"b@dp s -> b s@dp"``, or a
+            ``NamedSharding``, or a ``PartitionSpec``. A pattern of several operands, such as
+            ``"b d, d f@tp -> b f@tp"``, is that of an einsum.
+        dst: how it shall lie; None with a pattern.
+        mesh: of a pattern, and of specs; None takes the mesh in force. A ``Layout`` plans without
+            processes.
+        shape: of the whole array. A pattern can take ``sizes`` instead, that of an einsum must.
+        links: the speed of each axis, by name or index, or one ``md.Link`` for all; equal on all
+            ranks. By default constants of the axis's wire, which differ where it leaves the host.
+        rank: whose plan; None takes this process's on a ``DeviceMesh``, a ``Layout``'s first.
+        sizes: the whole sizes of a pattern's dims, by name.
+
+    Returns:
+        The ``Plan``: ``steps``, ``explain()``, ``bytes_received()``, ``bytes_sent()``,
+        ``peak_bytes()``, ``estimated_s()``, and ``T``, the plan of the gradient. It is kept: the
+        same arguments give the same object. The dims of a pattern's plan are its named parts, in
+        the order of its left side. Of an einsum: an ``EinsumPlan`` with the plans ``operands`` and
+        ``result``, ``bytes_received()``, also of the ``backward=True``, and ``explain()``.
+
+    Gradient: ``plan.T``: from the destination's cotangent to the source's, dims alike, unreduced
+        and reduced exchanged.
+
+    Cost: nothing is sent; the time is that of the rank's own part.
+
+    Raises:
+        ArgumentError: no destination, two, or no shape.
+        KindError: something else than patterns, specs or shardings.
+        MeshError: no mesh, meshes over other ranks, or without a common refinement.
+        NotInGroupError: the mesh does not hold the rank.
+        PatternError, AxisError, ShapeError: a pattern or spec that does not fit mesh or shape.
+
+    Example:
+        >>> import meshdist as md
+        >>> mesh = md.Layout.from_shape((2, 2), ("dp", "tp"))
+        >>> P = md.P
+        >>> moved = md.plan(P("dp", "tp"), P("tp", "dp"), mesh, (8, 8))
+        >>> moved.bytes_received(), moved.T.bytes_received()
+        (0, 0)
+        >>> moved = md.plan("a@dp b@tp -> a@tp b@dp", mesh=mesh, a=8, b=8, rank=1)
+        >>> moved.bytes_received(), moved.steps[0].receives
+        (64, ((2, ((0, 4), (0, 4))),))
+    """
+    if isinstance(src, str):
+        if dst is not None:
+            raise ArgumentError(
+                "a pattern is source and destination in one",
+                where="md.plan",
+                expected='one pattern with "->", or two specs',
+                found=f"{src!r} and {dst!r}",
+                fix=None
+                if isinstance(dst, (PartitionSpec, NamedSharding, str))
+                else "name the mesh: plan(pattern, mesh=mesh)",
+            )
+        given_mesh, mesh = mesh, mesh_in_force("plan") if mesh is None else mesh
+        layout, pattern = get_layout(mesh, "plan"), parse(src)
+        asked = tuple(checked_sizes(pattern, sizes).items())
+        at, speeds = mesh_rank(mesh, rank), mesh_links(mesh, links)
+        is_einsum = shape is None and len(pattern.operands) > 1 and pattern.result is not None
+        whole = None if shape is None else get_shape(shape, "plan")
+        try:
+            if is_einsum:
+                laid = lay_out_einsum(src, layout, at, None, asked, ((),) * len(pattern.operands))
+                return plan_einsum(laid, layout, layout.get_coordinate(at), speeds)
+            return _plan_pattern(src, layout, whole, asked, at, speeds)
+        except AxisError as error:
+            raise with_hidden_mesh(error, given_mesh) from None
+    if sizes:
+        raise ArgumentError(
+            "sizes by name are for patterns, whose dims have names",
+            where="md.plan",
+            found=", ".join(f"{name}={size!r}" for name, size in sizes.items()),
+            fix="give the shape of the whole array: shape=(...)",
+        )
+    source, target = _sharding(src, "src", mesh), _sharding(dst, "dst", mesh)
+    if shape is None:
+        raise ArgumentError(
+            "a plan between specs needs the shape of the whole array",
+            where="md.plan",
+            fix="write plan(src, dst, mesh, shape)",
+        )
+    at, speeds = mesh_rank(source.mesh, rank), mesh_links(source.mesh, links)
+    return plan_move(source, target, get_shape(shape, "plan"), at, speeds)
+
+
+@lru_cache(maxsize=4096)
+def _plan_pattern(
+    text: str,
+    layout: Layout,
+    shape: tuple[int, ...] | None,
+    sizes: tuple[tuple[str, int], ...],
+    rank: int,
+    links: tuple[Link, ...],
+) -> Plan:
+    """Return one rank's plan of a pattern, whose dims are the parts of the left side in order."""
+    source, target = shardings_of_sides(text, layout, shape, dict(sizes))
+    ends = source, target, source.parts.shape
+    return plan_move(*ends, rank, links, text, source.parts.names)
+
+
+def plan_move(
+    source: NamedSharding,
+    target: NamedSharding,
+    shape: tuple[int, ...],
+    rank: int,
+    links: tuple[Link, ...],
+    pattern: str | None = None,
+    names: Sequence[str] = (),
+) -> Plan:
+    """Return one rank's plan between two shardings of an array of the whole ``shape``.
+
+    Args:
+        links: of the source's axes.
+        pattern: the text with "->" of which both are the sides; None for others.
+        names: of a pattern's parts, in the order that the dims of the plan shall have.
+    """
+    layout = source.layout
+    if pattern is None:
+        here, there = source.placement(shape), target.placement(shape)
+    else:
+        here, there = (
+            side.parts.placement.permuted([side.parts.names.index(name) for name in names])
+            for side in (source, target)
+        )
+    if layout != target.layout:
+        both = refine(layout, target.layout)
+        here, there = both.source_placement(here), both.target_placement(there)
+        layout, links = both.layout, tuple(links[axis] for axis in both.source_axis_of_each)
+    title = move_title(source, target, shape, pattern)
+    return make_plan(
+        here, there, layout.get_coordinate(rank), layout=layout, links=links, title=title
+    )
+
+
+def mesh_rank(mesh: DeviceMesh | Layout, rank: int | None = None) -> int:
+    """Return ``rank``, or this process's rank on a mesh, or the first rank of a Layout."""
+    if rank is not None:
+        return get_whole_number(rank, "plan: rank")
+    return mesh.rank_at((0,) * mesh.ndim) if isinstance(mesh, Layout) else mesh.get_rank()
+
+
+def mesh_links(mesh: DeviceMesh | Layout, links: Links | None = None) -> tuple[Link, ...]:
+    """Return a link per axis: ``links``, or the constants of the axes' wires; or raise."""
+    layout = get_layout(mesh, "plan")
+    if isinstance(mesh, Layout):
+        return links_of(layout, links, (DEFAULT_LINK,) * layout.ndim)
+    defaults = mesh.caches.of(tuple[Link, ...], partial(_wire_links, mesh))
+    return defaults if links is None else links_of(layout, links, defaults)
+
+
+def _wire_links(mesh: DeviceMesh) -> tuple[Link, ...]:
+    hosts = np.array(mesh.world.hosts)[mesh.layout.ranks()]
+    return tuple(
+        default_link(mesh.wire_of(axis), spans_hosts=bool((hosts != hosts.take([0], axis)).any()))
+        for axis in range(mesh.ndim)
+    )
+
+
+# -- arguments ----------------------------------------------------------------------------------
+
+
+def _sharding(given: Any, name: str, mesh: DeviceMesh | Layout | None) -> NamedSharding:
+    if isinstance(given, NamedSharding):
+        return given
+    if isinstance(given, PartitionSpec):
+        chosen = mesh_in_force("plan") if mesh is None else mesh
+        get_layout(chosen, "plan")
+        try:
+            return NamedSharding(chosen, given)
+        except AxisError as error:
+            raise with_hidden_mesh(error, mesh) from None
+    is_missing = name == "dst" and given is None
+    raise KindError(
+        "a plan needs a destination" if is_missing else f"{name} is no spec",
+        where=f"md.plan, argument {name}",
+        expected="a NamedSharding or a PartitionSpec",
+        found=f"{given!r}, a {type(given).__name__}",
+        fix='write a pattern alone as the first argument: plan("b@dp s -> b s@dp", mesh=mesh)',
+    )
+
+
+def move_title(
+    source: NamedSharding,
+    target: NamedSharding,
+    shape: tuple[int, ...],
+    pattern: str | None = None,
+) -> str:
+    """Return the title of the plan between two shardings, equal on all ranks."""
+    text = pattern or " -> ".join(map(_sharding_text, (source, target)))
+    return f"{text} of shape {shape}"
+
+
+def _sharding_text(sharding: NamedSharding) -> str:
+    sizes = sharding.shard_sizes
+    if not sizes:
+        return repr(sharding.spec)
+    text = repr(sizes)
+    if sum(map(len, sizes.values())) > _FEW_SIZES:
+        text = f"#{zlib.crc32(text.encode()):08x}"
+    return f"{sharding.spec!r} with shard sizes {text}"
+
+
+# -- einsums --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class EinsumPlan:
+    """The plan of an einsum for one rank: the plans of its operands and of its result.
+
+    Args:
+        operands: from how each operand lies to how the product takes it.
+        result: from how the product leaves the result to how it shall lie.
+    """
+
+    layout: EinsumLayout
+    operands: tuple[Plan, ...]
+    result: Plan
+
+    def bytes_received(self, itemsize: int = 4, *, backward: bool = False) -> int:
+        """Return the bytes that this rank receives, forward, or in the backward alone."""
+        plans = (*self.operands, self.result)
+        return sum((plan.T if backward else plan).bytes_received(itemsize) for plan in plans)
+
+    def explain(self, itemsize: int = 4) -> str:
+        """Return the plan in words: what each axis divides, the steps, and what is summed.
+
+        Example:  # doctest: +ELLIPSIS
+            >>> mesh = Layout.from_shape((2,), ("tp",))
+            >>> print(plan("b d, d f@tp -> b f@tp", mesh=mesh, b=2, d=4, f=8).explain())
+            einsum 'b d, d f@tp -> b f@tp': rank 0 (tp=0) of mesh (tp=2)
+              tp divides 'f': the gradient of operand 0 is summed over it
+              forward: 0 bytes in
+              backward: 32 bytes in
+                gradient of operand 0: all-reduce over tp, 2 ranks: 2 x 4; 32 bytes in, ...
+        """
+        mesh = self.result.layout
+        place = self.result.coordinate
+        lines = [
+            f"einsum {self.layout.text!r}: rank {mesh.rank_at(place)} "
+            f"({mesh.coordinate_text(mesh.rank_at(place))}) of mesh ({mesh.axis_text()})"
+        ]
+        lines += [f"  {self._axis_text(axis)}" for axis in range(mesh.ndim)]
+        named = [(f"operand {at}", plan) for at, plan in enumerate(self.operands)]
+        named.append(("result", self.result))
+        back = [(f"gradient of {name}", plan.T) for name, plan in reversed(named)]
+        for which, plans in (("forward", named), ("backward", back)):
+            total = sum(plan.bytes_received(itemsize) for _, plan in plans)
+            lines.append(f"  {which}: {bytes_text(total)} in")
+            for name, plan in plans:
+                lines += [
+                    f"    {name}: {step_text(step, mesh, plan.links, itemsize)}"
+                    for step in plan.steps
+                ]
+        return "\n".join(lines)
+
+    def _axis_text(self, axis: int) -> str:
+        """Return a line on what ``axis`` divides, and on sums over it in forward and backward."""
+        work, choice = self.layout.work, self.layout.choices[axis]
+        name = (self.result.layout.names or ())[axis] if self.result.layout.names else str(axis)
+        if choice is None:
+            return f"{name} divides nothing: each rank along it computes the same"
+        what = f"{name} divides {choice!r}"
+        if isinstance(choice, int):
+            what = f"{name} divides the summands of operand {choice}"
+        sums = []
+        if axis in work.result.unreduced:
+            kept = axis in self.layout.result.parts.placement.unreduced
+            sums.append("the result stays unreduced" if kept else "the result is summed over it")
+        for at, (taken, source) in enumerate(zip(work.operands, self.layout.sources, strict=True)):
+            if axis in taken.reduced:
+                stays = axis in source.reduced
+                sums.append(
+                    f"the gradient of operand {at} "
+                    + ("stays unreduced" if stays else "is summed over it")
+                )
+        return f"{what}: {', '.join(sums) or 'nothing is summed over it'}"
+
+    def __repr__(self) -> str:
+        return f"<EinsumPlan {self.layout.text!r} at {self.result.coordinate}>"
+
+
+def plan_einsum(
+    laid: EinsumLayout, layout: Layout, coordinate: tuple[int, ...], links: tuple[Link, ...]
+) -> EinsumPlan:
+    """Return the plan of a laid-out einsum for the rank at ``coordinate``."""
+    moves = [*zip(laid.operands, laid.sources, laid.work.operands, strict=True)]
+    moves.append((laid.result, laid.work.result, laid.result.parts.placement))
+    which = [*(f"operand {number}" for number in range(len(laid.operands))), "the result"]
+    *operands, result = [
+        make_plan(
+            source,
+            target,
+            coordinate,
+            layout=layout,
+            links=links,
+            title=f"einsum {laid.text!r}: {name} of shape {side.parts.shape}",
+        )
+        for (side, source, target), name in zip(moves, which, strict=True)
+    ]
+    return EinsumPlan(laid, tuple(operands), result)
