@@ -99,10 +99,3 @@ IN_ORDER = {torch.float32: torch.int32, torch.float64: torch.int64}
 
 QUANTIZED = frozenset({torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4})
 """Dtypes whose numbers need the scale of their tensor, which is not sent along."""
-
-PLAIN_DTYPES = frozenset(
-    dtype
-    for dtype in vars(torch).values()
-    if isinstance(dtype, torch.dtype) and not (dtype in QUANTIZED or dtype.is_complex)
-)
-"""Dtypes of tensors whose memory is their values. (Complex tensors may hold conjugates.)"""

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from meshdist.dtypes import DTYPES, PLAIN_DTYPES, QUANTIZED, SIGNED, DtypeFacts, dtype_name
+from meshdist.dtypes import DTYPES, SIGNED, DtypeFacts, dtype_name
 from tests.inner import core
 from tests.wires import samples
 
@@ -64,12 +64,6 @@ def test_signed_twins_have_the_same_width() -> None:
 @pytest.mark.skipif(core is None, reason="needs the native core")
 def test_the_native_core_has_the_same_dtypes() -> None:
     assert set(core.DTYPES) == {facts.name for facts in ROWS}
-
-
-def test_plain_dtypes_are_those_whose_memory_is_their_values() -> None:
-    assert {dtype for dtype in DTYPES if not dtype.is_complex} <= PLAIN_DTYPES
-    assert not PLAIN_DTYPES & QUANTIZED
-    assert not any(dtype.is_complex for dtype in PLAIN_DTYPES)
 
 
 def test_names() -> None:

@@ -16,15 +16,14 @@ from ..arrays import find_hand_back
 from ..checking.calls import Call, GroupFacts, Note, calls, get_call, get_message
 from ..checking.debug_levels import TRACE, DebugLevel, get_debug_level, verbs_log
 from ..checking.header_table import CHECK_EVERY, HeaderTable
-from ..checking.program import is_of_handler, line_of, warn_once_at
+from ..checking.program import line_of, warn_once_at
 from ..checking.recorder import Recorder
 from ..error_text import explain
 from ..errors import MeshdistError, StoreError
-from ..wires.communicator import Communicator
+from ..wires.communicator import Communicator, explained
 from ..wires.core import core
 from ..wires.operations import (
     DONE,
-    Interrupted,
     MembersDisagree,
     WireAborted,
     WireFailure,
@@ -110,9 +109,7 @@ class Channel:
 
     def explained(self, error: BaseException) -> BaseException:
         """Return ``error``, or its explanation if a wire or a signal's handler raised ``error``."""
-        if isinstance(error, WireFailure):
-            return self.explain(error)
-        return self.explain(Interrupted(error)) if is_of_handler(error) else error
+        return explained(self.explain, self.timeout, error)
 
     def enter(self, prepared: PreparedCall, layouts: Sequence[Layout] = ()) -> None:
         """Note the collective ``prepared``, and compare it with the calls of the others.
@@ -351,8 +348,8 @@ class Channel:
         self,
         call: Call,
         tensor: torch.Tensor | list[torch.Tensor] | None,
-        sent: Sequence[int] = (),
-        taken: Sequence[int] = (),
+        sent: Sequence[int],
+        taken: Sequence[int],
     ) -> None:
         """Raise if members' calls differ, before data moves, if the debug level asks for that.
 

@@ -61,7 +61,7 @@ _making = ModuleLock()
 _PATIENCE = timedelta(seconds=5)
 _RECEIPTS_S = 1.0
 _NOTING_S = 0.01
-_LAST_S = 2.0
+_LAST = timedelta(seconds=2)
 
 
 @dataclass(eq=False)
@@ -356,17 +356,16 @@ class Registry:
     def compare_last(self, channels: Iterable[Any]) -> MeshdistError | None:
         """Compare with other hosts the last calls on ``channels``, which close; return an error."""
         # It waits two seconds at most for the other members. Without them nothing is compared.
-        world, error, limit = self.world, None, Deadline(_LAST_S)
+        world, error, limit = self.world, None, Deadline(_LAST)
         if find_failure(world.handled_before) is not None or world.process_id != os.getpid():
             return None
 
         def meet(key: str) -> bool:
-            left = timedelta(seconds=limit.left_s)
-            return self.presence.count(key, channel.opened.ranks, left)
+            return self.presence.count(key, channel.opened.ranks, limit.left)
 
         for channel in sorted(channels, key=lambda each: each.opened.label):
             try:
-                channel.compare_last(meet, timedelta(seconds=_LAST_S))
+                channel.compare_last(meet, _LAST)
             except MeshdistError as found:
                 error = error or found
         return error

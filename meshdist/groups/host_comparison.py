@@ -64,7 +64,7 @@ DISAGREEMENT = "disagreement"
 
 
 class HeaderTables:
-    """Maker of header tables and call words, the shared memory by which members compare calls.
+    """Maker of header tables, the shared memory by which members compare calls.
 
     Args:
         words: this process's shared words; None until ``make_words`` makes some.

@@ -44,7 +44,7 @@ class Deadline:
     @property
     def left(self) -> timedelta:
         """The time that is left, 0 at least."""
-        return timedelta(seconds=max(0.0, self._end - time.monotonic()))
+        return timedelta(seconds=self.left_s)
 
     @property
     def is_over(self) -> bool:

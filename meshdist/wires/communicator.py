@@ -63,7 +63,11 @@ FAST_REDUCTIONS = [
 
 
 def explained(explain: Explain, timeout: timedelta, error: BaseException) -> BaseException:
-    """Return the error that a channel would raise for a failure on the fast path."""
+    """Return ``error``, or its explanation if a wire or a signal's handler raised ``error``.
+
+    Args:
+        timeout: of the failed call, for the error's text.
+    """
     if not isinstance(error, WireFailure) and not is_of_handler(error):
         return error
     failure = given_up_for(error)
@@ -89,7 +93,7 @@ class Communicator(ABC):
     """Whether a member of a rooted call may return from it before the others have come."""
 
     posts_at_once = False
-    """Whether starting a receive neither waits nor needs the terms' number."""
+    """Whether starting a receive neither waits nor needs the number of its note."""
 
     averages_at_once: ClassVar[bool] = False
     """Whether an average costs no more than a sum; else a division over all of the result."""

@@ -60,7 +60,6 @@ _SPIN_S = 0.0005
 _ABORT_LOOK_S = 0.1
 _LOST_LOOK_S = 1.0
 _LAST_S = 5.0  # for threads that wait for Gloo, as the program ends
-_LONGEST_PAUSE_S = 0.001
 _AT_ONCE = timedelta(milliseconds=10)
 _ALMOST_FOR_EVER = timedelta(days=3650)
 _EXPIRED_SLICE = "Operation timed out!"

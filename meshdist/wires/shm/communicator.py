@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from ...reduce_ops import PLAIN_OPS, ReduceKind, ReduceOp
+from ...reduce_ops import PLAIN_OPS, ReduceKind
 from ...runtime.hosts import free_bytes, num_cores
 from ...verb_table import REDUCING_VERBS, WIRE_VERBS, Form
 from ..built_verbs import BUILT, all_reduce_by_gathering
@@ -46,7 +46,6 @@ if TYPE_CHECKING:
 if _core is not None:
     Operation.register(_core.Started)
 
-_SUM = ReduceOp.SUM
 _KIB = 1024
 # Per member there are four slots, and per pair of members two rings. With two members larger sizes
 # measured faster: what is written anew has left the cores' own caches by then (messages of 4 MiB
