@@ -24,7 +24,8 @@ Entry::Entry(Notes& notes, nb::object group, const Headers* headers, nb::dict ab
              std::uint64_t most_level, std::int32_t device_type)
     : num_forks_(num_forks()), reader_(device_type), notes_(notes), group_(std::move(group)),
       headers_(headers == nullptr ? std::nullopt : std::optional<Headers>(*headers)),
-      aborts_(std::move(aborts)), label_(std::move(label)), is_logged_(log.attr("isEnabledFor")), log_level_(std::move(log_level)),
+      aborts_(std::move(aborts)), label_(std::move(label)), is_logged_(log.attr("isEnabledFor")),
+      log_level_(std::move(log_level)),
       // What the logger has answered before; Python empties it whenever the level of any changes. It
       // is no documented part of a logger.
       known_levels_(nb::getattr(log, "_cache", nb::dict())),

@@ -239,7 +239,7 @@ class FastPath {
   }
 
   bool is_ready(bool is_uneven = false) const {
-    return !MainThread::is_nested() && runner_.is_ready() && entry_.is_quiet(is_uneven);
+    return !MainThread::is_nested() && entry_.is_quiet(is_uneven);
   }
 
   bool is_me(int root) const { return static_cast<std::uint64_t>(root) == entry_.member(); }

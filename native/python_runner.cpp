@@ -17,8 +17,8 @@ namespace meshdist {
 namespace {
 
 namespace names {
-const Name group{"torch_group"}, failure{"failure"}, dim{"dim"}, view{"view"}, on_stream{"on_stream"}, poll{"poll"},
-    wait{"wait"};
+const Name group{"torch_group"}, failure{"failure"}, dim{"dim"}, view{"view"}, on_stream{"on_stream"},
+    poll{"poll"}, wait{"wait"};
 }
 
 using Arguments = std::vector<nb::object>;

@@ -30,8 +30,6 @@ class Runner {
   explicit Runner(std::int64_t largest_tag) : largest_tag_(largest_tag) {}
   virtual ~Runner() = default;
 
-  // Whether another collective may start.
-  virtual bool is_ready() const { return true; }
   // Whether this wire can do it. Nothing has happened yet.
   virtual bool takes(const Collective&) const { return true; }
   virtual bool takes(const Message& message) const { return message.number <= largest_tag_; }

@@ -602,8 +602,9 @@ def test_shared_memory_ends_with_its_last_tensor(pool: Pool) -> None:
         return seen
 
     for before, within, after in on(pool, program, 3):
-        assert (before, after) == (0, 0)
-        assert within <= 2 * 3 * ((1 << 20) + 4096)  # the last tensor's, and the one before
+        assert after <= before  # an earlier test may have left a tensor in this process
+        # The last tensor may be there, and the tensor before it.
+        assert within - before <= 2 * 3 * ((1 << 20) + 4096)
 
 
 def test_shared_memory_serves_whoever_still_has_a_tensor(pool: Pool) -> None:
