@@ -3,9 +3,9 @@
 A checkpoint NAME is written in the folder ``.NAME.<number>``, and renamed when all is on disk: a
 folder that bears its own name is whole. Beside the folder lies ``.NAME.<number>.lock``. Each
 process that writes shares a lock on it until its part is on disk; the kernel drops the lock of a
-process that ends, by whatever end. Nobody holds a lock on an unfinished folder that no process
-writes, so the next save removes it. What is removed is renamed first, so that no part of it is left
-under its own name.
+process that ends, by whatever end. An unfinished folder that no process writes has no lock, and the
+next save removes it. What is removed is renamed first, so that no part of it is left under its own
+name.
 """
 
 from __future__ import annotations

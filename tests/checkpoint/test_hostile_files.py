@@ -304,7 +304,7 @@ def places_in(value: Any) -> list[tuple[Any, Any]]:
     return found
 
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_drawn_manifests_give_an_error_or_right_values(data: st.DataObject, copy: Path) -> None:
     manifest = read_manifest(copy)

@@ -196,6 +196,8 @@ def test_a_crash_leaves_the_old_step_or_the_new(tmp_path: Path) -> None:
     disk = Disk(root)
     returned, seen, number = None, set(), 0
     for name, paths, data in noted:
+        if name == "lock":  # the disk is as it was
+            continue
         disk.replay(name, paths, data)
         if name == RETURNED:
             returned = int(paths[0])

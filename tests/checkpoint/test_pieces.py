@@ -6,7 +6,7 @@ import math
 from unittest import mock
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from meshdist.checkpoint import pieces
 from meshdist.checkpoint.pieces import (
@@ -38,7 +38,6 @@ def parts_by_rank(case: Case) -> dict[int, dict[str, Box]]:
 
 
 @given(cases())
-@settings(max_examples=100)
 def test_pieces_make_each_array_and_lie_in_what_their_rank_holds(case: Case) -> None:
     layout = layout_of(case.saves)
     parts = parts_by_rank(case)

@@ -77,7 +77,7 @@ def fresh(tmp_path: Path) -> Iterator[Any]:
 
 
 @given(case=cases(max_ranks=8, max_loads=8, large=True))
-@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_mesh_loads_what_any_mesh_saved(case: Case, fresh: Iterator[str]) -> None:
     path = next(fresh)
     md.simulate(saved, math.prod(case.saves), args=(case, path))
