@@ -225,7 +225,9 @@ def _dispatch(tokens: Any, experts: Any, axes: DeviceMesh, num_experts: int) -> 
         entries = flat.argsort(stable=True)[dropped:]  # -1 stands before all experts
         # What has come lies by sender, in each by expert: the experts 0 1 0 1 of two senders.
         of_rows = (
-            torch.arange(theirs.shape[1]).repeat(len(theirs)).repeat_interleave(theirs.ravel())
+            torch.arange(theirs.shape[1], device="cpu")
+            .repeat(len(theirs))
+            .repeat_interleave(theirs.ravel())
         )
         by_expert = of_rows.argsort(stable=True).to(x.device)
     taken = tuple(theirs.sum(1).tolist())
@@ -287,7 +289,9 @@ def _exchange_counts(
     counts = torch.bincount(flat.clamp(-1, num_experts - 1) + 1, minlength=num_experts + 1)
     of_experts = counts[1:].tolist()
     blocks = [of_experts[start:stop] for start, stop in pairwise(bounds)]
-    mine = torch.tensor([number for block in blocks for number in (lowest, highest, *block)])
+    mine = torch.tensor(
+        [number for block in blocks for number in (lowest, highest, *block)], device="cpu"
+    )
     theirs = mine.new_empty(size * (num_own := 2 + len(blocks[group.rank()])))
     device = group.first_device_type()
     mine, theirs = mine.to(device), theirs.to(device)

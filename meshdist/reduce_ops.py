@@ -224,7 +224,7 @@ def _checked_factor(factor: Any) -> float | torch.Tensor:
     if isinstance(factor, Real) and not is_truth:
         return _exact(factor)
     if isinstance(factor, Complex) and not is_truth:
-        return torch.tensor(complex(factor), dtype=torch.complex128)
+        return torch.tensor(complex(factor), dtype=torch.complex128, device="cpu")
     if isinstance(factor, np.ndarray) and factor.dtype.kind in "iufcb":
         return _one_element(torch.from_numpy(np.array(factor)))
     if hasattr(factor, "__cuda_array_interface__"):
@@ -241,7 +241,7 @@ def _exact(factor: Any) -> float | torch.Tensor:
         as_float = float(factor)
         if not isinstance(factor, (int, np.integer)) or int(as_float) == int(factor):
             return as_float
-        return torch.tensor(int(factor), dtype=torch.int64)
+        return torch.tensor(int(factor), dtype=torch.int64, device="cpu")
     except (OverflowError, ValueError, RuntimeError) as error:
         raise ArgumentError(
             "a factor that no dtype holds",

@@ -214,7 +214,7 @@ class _ArrayReader:
             return
         # They are read into other memory that overlaps likewise: nothing has changed yet.
         first = min(tensor.data_ptr() for tensor in tensors) // 16 * 16
-        memory = torch.empty(max(map(_end, tensors)) - first, dtype=torch.uint8)
+        memory = torch.empty(max(map(_end, tensors)) - first, dtype=torch.uint8, device="cpu")
         filled = []
         for name, tensor in zip(names, tensors, strict=True):
             line = memory[tensor.data_ptr() - first : _end(tensor) - first].view(tensor.dtype)
@@ -264,7 +264,7 @@ class _ArrayReader:
             places[name] = total
             total += -(-entry.num_bytes // 8) * 8
         group = self._members.group
-        line = torch.zeros(total, dtype=torch.uint8)
+        line = torch.zeros(total, dtype=torch.uint8, device="cpu")
 
         def part(name: str, of: torch.Tensor) -> torch.Tensor:
             entry = batch[name]
@@ -292,7 +292,7 @@ class _ArrayReader:
             for name, entry in batch.items():
                 box, target = self._boxes[name], entry.tensor
                 if name in self._shared:
-                    target = torch.empty(shape_of(box), dtype=target.dtype)
+                    target = torch.empty(shape_of(box), dtype=target.dtype, device="cpu")
                 self._source.fill(target, name, box)
                 if name in self._shared:
                     shares[name] = target.to(entry.tensor.device)

@@ -61,7 +61,9 @@ class OpenArrays:
     def read(self, name: str, box: Box) -> torch.Tensor:
         """Return the part ``box`` of an array, on the CPU; raise if files break the manifest."""
         self.check(name, box)
-        part = torch.empty(shape_of(box), dtype=self.manifest.arrays[name].torch_dtype)
+        part = torch.empty(
+            shape_of(box), dtype=self.manifest.arrays[name].torch_dtype, device="cpu"
+        )
         self.fill(part, name, box)
         return part
 

@@ -108,7 +108,7 @@ def _host_copies(
     for name, view in views.items():
         kept = slot.get(name)
         if kept is None or kept.shape != view.shape or kept.dtype != view.dtype:
-            kept = torch.empty(view.shape, dtype=view.dtype, pin_memory=view.is_cuda)
+            kept = torch.empty(view.shape, dtype=view.dtype, device="cpu", pin_memory=view.is_cuda)
         copies[name] = kept
         if view.is_cuda:
             # On a stream of its own, so that kernels of the program run meanwhile.

@@ -262,8 +262,8 @@ def _generators(mesh: DeviceMesh | None) -> dict[str, Any]:
     numpy = [*place["key"].tolist(), place["pos"], drawn["has_gauss"], drawn["gauss"]]
     tree = {
         "torch": EachRanks(torch.get_rng_state()),
-        "python": EachRanks(torch.tensor(python, dtype=torch.float64)),
-        "numpy": EachRanks(torch.tensor(numpy, dtype=torch.float64)),
+        "python": EachRanks(torch.tensor(python, dtype=torch.float64, device="cpu")),
+        "numpy": EachRanks(torch.tensor(numpy, dtype=torch.float64, device="cpu")),
         "differ_over": FirstRanks(None if axes is None else list(axes)),
         "mesh": FirstRanks(None if mesh is None else axes_told(mesh)),
     }

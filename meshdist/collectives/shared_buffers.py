@@ -69,8 +69,8 @@ def shared_empty(
             f"{shape!r} is no shape", found=first_line(error), fix="for example (2, 3)"
         ) from None
     channel = target.open_channel("cpu")
-    count = torch.tensor([like.nbytes])
-    counts = torch.empty(target.size(), dtype=torch.int64)
+    count = torch.tensor([like.nbytes], device="cpu")
+    counts = torch.empty(target.size(), dtype=torch.int64, device="cpu")
     # The places in memory follow from the sizes, which must be equal first.
     prepared = PreparedCall("shared_empty", "all_gather", [count], [counts], like)
     prepared.shows_all = False
@@ -100,14 +100,14 @@ def flat_memory(
         return torch.empty(count, dtype=dtype, device=device)
     try:
         memory = shared_empty(count, dtype, group)
-        is_refused = torch.tensor([0], dtype=torch.uint8)
+        is_refused = torch.tensor([0], dtype=torch.uint8, device=device)
     except BackendError:
-        memory = torch.empty(0, dtype=dtype)
-        is_refused = torch.tensor([1], dtype=torch.uint8)
+        memory = torch.empty(0, dtype=dtype, device=device)
+        is_refused = torch.tensor([1], dtype=torch.uint8, device=device)
     # A wire refuses on all members alike, but the store may be lost on one alone. On memory that
     # only some members share, verbs would copy on all.
     all_reduce(is_refused, ReduceOp.MAX, group)
-    return torch.empty(count, dtype=dtype) if is_refused.item() else memory
+    return torch.empty(count, dtype=dtype, device=device) if is_refused.item() else memory
 
 
 def copy_past_caches(

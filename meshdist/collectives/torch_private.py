@@ -105,7 +105,7 @@ def _raw_uses(tensor: torch.Tensor) -> int:
 tensor_uses: Callable[[torch.Tensor], int] = _C.TensorBase._use_count  # type: ignore[attr-defined]
 """Return by how many a tensor is held outside of Python, Python itself counted as one."""
 
-_RAW_USES_OF_ONE = _raw_uses(torch.empty(0))
+_RAW_USES_OF_ONE = _raw_uses(torch.empty(0, device="cpu"))
 
 
 def version_of(tensor: torch.Tensor) -> int:

@@ -111,7 +111,9 @@ def reader_for(device: torch.device, count: int, dtype: torch.dtype = torch.floa
         accelerator, "current_stream"
     ):  # it has a single stream, which reading waits for
         return TailReader()
-    return DeferredReader(device, accelerator, torch.empty(count, dtype=dtype, pin_memory=True))
+    return DeferredReader(
+        device, accelerator, torch.empty(count, dtype=dtype, device="cpu", pin_memory=True)
+    )
 
 
 def _real(numbers: torch.Tensor) -> torch.Tensor:

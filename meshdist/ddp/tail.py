@@ -61,5 +61,7 @@ class Tail:
         if has_gradient is not None:
             numbers = self.numbers[len(Ending) :]
             # A copy from memory that is not pinned would wait for the device.
-            found = torch.tensor(has_gradient, dtype=numbers.dtype, pin_memory=numbers.is_cuda)
+            found = torch.tensor(
+                has_gradient, dtype=numbers.dtype, device="cpu", pin_memory=numbers.is_cuda
+            )
             numbers.copy_(found, non_blocking=True).mul_(self._unit)

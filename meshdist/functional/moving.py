@@ -126,7 +126,7 @@ def _exchange_sizes(
     sent: list[int], places: list[int], group: ProcessGroup
 ) -> tuple[list[int], list[int]]:
     """Send each slice's size and first row in the output; return those of slices that come."""
-    mine = torch.tensor([sent, places]).T.contiguous()
+    mine = torch.tensor([sent, places], device="cpu").T.contiguous()
     theirs = torch.empty_like(mine)
     device = group.first_device_type()
     mine, theirs = mine.to(device), theirs.to(device)
@@ -179,7 +179,9 @@ def _check_everywhere(
 def _rows(starts: list[int], sizes: list[int], device: torch.device) -> torch.Tensor:
     """Return the indices of the rows of all slices, in their order."""
     slices = zip(starts, sizes, strict=True)
-    return torch.cat([torch.arange(start, start + size) for start, size in slices]).to(device)
+    return torch.cat(
+        [torch.arange(start, start + size, device="cpu") for start, size in slices]
+    ).to(device)
 
 
 def _sums(sizes: list[int], count: int) -> tuple[int, ...]:

@@ -135,12 +135,12 @@ class Scratch:
                 if block.numel() >= num_bytes:
                     del self._kept[place]
                     return block[:num_bytes].view(like.dtype)
-        return torch.empty(num_bytes, dtype=torch.uint8).view(like.dtype)
+        return torch.empty(num_bytes, dtype=torch.uint8, device="cpu").view(like.dtype)
 
     def give(self, tensor: torch.Tensor) -> None:
         """Put memory from ``take`` back into the pool; the caller must not use it any more."""
         if tensor.is_cpu and tensor.untyped_storage().nbytes() <= MOST_BYTES:
-            block = torch.empty(0, dtype=torch.uint8)
+            block = torch.empty(0, dtype=torch.uint8, device="cpu")
             block.set_(tensor.untyped_storage())
             with self._changing:
                 self._kept = [block, *self._kept[:1]]

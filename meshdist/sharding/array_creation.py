@@ -108,7 +108,7 @@ def _num_before(place: int, shape: Sequence[int], box: Box) -> int:
 
 def _places(first: int, stop: int, shape: Sequence[int], box: Box) -> torch.Tensor:
     """Return the places of a box's elements ``first`` to ``stop`` in the row-major whole."""
-    rest = torch.arange(first, stop)
+    rest = torch.arange(first, stop, device="cpu")
     places = torch.zeros_like(rest)
     stride = 1
     for (start, end), size in zip(reversed(box), reversed(shape), strict=True):

@@ -156,7 +156,7 @@ class Communicator(ABC):
 
     def shared_bytes(self, num_bytes: int, timeout: timedelta) -> torch.Tensor:
         """Return ``num_bytes`` new bytes, in memory all members map if the wire can; collective."""
-        return torch.empty(num_bytes, dtype=torch.uint8)  # where the wire shares none
+        return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")  # where the wire shares none
 
     def batch(self, explain: Explain) -> AbstractContextManager[None]:
         """Start the sends and receives inside as a batch, in which their order does not matter.

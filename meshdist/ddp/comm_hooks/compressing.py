@@ -312,7 +312,7 @@ def batched_powerSGD_hook(
     q = state.q_memory_dict.get(index) if state.warm_start else None
     if q is None:
         seed = state.rng.randint(1_000_000_000)  # equal on all ranks, another in each step
-        q = torch.randn(side, rank, generator=torch.Generator().manual_seed(seed))
+        q = torch.randn(side, rank, generator=torch.Generator().manual_seed(seed), device="cpu")
     p = matrix @ _orthogonal(q.to(buffer))
 
     def approximate(_: object) -> torch.Tensor:

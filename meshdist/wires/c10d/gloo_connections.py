@@ -278,7 +278,7 @@ class DroppedMessages:
 def start_expiring(group: Any, peer: int) -> Any:
     """Start a receive from ``peer`` that no member sends; return it, None if ``peer`` is lost."""
     try:
-        return group.recv([torch.zeros(1)], peer, _ABORT_TAG)
+        return group.recv([torch.zeros(1, device="cpu")], peer, _ABORT_TAG)
     except RuntimeError:
         return None
 
