@@ -9,7 +9,7 @@ from typing import Any, NoReturn, cast
 
 import numpy as np
 
-from ..arguments import find_whole_numbers
+from ..arguments import find_whole_numbers, get_shape
 from ..error_text import explain
 from ..errors import AxisError, KindError, LengthError, ShapeError
 from .layout import Layout, get_layout
@@ -104,11 +104,11 @@ class NamedSharding:
             shape: of the whole array; None takes each dim's size from ``sizes``, else the size of
                 ``local_shape`` times the number of shards.
             sizes: whole sizes of dims by name, also inside of groups.
-            local_shape: of the shard of ``rank``.
+            local_shape: of the shard of ``rank``; it must fit the pattern and the other arguments.
 
         Returns:
-            The sharding; its ``parts`` have the names and sizes of the dims. Sharding a group cuts
-            between whole parts.
+            The sharding; its ``parts`` have the names and sizes of the dims. A group is cut along
+            its first dim, so that no shard has a fraction of a part.
 
         Raises:
             PatternError, AxisError, ShapeError: the pattern does not fit the mesh, the shape or the
@@ -126,7 +126,7 @@ class NamedSharding:
             side,
             mesh,
             checked_sizes(parsed, sizes or {}),
-            shape=shape,
+            shape=None if shape is None else get_shape(shape, "NamedSharding.from_pattern"),
             local_shape=local_shape,
             rank=rank,
             needs_parts=False,

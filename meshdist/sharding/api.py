@@ -234,7 +234,9 @@ def unshard(
         return _moved(local, tensor, key, mesh, False)
     found_mesh = _mesh_of("unshard", lies, mesh)
     rank = _checked_root(root, "unshard", found_mesh)
-    source, _, whole_shape, _ = _find_ends(key, mesh)
+    caches = found_mesh.caches
+    ends = caches.find(tuple, key) or caches.keep(tuple, key, _find_ends(key, mesh))
+    source, _, whole_shape, _ = ends
     whole = _gathered(tensor, source, whole_shape, rank)
     return None if whole is None else like(whole, local)
 
@@ -354,22 +356,23 @@ def _find_ends(
     """Return source, target, whole shape, and the pattern of which both are sides, or None."""
     verb, pattern, target, local_shape, shape, *pairs = key
     mesh, sizes = _mesh_of(verb, pattern, given_mesh), dict(pairs)
-    whole = NamedSharding(mesh, P())
     here: dict[str, Any] = {"local_shape": tuple(local_shape), "rank": mesh.get_rank()}
     try:
         if verb == "shard":
             if not isinstance(pattern, NamedSharding):
                 pattern = NamedSharding.from_pattern(pattern, mesh, shape, sizes)
-            return whole, pattern, shape, None
+            return NamedSharding(mesh, P()), pattern, shape, None
         if isinstance(pattern, NamedSharding):
             if verb == "reshard":
                 _check_target(target, sizes)
+            else:
+                target = NamedSharding(mesh, P())
             shape = pattern.whole_shape(local_shape) if shape is None else shape
             check_shard(verb, pattern, shape, tuple(local_shape))
-            return pattern, whole if target is None else target, shape, None
+            return pattern, target, shape, None
         if verb == "unshard":
             source = NamedSharding.from_pattern(pattern, mesh, shape, sizes, **here)
-            return source, whole, source.parts.shape, None
+            return source, NamedSharding(mesh, P()), source.parts.shape, None
         source, target = shardings_of_sides(pattern, mesh, shape, sizes, **here)
         return source, target, source.parts.shape, pattern
     except AxisError as error:

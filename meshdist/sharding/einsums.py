@@ -40,7 +40,7 @@ from ..typed_contexts.context import ContextMode, find_context
 from ..typed_contexts.refusals import refused_join, refused_sharding
 from .einsum_layouts import EinsumLayout, lay_out_einsum
 from .marked_operands import axes_of_leaves, axes_of_marks
-from .planner import mesh_links, plan_einsum
+from .planner import plan_einsum, wire_links
 from .regathering import GatheredOperand, gather_before_backward, saved_as_shards
 from .resharding import (
     FITTING_KINDS,
@@ -155,7 +155,7 @@ class _Einsum:
         of_leaves: Sequence[Collection[str]],
     ) -> None:
         asked = tuple(checked_sizes(parse(text), sizes).items())
-        self._mesh, links = mesh, mesh_links(mesh)
+        self._mesh, links = mesh, wire_links(mesh)
         marks = tuple(
             tuple(sorted(axes_of_marks(x, mesh, f"operand {number} of einsum {text!r}") | {*axes}))
             for number, (x, axes) in enumerate(zip(operands, of_leaves, strict=True))

@@ -190,13 +190,17 @@ def mesh_rank(mesh: DeviceMesh | Layout, rank: int | None = None) -> int:
 def mesh_links(mesh: DeviceMesh | Layout, links: Links | None = None) -> tuple[Link, ...]:
     """Return a link per axis: ``links``, or the constants of the axes' wires; or raise."""
     layout = get_layout(mesh, "plan")
-    if isinstance(mesh, Layout):
-        return links_of(layout, links, (DEFAULT_LINK,) * layout.ndim)
-    defaults = mesh.caches.of(tuple[Link, ...], partial(_wire_links, mesh))
-    return defaults if links is None else links_of(layout, links, defaults)
+    bare = (DEFAULT_LINK,) * layout.ndim
+    defaults = bare if isinstance(mesh, Layout) else wire_links(mesh)
+    return links_of(layout, links, defaults)
 
 
-def _wire_links(mesh: DeviceMesh) -> tuple[Link, ...]:
+def wire_links(mesh: DeviceMesh) -> tuple[Link, ...]:
+    """Return the constants of the wires of a mesh's axes; the mesh keeps them."""
+    return mesh.caches.of(tuple[Link, ...], partial(_new_wire_links, mesh))
+
+
+def _new_wire_links(mesh: DeviceMesh) -> tuple[Link, ...]:
     hosts = np.array(mesh.world.hosts)[mesh.layout.ranks()]
     return tuple(
         default_link(mesh.wire_of(axis), spans_hosts=bool((hosts != hosts.take([0], axis)).any()))

@@ -39,7 +39,7 @@ from ..typed_contexts.context import ContextMode, find_context
 from ..typed_contexts.refusals import foreign_mesh, refused_sharding, unmarked_shard
 from .changes import dim_of_largest_cells, extended
 from .executor import Carrier
-from .planner import mesh_links, plan_move
+from .planner import plan_move, wire_links
 from .plans import Plan, make_plan
 from .refinement import refine
 
@@ -260,7 +260,7 @@ class Move:
         # What moves are the parts in the order of the right side: their merge copies nothing.
         mesh, names = source.mesh, target.parts.names
         ends = source, target, shape
-        plan = plan_move(*ends, mesh.get_rank(), mesh_links(mesh), pattern, names)
+        plan = plan_move(*ends, mesh.get_rank(), wire_links(mesh), pattern, names)
         counts = source.parts.counts, target.parts.counts
         if pattern and (source.parts.names != names or {*counts[0], *counts[1]} - {1}):
             letters = {name: f"d{place}" for place, name in enumerate(names)}

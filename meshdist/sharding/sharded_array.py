@@ -20,7 +20,6 @@ from ..errors import ArgumentError, AxisError, KindError, MeshError, ShapeError
 from ..mesh.current_mesh import mesh_in_force, with_hidden_mesh
 from ..mesh.device_mesh import DeviceMesh, coordinate_in
 from ..mesh.partition_spec import PartitionSpec
-from ..mesh.pattern import parse
 from ..mesh.placement import Box, box_text, index_of, shape_of
 from ..mesh.spec import NamedSharding, sharding_of, shardings_of_sides
 from .array_methods import (
@@ -261,7 +260,7 @@ class ShardedArray(ElementwiseArray):
 
     def _new_move(self, dst: Any, sizes: Mapping[str, int]) -> Move:
         source, shape, pattern = self.sharding, self.shape, None
-        if isinstance(dst, str) and parse(dst).result is not None:
+        if isinstance(dst, str) and "->" in dst:
             pattern = dst
             source, dst = shardings_of_sides(pattern, self.mesh, shape, sizes)
             if source.placement(shape) != self.sharding.placement(shape):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, strategies as st
 
-from meshdist.errors import AxisError, MeshdistError, NotInGroupError, ShapeError
+from meshdist.errors import AxisError, KindError, MeshdistError, NotInGroupError, ShapeError
 from meshdist.mesh.layout import Layout
 from meshdist.mesh.partition_spec import P
 from meshdist.mesh.pattern import parse
@@ -182,6 +182,16 @@ def test_a_shard_tells_its_whole(data: st.DataObject) -> None:
         ),
         (ShapeError, lambda: sized("1", 4), "expected: a dim of size 1, as it has no name"),
         (ShapeError, lambda: local("1", 4, 3), "dim 0 has size 3"),
+        (
+            KindError,
+            lambda: NamedSharding.from_pattern("b", MESH, 8),  # type: ignore[arg-type]
+            "NamedSharding.from_pattern: shape is that of the whole array",
+        ),
+        (
+            KindError,
+            lambda: NamedSharding.from_pattern("b", "dp", (8,)),
+            "NamedSharding takes a mesh\n  expected: a DeviceMesh or a Layout\n  found:    a str",
+        ),
         (NotInGroupError, lambda: local("b", 8, 3), "the mesh does not hold rank 8"),
     ],
 )
