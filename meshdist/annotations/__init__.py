@@ -1,1 +1,1 @@
-"""What a tensor carries over mesh axes: its type, its spec, and who reduces its gradient."""
+"""The facts that a tensor carries over mesh axes: its type, its spec, the wrapper that reduces it."""

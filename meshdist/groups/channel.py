@@ -76,6 +76,7 @@ class Channel:
         self.header_table = opened.header_table
         self.recorder = opened.recorder
         self.spans_hosts = opened.spans_hosts
+        self._others = others
         self.explain = Explainer(group, self.recorder, others).explain
         self.communicator.watch(self.explain)
         # Without the channel, which keeps the native core's part that is given this.
