@@ -1,1 +1,1 @@
-"""What a tensor carries over mesh axes: its type, its spec, and who reduces its gradient."""
+"""Read and write the annotations of tensors: types over mesh axes, specs, wrappers."""
