@@ -1,1 +1,1 @@
-"""The facts that a tensor carries over mesh axes: its type, its spec, the wrapper that reduces it."""
+"""Read and write the annotations of tensors: types over mesh axes, specs, wrappers."""

@@ -117,7 +117,7 @@ INVARIANT = ""
 
 
 class Annotation(NamedTuple):
-    """The facts that a tensor carries: its type, how its dims are cut, who reduces its gradient.
+    """The annotation of a tensor: its type, its spec as text, and who else reduces its gradient.
 
     Args:
         kinds: the text of its type; None if it has none, and counts as invariant.

@@ -74,9 +74,9 @@ def keep_marks_in_parameters() -> None:
     @wraps(new)
     def marked(cls: type[Parameter], data: Any = None, *rest: Any, **named: Any) -> Parameter:
         made = new(cls, data, *rest, **named)
-        kinds, dims, owned, *_ = getattr(data, "__dict__", {}).get(ANNOTATION, EMPTY)
-        if kinds is not None and owned is None:
-            set_spec(made, kinds, dims)
+        given = getattr(data, "__dict__", {}).get(ANNOTATION)
+        if given and given[0] is not None and given[2] is None:
+            set_spec(made, *given[:2])
         elif (caller := sys._getframe(1)).f_code is ParametrizationList.__init__.__code__:
             _check_lost(caller.f_locals["original"])
         return made
