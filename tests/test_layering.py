@@ -272,7 +272,6 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "comm_hooks.registered",
             "verdict",
             "backward",
-            "increments",
             "gradient_hooks",
             "local_backwards",
             "precision",

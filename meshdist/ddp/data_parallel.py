@@ -270,12 +270,11 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
             self._cast = CastParameters(module, self.mixed_precision, self.parameters_to_ignore)
         options = self._reduction_options(module, trainable)
         group = self.process_group
-        wider = open_wider_groups(self._further, list(trainable), group, self.device_mesh)
-        for other in wider.others():
-            other.connect(self.device)
+        names = list(trainable)
+        wider = open_wider_groups(self._further, names, group, self.device_mesh, self.device)
         self._owner = TypedOwner(trainable, group, self.device_mesh, self._further)
         self._parting = Parting(module, self.verify_every, self.device)
-        self.reducer = Reducer(parameters, list(trainable), group, options, wider, self._parting)
+        self.reducer = Reducer(parameters, names, group, options, wider, self._parting)
         # A module that outlives its wrapper must not go on reducing.
         weakref.finalize(self, let_go, self.reducer, self._cast, self._owner).atexit = False
 

@@ -59,10 +59,6 @@ class LocalBackwards:
             self._local_task = current_task()
             self._is_local_running = at_end_of_task(ends)
 
-    def is_running(self) -> bool:
-        """Return whether the backward runs that reached an output made under ``no_sync``."""
-        return current_task() == self._local_task or self._is_local_running()
-
     def keep(self, index: int, reports: Reports) -> None:
         """Keep gradient ``index`` until its backward reaches an output, or ends without."""
         self.has_sums = True
@@ -102,7 +98,8 @@ class LocalBackwards:
             return
         self._early_task = None  # it reached no output
         self._early.clear()
-        if self.is_running():  # or a checkpoint inside
+        # It reached an output made under ``no_sync``, or so did the backward around it.
+        if current_task() == self._local_task or self._is_local_running():
             return
         self._num_local += 1
         if self.is_averaged_expected:

@@ -71,10 +71,10 @@ from .comm_hooks.registered import RegisteredHook
 from .device_streams import is_capturing
 from .gradient_hooks import GradientHooks, tensors_in
 from .history import History
-from .increments import Increments
 from .local_backwards import LocalBackwards
 from .norm_flags import mark_local, unmark_local
 from .parting import Parting
+from .reduction import multiply_increments
 from .reports import Reports
 from .tail import Ending
 from .verdict import Verdict
@@ -109,8 +109,10 @@ class Reducer:
         self._state = Phase.IDLE
         reports, order = Reports(names, group), range(num - 1, -1, -1)
         self._lay(ReductionTerms(list(parameters), group, options, reports, order, wider), ())
-        factors = {parameters[index]: factor for index, factor in wider.factors.items()}
-        self.increments = Increments(factors, self._is_wrapped_backward)
+        self._multiplied = [
+            multiply_increments(parameters[index], over.size() // group.size())
+            for index, over in wider.groups.items()
+        ]
 
     @property
     def parameters(self) -> Sequence[torch.nn.Parameter]:
@@ -131,7 +133,9 @@ class Reducer:
         """Remove all hooks from the parameters; gradients stay local from then on."""
         self._state = Phase.CLOSED
         self._hooks.close()
-        self.increments.close()
+        while self._multiplied:
+            _, handle = self._multiplied.pop()
+            handle.remove()
 
     @adds_join_fix
     def change_options(self, what: str, **changes: Any) -> None:
@@ -166,8 +170,8 @@ class Reducer:
             raise terms.reports.hook_again(sending.hook.name)
         if self.backward is not None or self._state is Phase.ENDED or sending.history.is_learned:
             raise terms.reports.hook_late()
-        if terms.wider.further:
-            terms.reports.warn_of_hook_beside_wider([*terms.wider.further])
+        if terms.wider.groups:
+            terms.reports.warn_of_hook_beside_wider(terms.wider.groups)
         sending.hook = RegisteredHook(state, hook, terms.group)
         self._lay(terms, self.buckets)
 
@@ -261,7 +265,6 @@ class Reducer:
             else:
                 all_ranks = self.layout.terms.wider.all_ranks.ranks
                 self._local.output_is_reached(partial(mark_local, self.parameters, all_ranks))
-                self.increments.outputs_reached()
 
         if self._state is Phase.CLOSED:
             return
@@ -325,11 +328,6 @@ class Reducer:
             return self.backward
         return None
 
-    def _is_wrapped_backward(self) -> bool:
-        """Return whether the current backward has reached outputs of a forward by the wrapper."""
-        with self.sending.lock:
-            return self._find_running() is not None or self._local.is_running()
-
     def _enter(self) -> None:
         """Begin an averaged backward unless begun; raise on overlap."""
         self._refuse_engine()
@@ -348,7 +346,6 @@ class Reducer:
                 has_graph=torch.is_grad_enabled(),
             )
             backward.is_running = at_end_of_task(partial(self._finish, backward))
-            self.increments.outputs_reached()
             for index in self._local.backward_begins(task):
                 backward.arrived(index)
 

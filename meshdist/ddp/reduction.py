@@ -3,8 +3,10 @@
 A wrapper averages over its axes. A parameter that is marked reduced over further axes, as a norm
 is whose sequence is cut there, has another summand of its gradient on each rank along these. To add
 them up behind the backward would be wrong: the next backward onto the same ``.grad`` (gradients
-accumulate, a graph is retained) would add up a sum again. So what a backward brings is multiplied
-by the size of the further axes, and ``.grad`` is averaged over all: an average may be repeated.
+accumulate, a graph is retained) would add up a sum again. So what a backward adds to ``.grad`` is
+multiplied by the size of the further axes, and ``.grad`` is averaged over all: an average may be
+repeated. That is so in every backward, whether it is averaged or local; gradients that
+``torch.autograd.grad`` returns do not go through ``.grad``, and are as without a wrapper.
 
 Drawn case: a norm "d {R:tp}" on (dp=2, tp=2), wrapped over 'dp'; a backward brings these summands,
 of which the sum over 'tp' and the mean over 'dp' is wanted.
@@ -26,9 +28,16 @@ of which the sum over 'tp' and the mean over 'dp' is wanted.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from torch.autograd.graph import get_gradient_edge
+from torch.utils.hooks import RemovableHandle
 
 from ..annotations.axis_types import axes_of_kind
+from ..collectives.torch_private import hidden_from_modes
 from ..mesh.layout_arguments import no_axis
+from ..runtime.untraced import untraced
 
 
 def find_further_axes(
@@ -54,3 +63,15 @@ def find_further_axes(
         if axis not in sizes:
             raise no_axis(axis, tuple(sizes), where)
     return tuple(axis for axis, size in sizes.items() if axis in further and size > 1)
+
+
+def multiply_increments(parameter: torch.nn.Parameter, factor: int) -> tuple[Any, RemovableHandle]:
+    """Multiply what backwards add to ``.grad``; return the hook's node, to be kept, and handle."""
+
+    @untraced
+    @hidden_from_modes
+    def gradient_comes(grads: tuple[torch.Tensor | None, ...]) -> Any:
+        return tuple(None if grad is None else grad * factor for grad in grads)
+
+    node = get_gradient_edge(parameter).node  # it lives only while something keeps it
+    return node, node.register_prehook(gradient_comes)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -142,10 +142,11 @@ class Reports:
             fix="set it right after the model is wrapped",
         )
 
-    def warn_of_hook_beside_wider(self, names: Sequence[str]) -> None:
-        """Warn that a communication hook leaves out ``names``, reduced over further axes."""
+    def warn_of_hook_beside_wider(self, indices: Iterable[int]) -> None:
+        """Warn that a communication hook leaves out ``indices``, reduced over further axes."""
         summary = "a communication hook averages over the wrapper's group alone"
-        found = f"reduced over further axes: {first_texts(list(names), ', ')}"
+        names = [self.names[index] for index in indices]
+        found = f"reduced over further axes: {first_texts(names, ', ')}"
         expected = "gradients that all go over one group; these are averaged as without the hook"
         warn_caller(explain(summary, where=self._where, expected=expected, found=found))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -24,20 +23,12 @@ class WiderGroups:
 
     Args:
         all_ranks: the union of all groups, over which members tell how a backward ended.
-        further: for each parameter that is reduced over further axes, by name: these axes.
-        groups: for each such parameter, by index: the group over these axes and the wrapper's.
-        factors: for each, what a backward's gradient is multiplied by: the size of these axes.
+        groups: for each parameter that is reduced over further axes, by index: the group over these
+            axes and the wrapper's.
     """
 
     all_ranks: ProcessGroup
-    further: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     groups: Mapping[int, ProcessGroup] = field(default_factory=dict)
-    factors: Mapping[int, int] = field(default_factory=dict)
-
-    def others(self) -> tuple[ProcessGroup, ...]:
-        """Return each group beside the wrapper's own once, in an order that all ranks share."""
-        own = (*self.groups.values(), self.all_ranks) if self.groups else ()
-        return tuple(dict.fromkeys(own))
 
 
 def axes_spanned(layout: Layout, ranks: Sequence[int]) -> tuple[str, ...]:
@@ -94,8 +85,7 @@ def further_axes(
     """
     if axes is None or axes.mesh_dim_names is None:
         for name, x in parameters.items():
-            if axes_of_kind(type_of(x), "R"):
-                _refuse_without_mesh(name, x, group)
+            _refuse_without_mesh(name, x, group)
         return {}
     mesh, own = axes.root, _own_axes(group, axes)
     sizes = {**axes.axis_sizes, **mesh.axis_sizes}
@@ -118,6 +108,7 @@ def open_wider_groups(
     names: Sequence[str],
     group: ProcessGroup,
     axes: DeviceMesh | None,
+    device: torch.device,
 ) -> WiderGroups:
     """Return the groups over which a wrapper over ``group`` reduces; opens them, collectively.
 
@@ -125,26 +116,23 @@ def open_wider_groups(
         further: as ``further_axes`` returns them.
         names: of all parameters that are trained.
         axes: the wrapper's submesh; None for a group without, which has no further groups.
+        device: for which they are opened.
     """
     if axes is None or not further:
         return WiderGroups(group)
     mesh, own = axes.root, _own_axes(group, axes)
-    sizes = mesh.axis_sizes
 
     def group_over(more: Sequence[str]) -> ProcessGroup:
         names = tuple(axis for axis in mesh.axis_names if axis in own or axis in more)
-        return resolve_group(mesh[names])
+        opened = resolve_group(mesh[names])
+        opened.connect(device)
+        return opened
 
     # In the order of their first parameters, which all ranks share: opening a group is collective.
     groups = {more: group_over(more) for more in dict.fromkeys(further.values())}
     all_ranks = group_over([axis for more in groups for axis in more])
     indices = {name: index for index, name in enumerate(names)}
-    return WiderGroups(
-        all_ranks,
-        further,
-        {indices[name]: groups[more] for name, more in further.items()},
-        {indices[name]: math.prod(sizes[axis] for axis in more) for name, more in further.items()},
-    )
+    return WiderGroups(all_ranks, {indices[name]: groups[more] for name, more in further.items()})
 
 
 def _refuse_without_mesh(name: str, parameter: torch.Tensor, group: ProcessGroup) -> None:

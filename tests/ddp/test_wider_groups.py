@@ -146,6 +146,12 @@ def without_sync(ddp: Any, net: nn.Module, mesh: md.DeviceMesh) -> dict[str, tor
     return expected(4)
 
 
+def local_backwards(ddp: Any, net: nn.Module, mesh: md.DeviceMesh) -> dict[str, torch.Tensor]:
+    for step in range(4):
+        loss_of(ddp if step % 2 else net, mesh, step).backward()
+    return expected(4)
+
+
 def a_retained_graph(ddp: Any, net: nn.Module, mesh: md.DeviceMesh) -> dict[str, torch.Tensor]:
     loss = loss_of(ddp, mesh)
     loss.backward(retain_graph=True)
@@ -189,6 +195,7 @@ WAYS = [
     kept_gradients,
     accumulated,
     without_sync,
+    local_backwards,
     a_retained_graph,
     a_checkpoint,
     beside_a_plain_gradient,
