@@ -433,11 +433,14 @@ def _meet_by_handler(
     except (RuntimeError, AssertionError) as error:
         if "No rendezvous handler" not in str(error):
             raise
+        own = "pass one of these, or call register_rendezvous_handler before init_process_group"
         raise RendezvousError(
-            f"no way to meet is known for {url.scheme or url.geturl()}://",
+            f"no way to meet is known for {url.scheme}://"
+            if url.scheme
+            else "no way to meet is known for an init_method without a scheme",
             where=f"init_method={url.geturl()!r}",
             expected="env://, tcp://host:port, file:///path, or a scheme of your own",
-            fix="register_rendezvous_handler(scheme, handler) before init_process_group",
+            fix=own if url.scheme else f"pass init_method='file://{os.path.abspath(url.path)}'",
         ) from None
     store, rank, size = next(found)
     joined = _meet_in(store, rank, size, f"{url.scheme}://", terms)

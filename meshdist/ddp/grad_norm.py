@@ -37,7 +37,7 @@ import torch
 from torch import nn
 
 from ..annotations.axis_types import kinds_in, shown
-from ..arguments import get_number
+from ..arguments import get_number, mesh_kind_error
 from ..checking.program import warn_caller
 from ..collectives.prepare import run_titled
 from ..collectives.torch_private import has_foreach_support, hidden_from_modes
@@ -234,11 +234,10 @@ def _checked_numbers(max_norm: Any, norm_type: Any) -> tuple[float, float]:
 def _find_mesh(given: Sequence[torch.Tensor], mesh: DeviceMesh | None) -> DeviceMesh | None:
     """Return ``mesh`` or the current mesh; without any, None, or raise if gradients need it."""
     if mesh is not None and not isinstance(mesh, DeviceMesh):
-        raise KindError(
-            "clip_grad_norm_ takes a mesh of meshdist",
-            expected="a DeviceMesh",
-            found=f"a {type(mesh).__module__}.{type(mesh).__qualname__}",
-            fix="of torch's mesh make ours: md.DeviceMesh.from_torch(mesh)",
+        raise mesh_kind_error(
+            "clip_grad_norm_ takes a mesh",
+            mesh,
+            fix="pass mesh=mesh, or mesh=mesh['dp'] for one axis",
         )
     mesh = mesh or find_current_mesh()
     if mesh is None:

@@ -330,7 +330,18 @@ def test_an_unknown_scheme() -> None:
         md.RendezvousError, match="no way to meet is known for nowhere://"
     ) as caught:
         meet("nowhere://x", rank=0, world_size=1)
-    assert "register_rendezvous_handler(scheme, handler)" in str(caught.value)
+    assert "or call register_rendezvous_handler before init_process_group" in str(caught.value)
+
+
+def test_a_path_without_a_scheme() -> None:
+    with pytest.raises(md.RendezvousError) as caught:
+        md.init_process_group(init_method="/tmp/meet", rank=0, world_size=1)
+    assert str(caught.value) == (
+        "no way to meet is known for an init_method without a scheme\n"
+        "  where:    init_method='/tmp/meet'\n"
+        "  expected: env://, tcp://host:port, file:///path, or a scheme of your own\n"
+        "  fix:      pass init_method='file:///tmp/meet'"
+    )
 
 
 def test_a_world_of_torch_s_fake_backend_raises_an_error_that_names_it(pool: Pool) -> None:

@@ -576,10 +576,10 @@ def test_refusals_of_dtensors() -> None:
         "  fix:      call it inside `with mesh:`, or name the mesh: clip_grad_norm_(..., mesh=mesh)"
     )
     assert theirs == (
-        "clip_grad_norm_ takes a mesh of meshdist\n"
-        "  expected: a DeviceMesh\n"
+        "clip_grad_norm_ takes a mesh\n"
+        "  expected: a DeviceMesh of meshdist\n"
         "  found:    a torch.distributed.device_mesh.DeviceMesh\n"
-        "  fix:      of torch's mesh make ours: md.DeviceMesh.from_torch(mesh)"
+        "  fix:      make ours of it: DeviceMesh.from_torch(mesh)"
     )
 
 
@@ -784,7 +784,11 @@ def test_ranks_that_pass_other_arguments() -> None:
         ),
         (ArgumentError, {"norm_type": -math.inf}, "found:    -inf"),
         (ArgumentError, {"norm_type": math.nan}, "found:    nan"),
-        (KindError, {"mesh": ("tp",)}, "clip_grad_norm_ takes a mesh of meshdist"),
+        (
+            KindError,
+            {"mesh": "dp"},
+            "found:    a str\n  fix:      pass mesh=mesh, or mesh=mesh['dp'] for one axis",
+        ),
     ],
 )
 def test_arguments(kind: type[MeshdistError], arguments: dict[str, Any], text: str) -> None:
