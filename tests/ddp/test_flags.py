@@ -67,14 +67,14 @@ def test_the_reader_of_an_accelerator_has_pinned_memory(monkeypatch: pytest.Monk
     accelerator = Accelerator()
     asked: list[Any] = []
 
-    def empty(count: int, *, dtype: torch.dtype, pin_memory: bool) -> Any:
-        asked.append((count, dtype, pin_memory))
+    def empty(count: int, *, dtype: torch.dtype, device: str, pin_memory: bool) -> Any:
+        asked.append((count, dtype, device, pin_memory))
         return accelerator.pinned(count)
 
     monkeypatch.setattr(torch, "get_device_module", lambda device: accelerator)
     monkeypatch.setattr(torch, "empty", empty)
     assert isinstance(reader_for(torch.device("cuda", 1), 3), DeferredReader)
-    assert asked == [(3, torch.float32, True)]
+    assert asked == [(3, torch.float32, "cpu", True)]
 
 
 @pytest.mark.gpu

@@ -110,7 +110,7 @@ class MpiCommunicator(Communicator):
     def _start_checked(self, verb: str, op: ReduceKind | None, *given: Any) -> Operation | None:
         """Start a call on checked tensors, with its timeout; return None if it is over."""
         *tensors, timeout = given
-        if verb == "all_reduce":
+        if len(tensors) == 1:  # a list, which is read and written
             (outputs,), (inputs,) = tensors, tensors
         else:
             outputs, inputs = tensors[:1], tensors[1:]
