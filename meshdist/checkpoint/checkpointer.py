@@ -94,7 +94,8 @@ class Checkpointer:
     ) -> int | None:
         """Load the newest whole step into a state; return its number, None where there is none.
 
-        Collective; other arguments as for ``md.checkpoint.load``. Waits for a pending save.
+        Collective; other arguments as for ``md.checkpoint.load``. Waits for a pending
+        save, and raises its failure once.
 
         Args:
             step: which step; None: the newest.

@@ -47,22 +47,28 @@ class SaveJob:
     path: str = ""
     """The path of the folder that is written."""
     folder: files.UnfinishedFolder | None = None
-    """The folder, on the rank that has made it."""
+    """The folder, on which this rank holds a lock until it has written its part."""
     pieces: dict[str, torch.Tensor] | None = None
     """Copies of the parts, if a thread writes them, which may start no thread as Python ends."""
     error: Exception | None = None
     """The error of this rank, for all ranks."""
 
     def begin(self) -> None:
-        """Make the folder on the first rank; raise on all if any rank fails to see it."""
+        """Make the folder on the first rank, lock it on all; raise on all if any rank fails."""
         try:
             self.path = self.members.first_does(self._make_folder)
-            self.members.all_do(self._look)
-        except BaseException:
-            if self.folder is not None:
-                self.folder.unlock()
+            self.members.all_do(self._lock)  # before any rank has written, and drops its own lock
+        except CheckpointError:  # on all ranks
+            self.members.all_do(self._unlock)
             self._drop()
             raise
+        except BaseException:
+            self._unlock()
+            raise
+
+    def _unlock(self) -> None:
+        if self.folder is not None:
+            self.folder.unlock()
 
     def views(self) -> dict[str, torch.Tensor]:
         """Return views of the parts that this rank saves, by name."""
@@ -75,8 +81,9 @@ class SaveJob:
 
     def write(self) -> None:
         """Write this rank's part, and commit if it is the last; keep an error for ``end``."""
+        folder = self.folder
+        assert folder is not None
         try:
-            folder = self.folder or files.UnfinishedFolder(self.final, self.path)
             try:
                 self.raise_error()
                 folder.note(self.members.rank, {"file": self._write(), "leaves": self.leaves})
@@ -111,7 +118,7 @@ class SaveJob:
         self.folder = files.UnfinishedFolder(self.final)
         return self.folder.path
 
-    def _look(self) -> None:
+    def _lock(self) -> None:
         if not os.path.isdir(self.path):
             raise CheckpointError(
                 f"{self.members.call}: this rank does not see the folder that the first rank has "
@@ -120,6 +127,8 @@ class SaveJob:
                 expected="a file system that all ranks share",
                 fix="save to a shared file system; a folder local to a host holds a part alone",
             )
+        if self.folder is None:
+            self.folder = files.UnfinishedFolder(self.final, self.path)
 
     def _write(self) -> dict[str, Any] | None:
         """Write this rank's file; return its entry for the manifest, None without arrays."""

@@ -1,6 +1,6 @@
 """The steps of a plan: what one rank does to its local array, step by step.
 
-There are four kinds. Each says its price and its words, and ``carrying`` has an action for each. A
+There are four kinds. Each says its price and its words, and ``executor`` has an action for each. A
 step takes the local array that the step before it gave, and ``shape`` is what it gives. Boxes are
 (start, stop) per dim of a local array. ``axes`` are indices of the plan's mesh axes, in mesh order;
 the group of a step is the ranks along them, row-major, and a *place* is a rank's index in it. Every

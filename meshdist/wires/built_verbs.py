@@ -268,10 +268,8 @@ def in_order(
     if core is None or not tensor.is_cpu or tensor.itemsize == 1:  # the core has no float8
         bits = to_order(tensor.to(held, copy=not tensor.is_cuda).view(-1), op)
         return ([bits],), lambda: write(tensor, flip(bits).view(held))
-    bits, code = (
-        torch.empty(tensor.numel(), dtype=IN_ORDER[held], device="cpu"),
-        DTYPE_CODES[tensor.dtype],
-    )
+    bits = torch.empty(tensor.numel(), dtype=IN_ORDER[held], device="cpu")
+    code = DTYPE_CODES[tensor.dtype]
     core.to_order(code, bits, tensor, op == ReduceOp.MAX)
     return ([bits],), partial(core.from_order, code, tensor, bits)
 

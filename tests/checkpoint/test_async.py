@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch
 
 import meshdist as md
 from meshdist.checkpoint import files
-from meshdist.errors import CheckpointError
+from meshdist.errors import AgreementError, CheckpointError
 from tests.load import is_within
 from tests.pool import Failure, Pool, places
 
@@ -160,6 +161,27 @@ def test_a_failure_is_raised_on_every_rank_once(
         *(failure, saved),
     ]
     assert {path.name for path in tmp_path.iterdir()} == {"two", "five", "eight", "ten"}
+
+
+@pytest.mark.parametrize("backend", WIRES)
+def test_to_wait_on_one_rank_alone_is_an_error_that_names_the_save(
+    pool: Pool, backend: str, tmp_path: Path
+) -> None:
+    def program(root: str) -> str:
+        x = rows_of(mesh_of(3), 1.0)
+        pending = md.checkpoint.save_async({"x": x}, f"{root}/one")
+        others = partial(md.all_reduce, torch.ones(1))
+        with pytest.raises(AgreementError) as caught:
+            (pending.wait if md.get_rank() == 1 else others)()
+        return str(caught.value)
+
+    for error in pool.run(program, 3, str(tmp_path), backend=backend):
+        assert error.startswith("the members of a group disagree about their call")
+        assert "rank 1: all_reduce((2,) int64, MAX) of checkpoint.save_async at " in error
+        assert "ranks 0, 2: all_reduce((1,) float32, SUM) at " in error
+    assert (
+        md.checkpoint.open(tmp_path / "one").read("x").shape[0] > 0
+    )  # it is complete all the same
 
 
 @pytest.mark.parametrize("backend", WIRES)
