@@ -126,6 +126,7 @@ class Backward:
         self.is_running: Callable[[], bool] = bool  # whether it has not ended, nor raised
         self.verdict: Verdict | None = None  # until it has ended
         self._late: list[int] = []  # parameters whose gradient came after its bucket had gone
+        self._places, self._is_learned = layout.places, layout.is_learned
 
     # -- gradients come ---------------------------------------------------------------------------
 
@@ -139,18 +140,18 @@ class Backward:
         """Count gradient ``index``; send full buckets in order once the order is learned."""
         if not self.is_open:
             self.open()
-        self.counts[index] += 1
-        place = self.layout.places.get(index)
+        count = self.counts[index] = self.counts[index] + 1
+        place = self._places.get(index)
         if place is None:  # it is never sent
             return
         number, slot = place
-        filling, history = self.fillings[number], self.sending.history
+        filling = self.fillings[number]
         if filling.streams is not None:
             filling.streams.note()
-        if not self.layout.is_learned:
-            history.order.append(index)
+        if not self._is_learned:
+            self.sending.history.order.append(index)
             return
-        more = self.counts[index] - history.expected[index]
+        more = count - self.sending.history.expected[index]
         if more < 0:
             return
         is_scaled = slot in filling.taken and filling.bucket.averaging.scale is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import optree
@@ -12,7 +13,6 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..bootstrap.world import World, get_world
-from ..runtime.untraced import untraced
 
 
 def tensors_in(tree: object) -> Iterator[torch.Tensor]:
@@ -46,22 +46,16 @@ def find_reducing_world(parameter: torch.Tensor) -> World | None:
     return _reduced_parameters.get(parameter)  # type: ignore[no-any-return]
 
 
-def _hook(arrived: Callable[[int], None], index: int) -> Any:
-    @untraced
-    def gradient_came(_: torch.Tensor) -> None:
-        arrived(index)
-
-    return gradient_came
-
-
 class GradientHooks:
-    """A hook on each parameter, which gives its gradient to ``arrived`` as autograd brings it."""
+    """A hook on each parameter that calls ``arrived(index, parameter)`` once ``.grad`` is set."""
 
     def __init__(
-        self, parameters: Sequence[torch.nn.Parameter], arrived: Callable[[int], None]
+        self,
+        parameters: Sequence[torch.nn.Parameter],
+        arrived: Callable[[int, torch.Tensor], None],
     ) -> None:
         self._parameters = parameters
-        self._hooks = [_hook(arrived, index) for index in range(len(parameters))]
+        self._hooks = [partial(arrived, index) for index in range(len(parameters))]
         self._handles: list[RemovableHandle] = []
         self.put()
 

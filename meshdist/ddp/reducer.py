@@ -304,7 +304,8 @@ class Reducer:
         if self._state is not Phase.CLOSED:
             self._state = state
 
-    def _gradient_came(self, index: int) -> None:
+    @untraced
+    def _gradient_came(self, index: int, _: torch.Tensor) -> None:
         """Count a gradient in the running averaged backward; keep it for later where none runs."""
         backward = self.backward
         if backward is None or current_task() != backward.task:
