@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from meshdist.launching.guard import end_with_parent
+from meshdist.launching.orphan_reaper import end_with_parent
 
 # Each simulated rank is a thread, and with OpenMP's default each has a team of its own that spins:
 # three steps of a small model on one rank took 1.4 s of processor time instead of 0.1 s.

@@ -36,8 +36,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks._mpi import OPEN_MPI
 from benchmarks._report import REPORTS, interleaved, some_of
 from benchmarks._verbs import BLOCKING, IN_FLIGHT
-from meshdist.bench.measuring import Cell, Entrant, measure, running
-from meshdist.bench.reporting import size_text, time_text, to_json, write
+from meshdist.bench.measurement import Cell, Entrant, measure, running
+from meshdist.bench.reports import size_text, time_text, to_json, write
 
 LABELS = BEFORE, AFTER = ("before", "after")
 LEAST = 0.03  # differences below this are not looked at

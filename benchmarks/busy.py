@@ -22,8 +22,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks._report import parser_of, write_report
-from meshdist.bench.measuring import Cell, Entrant, measure, running
-from meshdist.bench.reporting import size_text
+from meshdist.bench.measurement import Cell, Entrant, measure, running
+from meshdist.bench.reports import size_text
 
 OURS, TORCH = "meshdist/shm", "torch/gloo"
 MIB = 1 << 20

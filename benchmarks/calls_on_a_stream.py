@@ -30,7 +30,7 @@ from torch.distributed import AllreduceOptions
 
 import meshdist as md
 from benchmarks._report import interleaved, parser_of, write_report
-from tests.wires.c10d.nccl_stand_in import standing_in
+from tests.backends.c10d.nccl_stand_in import standing_in
 
 OPS = ("SUM", "AVG", "MAX")
 CALLS, BLOCKS = 200, 5

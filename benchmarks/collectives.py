@@ -29,8 +29,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks._mpi import PACKAGES, mpich_python
-from meshdist.bench.measuring import Cell, Entrant, measure, running
-from meshdist.bench.reporting import plot, size_text, table_text, to_json, write
+from meshdist.bench.measurement import Cell, Entrant, measure, running
+from meshdist.bench.reports import plot, size_text, table_text, to_json, write
 from meshdist.bench.sides import VERBS
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -34,7 +34,7 @@ from benchmarks._mesh_calls import MESH_CALLS, calls_on_mesh
 from benchmarks._mpi import environment, job_command
 from benchmarks._report import parser_of, some_of, start_ranks, write_report
 from benchmarks._verbs import BLOCKING, IN_FLIGHT, calls_of_verbs
-from tests.wires.c10d import nccl_stand_in
+from tests.backends.c10d import nccl_stand_in
 
 WIRES = ("simulated", "shm", "gloo", "nccl", "mpi")
 WARM_UP, CALLS = 5, 30

@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import meshdist as md
 from benchmarks._report import interleaved, parser_of, write_report
-from meshdist.wires.operations import DONE, Operation
+from meshdist.backends.requests import DONE, Operation
 
 ROUNDS = 15
 OWN = {"dp": md.AxisOptions(private=True)}

@@ -50,7 +50,7 @@ def measure(rank: int, folder: str, rounds: int, num_bytes: int, path: str) -> N
     import torch
 
     import meshdist as md
-    from meshdist.wires.core import core
+    from meshdist.backends.native_core import core
 
     torch.set_num_threads(1)
     md.init_process_group("shm", init_method=f"file://{folder}/store", rank=rank, world_size=2)

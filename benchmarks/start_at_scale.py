@@ -36,16 +36,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import meshdist as md
 from benchmarks._report import parser_of, write_report
-from meshdist.bootstrap import bounded_store
-from meshdist.bootstrap.bounded_store import BoundedStore
-from meshdist.bootstrap.generations import Attempt
+from meshdist.backends import registry as wire_registry
+from meshdist.backends.communicator import Communicator
+from meshdist.backends.registry import Needs, Opening, Wire, register_wire
+from meshdist.bootstrap import timeout_store
+from meshdist.bootstrap.rendezvous_rounds import Attempt
+from meshdist.bootstrap.timeout_store import BoundedStore
 from meshdist.bootstrap.world import World, world_here
 from meshdist.groups import communicators, host_comparison
 from meshdist.groups.process_group import world_group
 from meshdist.mesh.definition import AxisOptions
-from meshdist.wires import registry as wire_registry
-from meshdist.wires.communicator import Communicator
-from meshdist.wires.registry import Needs, Opening, Wire, register_wire
 
 SIZES = [64, 256, 1024, 4096]
 EXTRAPOLATED = 16384
@@ -286,7 +286,7 @@ def run(
 
     patches = (
         # One process wakes for all of them: a thousand times a second at most.
-        mock.patch.object(bounded_store, "POLL_S", max(1.0, size / 1000)),
+        mock.patch.object(timeout_store, "POLL_S", max(1.0, size / 1000)),
         mock.patch.object(communicators, "SignalThread", NoSignals),
         # Which counts the files of the process that they share.
         mock.patch.object(wire_registry, "make_descriptor_room", return_value=""),

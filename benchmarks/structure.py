@@ -22,7 +22,7 @@ from pathlib import Path, PurePosixPath
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from meshdist.verb_table import VERBS, WIRE_VERBS
+from meshdist.operation_table import VERBS, WIRE_VERBS
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "meshdist"
@@ -30,7 +30,7 @@ NAMES = {name for name in {*VERBS, *WIRE_VERBS} if name not in ("send", "recv", 
 MOST_VERBS = 5
 MOST_PARAMETERS = 7
 PRESCRIBED = {
-    "meshdist/lax/moving.py ragged_all_to_all": "jax.lax.ragged_all_to_all",
+    "meshdist/lax/data_movement.py ragged_all_to_all": "jax.lax.ragged_all_to_all",
     "meshdist/ddp/data_parallel.py __init__": "torch.nn.parallel.DistributedDataParallel",
     "meshdist/ddp/sync_batch_norm.py __init__": "torch.nn.SyncBatchNorm",
     "meshdist/groups/group_calls.py new_group": "torch.distributed.new_group",

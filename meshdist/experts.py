@@ -41,21 +41,21 @@ import torch
 
 from .arguments import get_whole_number
 from .arrays import as_tensor, describe, like, shape_text
-from .checking.program import one_frame
-from .collectives.prepare import run_titled
+from .checking.call_sites import one_frame
+from .collectives.normalize_args import run_titled
 from .collectives.torch_private import HiddenFromModes, call_function, outside_transforms
 from .dtypes import dtype_name
 from .error_text import grouped_text
 from .errors import ArgumentError, DtypeError, KindError, ShapeError
+from .functional.data_movement import exchange_rows
 from .functional.linear_function import LinearFunction
-from .functional.moving import exchange_rows
 from .groups.process_group import ProcessGroup, resolve_group
 from .lax.axes import AxisName, get_axes
 from .mesh.device_mesh import DeviceMesh
 from .mesh.placement import balanced_boundaries
 from .runtime.memory import new_like
-from .typed_contexts.context import mark
-from .typed_contexts.verb_calls import find_typed_verb
+from .typed_mode.collective_calls import find_typed_verb
+from .typed_mode.context import mark
 
 __all__ = ["Route", "combine", "dispatch"]
 

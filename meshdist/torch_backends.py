@@ -9,6 +9,6 @@
 
 from __future__ import annotations
 
-from .torch_process_groups.offering import offer
+from .torch_process_groups.backend_registration import offer
 
 offer()

@@ -1,6 +1,6 @@
 // What comes before a plain call: its tensors are checked, it is noted, and it is compared.
 //
-// `Channel` and `collectives/roots.py` do in Python what this does for plain calls; every other call
+// `Channel` and `collectives/argument_checks.py` do in Python what this does for plain calls; every other call
 // is left to them. So a function here that says that a call is not plain has changed nothing.
 #pragma once
 

@@ -124,7 +124,7 @@ NB_MODULE(native, m) {
            [](nb::handle self) {
              const int source = nb::cast<PyOperation&>(self).source();
              if (source >= 0) return nb::object(nb::int_(source));
-             const nb::object operations = nb::module_::import_("meshdist.wires.operations");
+             const nb::object operations = nb::module_::import_("meshdist.backends.requests");
              return nb::object(operations.attr("Operation").attr("source")(self));  // raises
            })
       .def_prop_ro_static("is_plain", [](nb::handle) { return true; })

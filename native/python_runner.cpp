@@ -108,7 +108,7 @@ class PythonRunner final : public Runner {
  public:
   // Methods are those of `communicator.torch_group`; `communicator.failure` makes a wire's failure of
   // their errors. Functions use neither. `find(verb, op, dtype, root, is_list, is_empty)` returns the
-  // shortcut of a kind of call, as in `meshdist/wires/c10d/shortcuts.py`, with a method's name or a
+  // shortcut of a kind of call, as in `meshdist/backends/c10d/fast_path.py`, with a method's name or a
   // function; None leaves these calls to Python. `end(work, note)` waits for a work that is not None; of
   // calls that are started, `end(work, then, note)` returns the operation. `explain(error)` returns the
   // error to raise.

@@ -13,7 +13,7 @@ step      tests of a mutant of ``meshdist/FOLDER/ROOM.py``
 room      doctests of the file; ``tests/FOLDER/test_ROOM*.py`` (room ``steps``: ``test_steps.py``),
           or else those files of the folder's tests that name the room or the mutant's function
 folder    the other files of ``tests/FOLDER``; first those that name the function most often
-rest      ``tests/verbs``, and test files elsewhere that name the function or the room
+rest      ``tests/operations``, and test files elsewhere that name the function or the room
 ========  =====================================================================================
 
 Tests over MPI stand only for rooms of MPI; no test of soaking or of a GPU is run. A test that
@@ -83,11 +83,11 @@ def make_copy(folder: Path) -> None:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, folder / name)
     site = Path(sysconfig.get_path("purelib"))
-    for core in site.glob(f"{PACKAGE}/wires/native*"):
-        shutil.copy2(core, folder / PACKAGE / "wires")
+    for core in site.glob(f"{PACKAGE}/backends/native*"):
+        shutil.copy2(core, folder / PACKAGE / "backends")
     for finder in site.glob(f"_*{PACKAGE}*.py"):
         (folder / finder.name).touch()
-    code = f"import {PACKAGE}.wires.core as it; print(it.__file__, it.core and it.core.__file__)"
+    code = f"import {PACKAGE}.backends.native_core as it; print(it.__file__, it.core and it.core.__file__)"
     shown = subprocess.run(
         [sys.executable, "-c", code],
         cwd=folder,

@@ -34,7 +34,7 @@ _TITLES = {
     "collectives": "Verbs",
     "lax": "lax: JAX's names",
     "experts": "experts",
-    "typed_contexts": "Types",
+    "typed_mode": "Types",
     "sharding": "Sharded arrays",
     "tensor_parallel": "Tensor parallelism",
     "checkpoint": "Checkpoints",
@@ -44,8 +44,8 @@ _TITLES = {
 }
 _ELSEWHERE = {
     "groups": "worlds",
-    "joining": "ddp",
-    "lax": "typed_contexts",
+    "join": "ddp",
+    "lax": "typed_mode",
     "reduce_ops": "collectives",
 }
 _MODULES = ("checkpoint", "distributed", "errors", "experts", "lax", "tensor_parallel")

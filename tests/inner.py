@@ -7,7 +7,62 @@ from __future__ import annotations
 
 from meshdist import absent_names as absent_names
 from meshdist.absent_names import where_else as where_else
-from meshdist.bench.measuring import (
+from meshdist.backends import (
+    capabilities as capabilities,
+    registry as registry,
+    work as work,
+)
+from meshdist.backends.backend_names import parse_backends as parse_backends
+from meshdist.backends.capabilities import table_page as table_page
+from meshdist.backends.communicator import Communicator as Communicator
+from meshdist.backends.composed_collectives import (
+    BUILT as BUILT,
+    all_reduce_by_gathering as all_reduce_by_gathering,
+    flip as flip,
+    reduced as reduced,
+    to_order as to_order,
+)
+from meshdist.backends.mpi.connect import parse_member as parse_member
+from meshdist.backends.native_core import core as core
+from meshdist.backends.operation_args import PreparedCall as PreparedCall
+from meshdist.backends.registry import (
+    Opening as Opening,
+    Wire as Wire,
+    find_wire as find_wire,
+    get_wire as get_wire,
+    wire_names as wire_names,
+)
+from meshdist.backends.requests import (
+    DONE as DONE,
+    Chain as Chain,
+    Interrupted as Interrupted,
+    MemberGaveUp as MemberGaveUp,
+    MemberLost as MemberLost,
+    MembersDisagree as MembersDisagree,
+    MessageMisfit as MessageMisfit,
+    Operation as Operation,
+    WireAborted as WireAborted,
+    WireFailure as WireFailure,
+    WireRefused as WireRefused,
+    WireTimeout as WireTimeout,
+    is_timeout as is_timeout,
+    plain_text as plain_text,
+)
+from meshdist.backends.shm import (
+    communicator as shm_communicator,  # noqa: F401
+    handshake as handshake,
+)
+from meshdist.backends.shm.communicator import ShmWire as ShmWire
+from meshdist.backends.shm.listener import Door as Door
+from meshdist.backends.simulated import (
+    communicator as simulated_communicator,  # noqa: F401
+    meeting as meeting,
+)
+from meshdist.backends.simulated.communicator import SimulatedCommunicator as SimulatedCommunicator
+from meshdist.backends.simulated.scheduler import Scheduler as Scheduler
+from meshdist.backends.simulated.store import SimulatedStore as SimulatedStore
+from meshdist.backends.work import bound as bound
+from meshdist.bench.measurement import (
     Cell as Cell,
     Entrant as Entrant,
     SideFailedError as SideFailedError,
@@ -15,7 +70,7 @@ from meshdist.bench.measuring import (
     rank_of as rank_of,
     running as running,
 )
-from meshdist.bench.reporting import machine as machine, size_text as size_text
+from meshdist.bench.reports import machine as machine, size_text as size_text
 from meshdist.bootstrap import (
     engines as engines,
     init_methods as init_methods,
@@ -23,28 +78,28 @@ from meshdist.bootstrap import (
     store_places as store_places,
     stores as stores,
 )
-from meshdist.bootstrap.bounded_store import BoundedStore as BoundedStore, read_json as read_json
-from meshdist.bootstrap.environments import (
+from meshdist.bootstrap.arrival_counters import digest_of_ranks as digest_of_ranks
+from meshdist.bootstrap.launch_environment import (
     find_local_size as find_local_size,
     first_host as first_host,
     read_local_rank as read_local_rank,
     read_surroundings as read_surroundings,
 )
-from meshdist.bootstrap.generations import Attempt as Attempt
-from meshdist.bootstrap.head_counts import digest_of_ranks as digest_of_ranks
-from meshdist.bootstrap.kept_stores import keep_store as keep_store
 from meshdist.bootstrap.mpi_library import (
     describe_mpi as describe_mpi,
     find_mpi_problem as find_mpi_problem,
     load_mpi as load_mpi,
 )
-from meshdist.bootstrap.server_watch import find_readable as find_readable
+from meshdist.bootstrap.rendezvous_rounds import Attempt as Attempt
+from meshdist.bootstrap.store_cache import keep_store as keep_store
+from meshdist.bootstrap.store_liveness import find_readable as find_readable
 from meshdist.bootstrap.stores import (
     bind_listener as bind_listener,
     connect_store as connect_store,
     open_file as open_file,
     serve_store as serve_store,
 )
+from meshdist.bootstrap.timeout_store import BoundedStore as BoundedStore, read_json as read_json
 from meshdist.bootstrap.world import (
     World as World,
     find_world as find_world,
@@ -58,11 +113,11 @@ from meshdist.checking import (
     program as program,
     shared_words as shared_words,
 )
+from meshdist.checking.call_sites import is_between as is_between
 from meshdist.checking.debug_levels import TRACE as TRACE
-from meshdist.checking.header_table import HeaderTable as HeaderTable
-from meshdist.checking.program import is_between as is_between
+from meshdist.checking.fingerprint_table import HeaderTable as HeaderTable
 from meshdist.checking.recorder import Recorder as Recorder
-from meshdist.checking.shared_words import (
+from meshdist.checking.shared_flags import (
     Regions as Regions,
     SharedWords as SharedWords,
     SharedWordsView as SharedWordsView,
@@ -82,39 +137,37 @@ from meshdist.collectives.flat_sums import (
     dense_stride as dense_stride,
     items_of as items_of,
 )
-from meshdist.collectives.marks import watchers as watchers
 from meshdist.collectives.monitored_barrier import MonitoredBarrier as MonitoredBarrier
-from meshdist.collectives.object_rounds import Parcel as Parcel, unpack as unpack
-from meshdist.collectives.prepare import run_titled as run_titled
+from meshdist.collectives.normalize_args import run_titled as run_titled
+from meshdist.collectives.object_protocol import Parcel as Parcel, unpack as unpack
+from meshdist.collectives.registration import watchers as watchers
 from meshdist.collectives.shared_buffers import flat_memory as flat_memory
 from meshdist.collectives.torch_private import (
     ENDS_RECORDS_ANYWHERE as ENDS_RECORDS_ANYWHERE,
     SingleLevelFunction as SingleLevelFunction,
     is_apply_bare as is_apply_bare,
 )
-from meshdist.functional import reducing as reducing
-from meshdist.functional.value_checks import names_of as names_of
-from meshdist.groups import channel as channel
+from meshdist.functional.equality_checks import names_of as names_of
 from meshdist.groups.agreement import Agreements as Agreements
 from meshdist.groups.communicators import Registry as Registry, get_registry as get_registry
-from meshdist.groups.host_comparison import HeaderTables as HeaderTables
-from meshdist.groups.process_group import resolve_group as resolve_group
-from meshdist.groups.signals import (
+from meshdist.groups.control_messages import (
     Endings as Endings,
     SignalThread as SignalThread,
     collect as collect,
     last_call_text as last_call_text,
     parse_answer as parse_answer,
 )
-from meshdist.groups.verb_methods import (
+from meshdist.groups.group_methods import (
     Asked as Asked,
     only as only,
     only_list as only_list,
     read_options as read_options,
 )
-from meshdist.launching.guard import end_with_parent as end_with_parent
+from meshdist.groups.host_comparison import HeaderTables as HeaderTables
+from meshdist.groups.process_group import resolve_group as resolve_group
+from meshdist.launching.orphan_reaper import end_with_parent as end_with_parent
+from meshdist.launching.output import Output as Output
 from meshdist.launching.rank_environment import LaunchError as LaunchError
-from meshdist.launching.streams import Output as Output
 from meshdist.runtime import (
     bounded_calls as bounded_calls,
     deadlines as deadlines,
@@ -134,60 +187,5 @@ from meshdist.runtime.hosts import (
     process_start as process_start,
     read_process as read_process,
 )
+from meshdist.runtime.integers import find_whole_number as find_whole_number
 from meshdist.runtime.memory import Scratch as Scratch
-from meshdist.runtime.whole_numbers import find_whole_number as find_whole_number
-from meshdist.wires import (
-    capabilities as capabilities,
-    registry as registry,
-    work as work,
-)
-from meshdist.wires.built_verbs import (
-    BUILT as BUILT,
-    all_reduce_by_gathering as all_reduce_by_gathering,
-    flip as flip,
-    reduced as reduced,
-    to_order as to_order,
-)
-from meshdist.wires.capabilities import table_page as table_page
-from meshdist.wires.communicator import Communicator as Communicator
-from meshdist.wires.core import core as core
-from meshdist.wires.mpi.opening import parse_member as parse_member
-from meshdist.wires.names import parse_backends as parse_backends
-from meshdist.wires.operations import (
-    DONE as DONE,
-    Chain as Chain,
-    Interrupted as Interrupted,
-    MemberGaveUp as MemberGaveUp,
-    MemberLost as MemberLost,
-    MembersDisagree as MembersDisagree,
-    MessageMisfit as MessageMisfit,
-    Operation as Operation,
-    WireAborted as WireAborted,
-    WireFailure as WireFailure,
-    WireRefused as WireRefused,
-    WireTimeout as WireTimeout,
-    is_timeout as is_timeout,
-    plain_text as plain_text,
-)
-from meshdist.wires.prepared import PreparedCall as PreparedCall
-from meshdist.wires.registry import (
-    Opening as Opening,
-    Wire as Wire,
-    find_wire as find_wire,
-    get_wire as get_wire,
-    wire_names as wire_names,
-)
-from meshdist.wires.shm import (
-    communicator as shm_communicator,  # noqa: F401
-    handshake as handshake,
-)
-from meshdist.wires.shm.communicator import ShmWire as ShmWire
-from meshdist.wires.shm.door import Door as Door
-from meshdist.wires.simulated import (
-    communicator as simulated_communicator,  # noqa: F401
-    meeting as meeting,
-)
-from meshdist.wires.simulated.communicator import SimulatedCommunicator as SimulatedCommunicator
-from meshdist.wires.simulated.scheduler import Scheduler as Scheduler
-from meshdist.wires.simulated.store import SimulatedStore as SimulatedStore
-from meshdist.wires.work import bound as bound

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 import meshdist as md
+from tests.operations.cases import WIRES
 from tests.pool import Pool
-from tests.verbs.cases import WIRES
 
 CPU = torch.device("cpu")
 OPS = md.ReduceOp.SUM, md.ReduceOp.AVG, md.ReduceOp.MAX, md.ReduceOp.premul_sum(2)

@@ -13,16 +13,16 @@ ROOT = Path(__file__).resolve().parents[1]
 HEADING = "Drawn case:"
 MOST_LINES = 25
 HARD_BODIES = [
-    "meshdist/checking/header_table.py",
+    "meshdist/checking/fingerprint_table.py",
     "meshdist/ddp/reducer.py",
-    "meshdist/ddp/verdict.py",
+    "meshdist/ddp/backward_outcome.py",
     "meshdist/annotations/axis_types.py",
     "meshdist/groups/agreement.py",
     "meshdist/mesh/placement.py",
     "meshdist/sharding/executor.py",
-    "meshdist/sharding/change_steps.py",
+    "meshdist/sharding/lowering.py",
     "meshdist/sharding/routes.py",
-    "meshdist/typed_contexts/casting.py",
+    "meshdist/typed_mode/casts.py",
 ]
 # Bodies of the core, and the test that executes the numbers of each.
 NATIVE = {

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 import meshdist as md
+from tests.operations.cases import WIRES
 from tests.pool import Pool
-from tests.verbs.cases import WIRES
 
 Profile = torch.profiler.profile
 CPU = [torch.profiler.ProfilerActivity.CPU]

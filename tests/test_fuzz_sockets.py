@@ -22,6 +22,7 @@ from unittest import mock
 import pytest
 import torch
 
+from tests.backends.shm.circle import close_shared, make_memory, num_files
 from tests.inner import (
     Door,
     HeaderTable,
@@ -41,7 +42,6 @@ from tests.inner import (
 )
 from tests.test_fuzz import changed, records, texts
 from tests.test_fuzz_store import SHORT, Memory, Readers, as_bytes, check
-from tests.wires.shm.circle import close_shared, make_memory, num_files
 
 pytestmark = pytest.mark.skipif(core is None, reason="no native core here")
 

@@ -21,9 +21,9 @@ import torch
 import meshdist as md
 from meshdist.dtypes import dtype_name
 from tests.faults.outcomes import named_ranks
+from tests.operations.cases import judge, perform_all, sample
 from tests.pool import Failure
 from tests.two_hosts import TwoHosts, places_on
-from tests.verbs.cases import judge, perform_all, sample
 
 ROOT = Path(__file__).resolve().parents[1]
 DEMO = ROOT / "examples" / "train_lm.py"

@@ -54,7 +54,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(
     built = {name for name in held if name.endswith(".so")}
     assert held - built == files
     assert len(built) == (has_core and sys.platform == "linux")
-    assert all(name.startswith("meshdist/wires/native.") for name in built)
+    assert all(name.startswith("meshdist/backends/native.") for name in built)
     assert "meshdist/py.typed" in held
 
 

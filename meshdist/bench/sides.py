@@ -13,7 +13,7 @@ from functools import partial
 from importlib import import_module
 from typing import Any
 
-from .. import verb_table
+from .. import operation_table
 
 VERBS = (
     "all_reduce",
@@ -35,7 +35,7 @@ VERBS = (
 DTYPES = ("float32", "bfloat16")
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 
-_SINGLE = {verb.alias_of: verb.name for verb in verb_table.VERBS.values() if verb.alias_of}
+_SINGLE = {verb.alias_of: verb.name for verb in operation_table.VERBS.values() if verb.alias_of}
 """The newer names, under which torch does not warn."""
 
 Call = Callable[[], Any]

@@ -19,13 +19,12 @@ from torch.distributed import register_rendezvous_handler
 
 from ..arguments import DEFAULT_TIMEOUT, check_timeout, get_whole_number
 from ..errors import ArgumentError, KindError, RendezvousError, StoreError
-from ..runtime.whole_numbers import find_whole_number
-from .bounded_store import BoundedStore
-from .environments import MOST_RANKS, Surroundings, read_surroundings
-from .generations import SERVER, Attempt, Rendezvous, lost_while_joining
-from .kept_stores import hold_until_left, keep_store, let_go
+from ..runtime.integers import find_whole_number
+from .launch_environment import MOST_RANKS, Surroundings, read_surroundings
 from .mpi_library import directory_of_mpiexec
-from .store_places import open_by_url, place_by_environment, place_of
+from .rendezvous_rounds import SERVER, Attempt, Rendezvous, lost_while_joining
+from .store_cache import hold_until_left, keep_store, let_go
+from .store_endpoints import open_by_url, place_by_environment, place_of
 from .stores import (
     LEAST_STORE_TIMEOUT,
     ServedStore,
@@ -37,6 +36,7 @@ from .stores import (
     open_file,
     root_of,
 )
+from .timeout_store import BoundedStore
 
 __all__ = [
     "register_rendezvous_handler",

@@ -30,10 +30,10 @@ from ..error_text import first_line
 from ..errors import RendezvousError
 from ..launching.child_processes import remove_after
 from ..launching.rank_environment import find_mpiexec
+from ..runtime.fork_safe_locks import ModuleLock
 from ..runtime.hosts import process_start, read_process
-from ..runtime.module_locks import ModuleLock
-from ..runtime.whole_numbers import find_whole_number
-from .environments import Surroundings
+from ..runtime.integers import find_whole_number
+from .launch_environment import Surroundings
 from .stores import TCPStore, address_towards, bind_listener, connect_store, serve_store
 
 _LAUNCHERS = ("prte", "orted", "orterun", "mpiexec", "mpirun", "hydra_pmi_proxy", "flux-shell")

@@ -24,8 +24,8 @@ from ..error_text import first_line
 from ..errors import RendezvousError, StoreError
 from ..runtime.deadlines import Deadline, wait_until
 from ..runtime.hosts import MORE_DESCRIPTORS, make_descriptor_room, name_locker, take_lock
-from ..runtime.whole_numbers import find_whole_number
-from .server_watch import wait_for_clients_at_end
+from ..runtime.integers import find_whole_number
+from .store_liveness import wait_for_clients_at_end
 
 __all__ = [
     "FileStore",

@@ -22,9 +22,9 @@ from torch.distributed import Store, distributed_c10d
 
 from ..errors import GroupClosedError, NotInitializedError, WorldError
 from ..runtime.hosts import handled_here, num_forks
-from .bounded_store import BoundedStore
-from .engines import find_engine
-from .environments import find_place, find_stray, ways_to_start
+from .launch_environment import find_place, find_stray, ways_to_start
+from .schedulers import find_engine
+from .timeout_store import BoundedStore
 
 __all__ = [
     "World",
@@ -136,7 +136,7 @@ class World:
     complete: tuple[int, tuple[int, ...], str] = field(default=(-1, (), ""), init=False, repr=False)
     """The last backward that came to a complete loss, its ranks and place: ``linear_function``."""
     latest_signal: int = field(default=0, init=False, repr=False)
-    """The last signal's number that this rank has seen or posted (``groups.signals``)."""
+    """The last signal's number that this rank has seen or posted (``groups.control_messages``)."""
     registry: Closable | None = field(default=None, init=False, repr=False)
     """This rank's communicators (``groups.communicators``), made at first use."""
     group: Closable | None = field(default=None, init=False, repr=False)

@@ -19,9 +19,9 @@ from zlib import crc32
 import torch
 
 from ..dtypes import dtype_name
+from ..operation_table import OBJECT_VERBS, SENDING_VERBS
 from ..reduce_ops import ReduceKind, ReduceOp
-from ..verb_table import OBJECT_VERBS, SENDING_VERBS
-from .program import place_text
+from .call_sites import place_text
 
 _MOST_CALLS = 4096
 _LOW = 0xFFFFFFFF

@@ -6,10 +6,10 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..runtime.module_locks import ModuleLock
+from ..runtime.fork_safe_locks import ModuleLock
+from .call_sites import is_between, program_frame, stack_above
 from .calls import Call, GroupFacts, Note
 from .debug_levels import shows_stacks
-from .program import is_between, program_frame, stack_above
 
 NUM_NOTES = 128
 """How many calls a recorder keeps, where no more are asked for."""

@@ -6,7 +6,7 @@
 
 from .checkpointer import Checkpointer
 from .loading import load
-from .opened import open as open
+from .reader import open as open
 from .saving import save, save_async
 from .state import State
 

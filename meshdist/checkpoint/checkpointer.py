@@ -12,7 +12,7 @@ from ..errors import CheckpointError
 from ..mesh.device_mesh import DeviceMesh
 from . import files
 from .loading import load
-from .members import Members
+from .participants import Members
 from .pending_saves import PendingSave
 from .saving import checked_path, mesh_of, save, save_async
 

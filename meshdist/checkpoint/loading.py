@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..collectives.prepare import run_titled
+from ..collectives.normalize_args import run_titled
 from ..collectives.torch_private import hidden_from_modes
 from ..error_text import first_line, first_texts
 from ..errors import ArgumentError, CheckpointError, DtypeError, KindError, ShapeError
@@ -29,10 +29,10 @@ from ..reduce_ops import ReduceOp
 from ..sharding.resharding import cut_further, move
 from . import files
 from .manifest import Manifest
-from .members import Members
-from .opened import OpenArrays, read_manifest
+from .participants import Members
 from .pending_saves import staging_of
 from .pieces import SMALL, own_parts, whole_box
+from .reader import OpenArrays, read_manifest
 from .saving import Facts, agreed_entries, checked_path, mesh_of, read_state
 from .trees import EachRanks, StateArray, Tree, axes_told, entries_of, facts_of
 

@@ -8,13 +8,13 @@ import threading
 from types import FrameType
 from typing import Any
 
-from ..bootstrap.environments import find_restart_count
+from ..backends.simulated.scheduler import find_rank_here
+from ..bootstrap.launch_environment import find_restart_count
 from ..bootstrap.world import find_unjoined_place, find_world
-from ..collectives.comparing import is_any
 from ..collectives.torch_private import hidden_from_modes
+from ..collectives.value_comparison import is_any
 from ..errors import WorldError
 from ..groups.process_group import resolve_group
-from ..wires.simulated.scheduler import find_rank_here
 
 __all__ = ["preempted", "restart_count"]
 

@@ -22,7 +22,7 @@ from ..errors import CheckpointError
 from ..mesh.placement import Box, index_of
 from . import files
 from .manifest import SUFFIX, manifest_text
-from .members import Members, as_ours
+from .participants import Members, as_ours
 from .pieces import within
 from .trees import StateArray
 

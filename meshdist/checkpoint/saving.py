@@ -22,7 +22,7 @@ from ..errors import KindError
 from ..mesh.current_mesh import find_current_mesh
 from ..mesh.device_mesh import DeviceMesh
 from .manifest import Manifest
-from .members import Members
+from .participants import Members
 from .pending_saves import PendingSave, staging_of
 from .pieces import Holding, holding_of, parts_of
 from .save_jobs import SaveJob

@@ -11,15 +11,15 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-from ..annotations.carried_specs import find_spec, mark_spec
-from ..checking.program import warn_caller
+from ..annotations.tensor_specs import find_spec, mark_spec
+from ..checking.call_sites import warn_caller
 from ..errors import KindError
 from ..mesh.device_mesh import DeviceMesh
-from ..typed_contexts.module_marks import restore_marks
-from ..typed_contexts.random_draws import find_seeded_axes, note_seeding, seed
+from ..typed_mode.module_annotations import restore_marks
+from ..typed_mode.random_draws import find_seeded_axes, note_seeding, seed
 from .manifest import Manifest
-from .members import Members
-from .opened import OpenArrays
+from .participants import Members
+from .reader import OpenArrays
 from .trees import EachRanks, FirstRanks, axes_told, is_array
 
 __all__ = ["State"]

@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ..annotations.axis_types import kinds_in, type_of
-from ..annotations.carried_specs import find_spec
+from ..annotations.tensor_specs import find_spec
 from ..arrays import as_tensor, is_of
 from ..collectives.objects import gather_from_all
 from ..dtypes import dtype_name
@@ -30,7 +30,7 @@ from ..errors import (
     KindError,
     MeshError,
 )
-from ..functional.value_checks import is_compared
+from ..functional.equality_checks import is_compared
 from ..mesh.current_mesh import find_current_mesh
 from ..mesh.device_mesh import DeviceMesh
 from ..mesh.partition_spec import PartitionSpec, axes_of
@@ -40,7 +40,7 @@ from ..sharding.descriptions import array_type
 from ..sharding.dtensors import from_dtensor
 from ..sharding.sharded_array import ShardedArray
 from .manifest import DTYPES_IN_FILES, MOST_LEVELS, is_plain
-from .members import Members
+from .participants import Members
 from .pieces import whole_box
 
 _SAMPLED = 64

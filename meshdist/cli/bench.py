@@ -10,11 +10,11 @@ from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
 
-from ..bench.measuring import Cell, Entrant, SideFailedError, measure, running
-from ..bench.reporting import plot, size_text, table_text, to_json, write
+from ..bench.measurement import Cell, Entrant, SideFailedError, measure, running
+from ..bench.reports import plot, size_text, table_text, to_json, write
 from ..bench.sides import DTYPES, SIDES, VERBS
 from ..launching.rank_environment import find_mpiexec, mpiexec_environment
-from ..runtime.whole_numbers import find_whole_number
+from ..runtime.integers import find_whole_number
 from .flags import Parser
 
 SUMMARY = "measure collectives, ours and the peers', in turn"

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..launching.rank_environment import HUGE_PAGES
-from ..verb_table import VERBS
-from .checkup import (
+from ..operation_table import VERBS
+from .diagnostics import (
     check_wire,
     find_device_types,
     find_gpus,
@@ -76,7 +76,7 @@ def main(argv: Sequence[str]) -> int:
         report["problem"] = problem
     if arguments.json:
         if problem is None:
-            from ..wires.capabilities import capabilities
+            from ..backends.capabilities import capabilities
 
             report["capabilities"] = capabilities()
         print(json.dumps(report, indent=2))
@@ -204,7 +204,7 @@ def _check_text(check: dict[str, Any]) -> str:
 def _print_table(console: Console, is_whole: bool, is_terminal: bool) -> None:
     from rich.text import Text
 
-    from ..wires.capabilities import available_wires, overview_grid, table_grid
+    from ..backends.capabilities import available_wires, overview_grid, table_grid
 
     console.print(Text("what each wire does", style="bold"))
     wires, here = available_wires(), find_device_types()

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from ..launching.rank_environment import LaunchError, find_mpiexec, mpiexec_environment
-from .checkup import has_core
+from .diagnostics import has_core
 from .flags import (
     Parser,
     add_launch_arguments,

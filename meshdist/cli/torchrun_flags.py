@@ -13,8 +13,8 @@ import signal
 from functools import partial
 from typing import Any
 
+from ..launching.output import Output
 from ..launching.rank_environment import JobPlace, LaunchError
-from ..launching.streams import Output
 from ..runtime.hosts import num_cores
 
 

@@ -13,11 +13,11 @@ from typing import Any
 
 from ..arguments import check_timeout, get_number, get_whole_number
 from ..bootstrap.world import get_usable_world
-from ..checking.program import call_site
+from ..checking.call_sites import call_site
 from ..errors import WorldError
-from ..groups.other_members import wait_notice
+from ..groups.peer_status import wait_notice
 from .objects import broadcast_object_list
-from .verbs import barrier
+from .tensor_collectives import barrier
 
 __all__: list[str] = []  # the name breakpoint would shadow the builtin
 

@@ -10,15 +10,15 @@ import torch
 from torch.autograd import forward_ad
 
 from ..arrays import shape_text
+from ..backends.operation_args import PreparedCall, Sizes, Tensors, Written
+from ..backends.work import Work
 from ..dtypes import QUANTIZED, dtype_name
 from ..error_text import ranks_text
 from ..errors import ArgumentError, DtypeError, KindError, LengthError, ShapeError
 from ..groups.process_group import ProcessGroup, resolve_group
+from ..operation_table import VERBS
 from ..reduce_ops import REDUCIBLE, ReduceKind, ReduceOp, split_premul
-from ..verb_table import VERBS
-from ..wires.prepared import PreparedCall, Sizes, Tensors, Written
-from ..wires.work import Work
-from .roots import as_wire_tensor, check_flag, check_reducible, premultiplied
+from .argument_checks import as_wire_tensor, check_flag, check_reducible, premultiplied
 
 _Tensor, _STRIDED = torch.Tensor, torch.strided
 _NOT_PLAIN = frozenset(verb.name for verb in VERBS.values() if not verb.is_plain)

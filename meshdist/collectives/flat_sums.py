@@ -14,12 +14,12 @@ from typing import Any, TypeAlias
 
 import torch
 
+from ..backends.work import Work, may_be_dropped
 from ..errors import ArgumentError, DtypeError
 from ..groups.process_group import ProcessGroup
 from ..reduce_ops import ReduceKind, ReduceOp
 from ..runtime.memory import new_like
-from ..wires.work import Work, may_be_dropped
-from .verbs import all_reduce, broadcast
+from .tensor_collectives import all_reduce, broadcast
 
 Item: TypeAlias = tuple[int, Hashable]
 """The bytes of a parameter's gradient, and the kind that all gradients of its bucket share."""

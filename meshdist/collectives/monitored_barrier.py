@@ -20,19 +20,19 @@ from typing import Any
 from torch.distributed import Store
 
 from ..arguments import check_timeout
-from ..bootstrap.bounded_store import read_json, read_number, within
-from ..bootstrap.head_counts import digest_of_ranks
+from ..backends.simulated.scheduler import find_rank_here
+from ..backends.simulated.store import CallWait
+from ..bootstrap.arrival_counters import digest_of_ranks
+from ..bootstrap.timeout_store import read_json, read_number, within
 from ..bootstrap.world import World
+from ..checking.call_sites import call_site, show_site
 from ..checking.calls import GroupFacts, Note, get_call
-from ..checking.program import call_site, show_site
 from ..errors import AbortedError, CollectiveTimeoutError, WorldError
 from ..groups.communicators import get_registry
+from ..groups.control_messages import ask, last_call_text
 from ..groups.process_group import GroupLike, ProcessGroup, resolve_group
-from ..groups.signals import ask, last_call_text
 from ..runtime.deadlines import Deadline, wait_until
-from ..wires.simulated.scheduler import find_rank_here
-from ..wires.simulated.store import CallWait
-from .marks import verb
+from .registration import verb
 
 __all__ = ["monitored_barrier"]
 

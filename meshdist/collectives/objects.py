@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 
+from ..backends.operation_args import PreparedCall
 from ..errors import BackendError
 from ..groups.process_group import GroupLike, ProcessGroup, resolve_group
-from ..wires.prepared import PreparedCall
-from .marks import verb
-from .object_rounds import (
+from .argument_checks import find_peer, get_peer, get_root
+from .object_protocol import (
     Parcel,
     Rounds,
     check_is_list,
@@ -32,7 +32,7 @@ from .object_rounds import (
     unpack,
 )
 from .point_to_point import ANSWER_TAG, check_not_me, open_channel, prepare_message
-from .roots import find_peer, get_peer, get_root
+from .registration import verb
 from .torch_private import untransformed
 
 __all__ = [

@@ -13,15 +13,15 @@ from typing import Any
 
 from ..arguments import get_whole_number
 from ..arrays import as_tensor, shape_text
+from ..backends.operation_args import LARGEST_TAG, PreparedCall
+from ..backends.work import Work
 from ..dtypes import dtype_name
 from ..errors import ArgumentError, LengthError
-from ..groups.channel import Channel
+from ..groups.device_group import Channel
 from ..groups.process_group import GroupLike, ProcessGroup, resolve_group
-from ..wires.prepared import LARGEST_TAG, PreparedCall
-from ..wires.work import Work
+from .argument_checks import find_peer, get_peer
 from .collective import VerbCall
-from .marks import verb
-from .roots import find_peer, get_peer
+from .registration import verb
 
 __all__ = ["P2POp", "batch_isend_irecv", "irecv", "isend", "recv", "send"]
 

@@ -7,16 +7,16 @@ from collections.abc import Sequence
 import torch
 from torch.autograd.graph import increment_version
 
-from ..checking.program import never_nested
+from ..backends.native_core import core
+from ..backends.operation_args import PreparedCall
+from ..backends.requests import WireRefused
+from ..checking.call_sites import never_nested
 from ..error_text import first_line
 from ..errors import ArgumentError, BackendError, KindError
 from ..groups.process_group import GroupLike, ProcessGroup, resolve_group
 from ..reduce_ops import ReduceOp
-from ..wires.core import core
-from ..wires.operations import WireRefused
-from ..wires.prepared import PreparedCall
+from .tensor_collectives import all_reduce
 from .torch_private import untransformed
-from .verbs import all_reduce
 
 __all__ = ["shared_empty"]
 

@@ -13,10 +13,10 @@ from torch.autograd import Function, function as function_module
 from torch.nn.modules._functions import BackwardHookFunction as BackwardHookFunction
 from torch.utils import _foreach_utils, _python_dispatch
 
-from ..checking.program import end_here, one_frame
+from ..checking.call_sites import end_here, one_frame
 from ..errors import MeshdistError
-from ..runtime.untraced import untraced
-from .marks import watchers
+from ..runtime.graph_breaks import untraced
+from .registration import watchers
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 

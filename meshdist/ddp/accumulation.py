@@ -17,16 +17,16 @@ from ..annotations.axis_types import (
     with_kinds,
 )
 from ..collectives.flat_sums import assign_buckets, items_of, reduce_together, sparse_psum
+from ..collectives.tensor_collectives import all_reduce
 from ..collectives.torch_private import hidden_from_modes
-from ..collectives.verbs import all_reduce
 from ..errors import ArgumentError, AxisTypeError, KindError
 from ..groups.process_group import ProcessGroup, resolve_group
 from ..lax.axes import AxisName, get_axes
 from ..mesh.device_mesh import DeviceMesh
 from ..reduce_ops import ReduceOp
-from ..runtime.untraced import untraced
-from ..typed_contexts.casting import BUCKET_BYTES
-from ..typed_contexts.refusals import tensor_text, where
+from ..runtime.graph_breaks import untraced
+from ..typed_mode.casts import BUCKET_BYTES
+from ..typed_mode.type_errors import tensor_text, where
 from .gradient_hooks import find_reducing_world
 
 __all__ = ["accumulate_gradients"]

@@ -15,19 +15,19 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 
-from ..checking.program import end_here
+from ..checking.call_sites import end_here
 from ..error_text import without_frames
 from ..errors import AgreementError, CollectiveTimeoutError, DeadlockError, MeshdistError
+from ..runtime.graph_breaks import untraced
 from ..runtime.hosts import IN_GOOD_ORDER
-from ..runtime.untraced import untraced
 from .autograd_engines import NO_TASK
+from .backward_outcome import Verdict
 from .bucket_layout import BucketLayout
 from .buckets import Filling, Pending
 from .comm_hooks.bucket import GradBucket
-from .comm_hooks.registered import RegisteredHook
-from .history import History
-from .tail import Ending
-from .verdict import Verdict
+from .comm_hooks.registered_hooks import RegisteredHook
+from .expected_gradients import History
+from .status_flags import Ending
 
 
 class Phase(Enum):

@@ -24,11 +24,11 @@ from ..errors import ArgumentError, KindError
 from ..groups.process_group import ProcessGroup
 from ..reduce_ops import ReduceOp
 from .buckets import Averaging, Bucket, Flat, Pending
-from .history import History
-from .reports import Reports
-from .single_gradients import InPlace, Sparse
-from .tail import Ending, Tail
-from .wider_groups import WiderGroups
+from .expected_gradients import History
+from .extra_axis_groups import WiderGroups
+from .gradient_errors import Reports
+from .status_flags import Ending, Tail
+from .unbucketed_gradients import InPlace, Sparse
 
 _MIB = 1024 * 1024
 

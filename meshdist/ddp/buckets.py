@@ -27,8 +27,8 @@ from ..collectives.shared_buffers import copy_past_caches
 from ..collectives.torch_private import storage_uses, tensor_uses
 from ..groups.process_group import ProcessGroup
 from .device_streams import GradientStreams, is_capturing, streams_for
-from .reports import Reports
-from .tail import Tail
+from .gradient_errors import Reports
+from .status_flags import Tail
 
 # A gradient of this size or more is copied at once, while it is in the cache, and its memory is
 # free again; smaller gradients wait for the bucket and go by one call together.

@@ -11,31 +11,21 @@ import torch
 from torch import nn
 
 from ..annotations.axis_types import shown
-from ..checking.program import warn_caller
+from ..checking.call_sites import warn_caller
 from ..collectives.flat_sums import broadcast_from
 from ..collectives.torch_private import hidden_from_modes
 from ..errors import ArgumentError, GradientError, MeshError
 from ..groups.process_group import GroupLike, ProcessGroup, resolve_group
 from ..mesh.device_mesh import DeviceMesh
-from ..runtime.untraced import untraced
-from ..typed_contexts.module_marks import restore_marks
+from ..runtime.graph_breaks import untraced
+from ..typed_mode.module_annotations import restore_marks
+from .axis_reducer import TypedOwner
 from .bucket_layout import ReductionOptions, bucket_caps
+from .divergence_checks import Parting
+from .extra_axis_groups import further_axes, open_wider_groups
 from .gradient_hooks import moved
-from .joined_replica import JoinMethods
-from .parting import Parting
-from .precision import CastParameters, MixedPrecisionConfig, check_precision
-from .reducer import Reducer
-from .replicas import ModelBuffers, check_equal, tensor_facts
-from .shard_guards import (
-    refuse_marked_shards,
-    refuse_probable_shards,
-    refuse_unnamed_axes,
-    without_marks,
-)
-from .torch_methods import TorchMethods
-from .typed_owner import TypedOwner
-from .wider_groups import further_axes, open_wider_groups
-from .wrapping import (
+from .join_hook import JoinMethods
+from .model_checks import (
     WrappedModel,
     check_module,
     check_period,
@@ -49,6 +39,16 @@ from .wrapping import (
     sparse_parameters,
     trainable_parameters,
 )
+from .precision import CastParameters, MixedPrecisionConfig, check_precision
+from .reducer import Reducer
+from .replicas import ModelBuffers, check_equal, tensor_facts
+from .shard_checks import (
+    refuse_marked_shards,
+    refuse_probable_shards,
+    refuse_unnamed_axes,
+    without_marks,
+)
+from .torch_methods import TorchMethods
 
 __all__ = ["DDP", "DistributedDataParallel"]
 

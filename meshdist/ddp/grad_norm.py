@@ -38,8 +38,8 @@ from torch import nn
 
 from ..annotations.axis_types import kinds_in, shown
 from ..arguments import get_number, mesh_kind_error
-from ..checking.program import warn_caller
-from ..collectives.prepare import run_titled
+from ..checking.call_sites import warn_caller
+from ..collectives.normalize_args import run_titled
 from ..collectives.torch_private import has_foreach_support, hidden_from_modes
 from ..error_text import ranks_text
 from ..errors import ArgumentError, AxisTypeError, GradientError, KindError, MeshError
@@ -47,8 +47,8 @@ from ..mesh.current_mesh import find_current_mesh, mesh_in_force, with_hidden_me
 from ..mesh.device_mesh import DeviceMesh
 from ..mesh.layout_arguments import no_axis
 from ..reduce_ops import ReduceOp
-from ..typed_contexts.gradients import find_type_of_grad, gradient_type_of
-from ..typed_contexts.refusals import axes_argument, mesh_text, where
+from ..typed_mode.gradients import find_type_of_grad, gradient_type_of
+from ..typed_mode.type_errors import axes_argument, mesh_text, where
 from .norm_flags import NormParameter, flags_of, name_of, refused_norm
 
 __all__ = ["clip_grad_norm_"]

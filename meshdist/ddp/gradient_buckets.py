@@ -14,6 +14,7 @@ import optree
 import torch
 
 from ..arrays import as_tensor, describe, like
+from ..backends.work import Work
 from ..collectives.flat_sums import assign_buckets, items_of, start_reduction, views_into
 from ..collectives.shared_buffers import flat_memory
 from ..collectives.torch_private import hidden_from_modes
@@ -21,8 +22,7 @@ from ..error_text import first_texts, ranks_text
 from ..errors import ArgumentError, DtypeError, GradientError
 from ..groups.process_group import GroupLike, resolve_group
 from ..reduce_ops import ReduceOp
-from ..runtime.module_locks import ModuleLock
-from ..wires.work import Work
+from ..runtime.fork_safe_locks import ModuleLock
 from .bucket_layout import bucket_caps
 from .replicas import check_equal, tensor_facts
 

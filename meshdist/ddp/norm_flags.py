@@ -42,9 +42,9 @@ from ..collectives.torch_private import version_of
 from ..error_text import first_texts, ranks_text
 from ..errors import GradientError
 from ..mesh.device_mesh import DeviceMesh
-from ..runtime.untraced import untraced
-from ..typed_contexts.refusals import axes_argument, tensor_text, where
-from .wider_groups import axes_spanned
+from ..runtime.graph_breaks import untraced
+from ..typed_mode.type_errors import axes_argument, tensor_text, where
+from .extra_axis_groups import axes_spanned
 
 _LOCAL = "_local_over"
 """On a gradient: the ranks over which it is not averaged, and its version then."""

@@ -60,25 +60,25 @@ from typing import Any
 
 import torch
 
-from ..collectives.verbs import broadcast
+from ..collectives.tensor_collectives import broadcast
 from ..groups.process_group import ProcessGroup
-from ..runtime.untraced import untraced
+from ..runtime.graph_breaks import untraced
 from .autograd_engines import NO_TASK, at_end_of_task, current_task, is_in_distributed_context
 from .backward import AtWork, Backward, Phase, Sending, adds_join_fix
+from .backward_outcome import Verdict
+from .backward_tracking import LocalBackwards
 from .bucket_layout import BucketLayout, ReductionOptions, ReductionTerms, lay
 from .buckets import Bucket
-from .comm_hooks.registered import RegisteredHook
+from .comm_hooks.registered_hooks import RegisteredHook
 from .device_streams import is_capturing
+from .divergence_checks import Parting
+from .expected_gradients import History
+from .extra_axis_groups import WiderGroups
+from .gradient_errors import Reports
 from .gradient_hooks import GradientHooks, tensors_in
-from .history import History
-from .local_backwards import LocalBackwards
 from .norm_flags import mark_local, unmark_local
-from .parting import Parting
 from .reduction import multiply_increments
-from .reports import Reports
-from .tail import Ending
-from .verdict import Verdict
-from .wider_groups import WiderGroups
+from .status_flags import Ending
 
 
 class Reducer:

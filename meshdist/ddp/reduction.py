@@ -37,7 +37,7 @@ from torch.utils.hooks import RemovableHandle
 from ..annotations.axis_types import axes_of_kind
 from ..collectives.torch_private import hidden_from_modes
 from ..mesh.layout_arguments import no_axis
-from ..runtime.untraced import untraced
+from ..runtime.graph_breaks import untraced
 
 
 def find_further_axes(

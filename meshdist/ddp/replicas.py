@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..collectives.comparing import agree
 from ..collectives.flat_sums import broadcast_from
 from ..collectives.torch_private import is_wrapped, outside_transforms
+from ..collectives.value_comparison import agree
 from ..dtypes import dtype_name
 from ..error_text import ranks_text
 from ..errors import AgreementError, GradientError, KindError
 from ..groups.process_group import ProcessGroup
-from ..typed_contexts.verb_calls import made_equal
+from ..typed_mode.collective_calls import made_equal
 
 
 class ModelBuffers:

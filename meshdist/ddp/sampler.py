@@ -13,12 +13,12 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from ..arguments import get_whole_number
 from ..bootstrap.world import find_world
-from ..checking.program import warn_caller
+from ..checking.call_sites import warn_caller
 from ..collectives.torch_private import hidden_from_modes
 from ..errors import ArgumentError, NotInGroupError
 from ..groups.process_group import ProcessGroup
 from ..mesh.device_mesh import DeviceMesh
-from ..worlds.inquiries import get_rank, get_world_size
+from ..worlds.queries import get_rank, get_world_size
 
 __all__ = ["DistributedSampler"]
 

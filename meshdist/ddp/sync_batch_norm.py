@@ -18,12 +18,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from ..bootstrap.world import find_unjoined_place, find_world
-from ..collectives.verbs import all_reduce
+from ..collectives.tensor_collectives import all_reduce
 from ..errors import ArgumentError, GradientError, KindError, ShapeError
 from ..groups.process_group import GroupLike, ProcessGroup, resolve_group
 from ..mesh.device_mesh import DeviceMesh
-from ..runtime.untraced import untraced
-from ..typed_contexts.verb_calls import made_equal
+from ..runtime.graph_breaks import untraced
+from ..typed_mode.collective_calls import made_equal
 from .device_streams import reader_for
 
 __all__ = ["SyncBatchNorm"]

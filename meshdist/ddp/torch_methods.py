@@ -10,15 +10,15 @@ from torch import nn
 from torch.distributed import BuiltinCommHookType
 from torch.nn.parallel.distributed import _BufferCommHookLocation
 
-from ..checking.program import warn_caller
+from ..checking.call_sites import warn_caller
 from ..errors import KindError
 from ..groups.process_group import resolve_group
 from ..mesh.device_mesh import DeviceMesh
+from .axis_reducer import TypedOwner
 from .comm_hooks.bucket import allreduce_hook
-from .comm_hooks.compressing import fp16_compress_hook
-from .shard_guards import refuse_marked_shards
-from .typed_owner import TypedOwner
-from .wrapping import ignored_names
+from .comm_hooks.compression import fp16_compress_hook
+from .model_checks import ignored_names
+from .shard_checks import refuse_marked_shards
 
 
 class TorchMethods:

@@ -20,7 +20,7 @@ from torch.autograd import Function
 
 from ..arguments import get_whole_number
 from ..arrays import describe
-from ..checking.program import call_site, show_site
+from ..checking.call_sites import call_site, show_site
 from ..collectives.torch_private import call_function
 from ..errors import ShapeError
 from ..groups.process_group import ProcessGroup

@@ -47,8 +47,10 @@ from datetime import timedelta
 from functools import partial
 from typing import Any, TypeAlias
 
-from ..bootstrap.bounded_store import await_key, find_value, parse_value, within
-from ..bootstrap.head_counts import HeadCount, digest_of, digest_of_ranks, head_count_of
+from ..backends.registry import lack_error
+from ..backends.simulated.store import SimulatedStore
+from ..bootstrap.arrival_counters import HeadCount, digest_of, digest_of_ranks, head_count_of
+from ..bootstrap.timeout_store import await_key, find_value, parse_value, within
 from ..bootstrap.world import World
 from ..error_text import grouped_text, ranks_text
 from ..errors import (
@@ -59,9 +61,7 @@ from ..errors import (
     StoreError,
 )
 from ..runtime.deadlines import Deadline, Looks
-from ..wires.registry import lack_error
-from ..wires.simulated.store import SimulatedStore
-from .signals import Endings, ask, last_call_text
+from .control_messages import Endings, ask, last_call_text
 
 __all__ = ["NO_OFFERS", "Agreement", "Agreements", "Offers"]
 

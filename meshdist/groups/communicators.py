@@ -24,14 +24,17 @@ from functools import partial
 from typing import Any
 from weakref import ref
 
-from ..bootstrap.bounded_store import find_value, read_json, read_number, within
+from ..backends.communicator import Communicator
+from ..backends.registry import Opening, Wire
+from ..bootstrap.timeout_store import find_value, read_json, read_number, within
 from ..bootstrap.world import World
-from ..checking.header_table import CHECK_EVERY, HeaderTable
-from ..checking.program import find_place, stack_text
+from ..checking.call_sites import find_place, stack_text
+from ..checking.fingerprint_table import CHECK_EVERY, HeaderTable
 from ..checking.recorder import Recorder
 from ..errors import MeshdistError, StoreError
-from ..launching.questions import Answerer
+from ..launching.stack_dump import Answerer
 from ..runtime.deadlines import Deadline, wait_until
+from ..runtime.fork_safe_locks import ModuleLock
 from ..runtime.hosts import (
     DESTROYED,
     call_at_end,
@@ -41,10 +44,8 @@ from ..runtime.hosts import (
     find_last_exception,
     is_ending_by_exception,
 )
-from ..runtime.module_locks import ModuleLock
-from ..wires.communicator import Communicator
-from ..wires.registry import Opening, Wire
 from .agreement import NO_OFFERS, Agreement, Agreements, Offers
+from .control_messages import Endings, SignalReply, SignalThread, post, receipts_key
 from .host_comparison import (
     DISAGREEMENT,
     HeaderTables,
@@ -53,8 +54,7 @@ from .host_comparison import (
     parse_disagreement,
     reason_of,
 )
-from .presence import Presence, key_of_opened
-from .signals import Endings, SignalReply, SignalThread, post, receipts_key
+from .liveness import Presence, key_of_opened
 
 _log = logging.getLogger("meshdist.groups")
 _making = ModuleLock()

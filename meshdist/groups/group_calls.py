@@ -14,12 +14,12 @@ from typing import Any, cast
 import torch
 
 from ..arguments import check_timeout, find_whole_numbers, get_whole_number
+from ..backends.backend_names import backends_in, parse_backends
+from ..backends.registry import get_wire
 from ..bootstrap.world import World, find_world, get_usable_world
-from ..checking.program import never_nested
+from ..checking.call_sites import never_nested
 from ..error_text import ranks_text
 from ..errors import ArgumentError, KindError, LengthError, NotInGroupError
-from ..wires.names import backends_in, parse_backends
-from ..wires.registry import get_wire
 from .communicators import get_registry
 from .process_group import NON_GROUP_MEMBER, ProcessGroup, resolve_group, world_group
 

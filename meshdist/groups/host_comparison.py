@@ -17,7 +17,7 @@ may be meant to return before the others make it. So its round is only started. 
 finishes it, if it has ended by then or if the later call waits.
 
     >>> from types import SimpleNamespace as Stand
-    >>> from meshdist.wires.operations import DONE
+    >>> from meshdist.backends.requests import DONE
     >>> def start(gather):  # of three members, where this one is the first
     ...     row = gather.inputs[0].tolist()
     ...     other = [fingerprint + (at == 1) for at, fingerprint in enumerate(row)]
@@ -40,10 +40,14 @@ from typing import Any
 
 import torch
 
-from ..bootstrap.bounded_store import read_jsons
+from ..backends.communicator import Communicator
+from ..backends.native_core import core
+from ..backends.operation_args import PreparedCall
+from ..backends.requests import Operation
+from ..bootstrap.timeout_store import read_jsons
 from ..bootstrap.world import World
-from ..checking.header_table import CHECK_EVERY, HeaderTable
-from ..checking.shared_words import (
+from ..checking.fingerprint_table import CHECK_EVERY, HeaderTable
+from ..checking.shared_flags import (
     Regions,
     SharedWords,
     SharedWordsView,
@@ -53,11 +57,7 @@ from ..checking.shared_words import (
     make_shared_words,
 )
 from ..errors import StoreError
-from ..wires.communicator import Communicator
-from ..wires.core import core
-from ..wires.operations import Operation
-from ..wires.prepared import PreparedCall
-from .signals import card_key
+from .control_messages import card_key
 
 DISAGREEMENT = "disagreement"
 """The key, below a communicator's label, of the error on which its members have agreed."""

@@ -15,24 +15,24 @@ from weakref import ref
 import torch
 from torch.distributed import PrefixStore, ProcessGroup as TorchGroup
 
+from ..backends.registry import Needs, Opening, Wire, find_wire, get_wire, lack_error, make_room
+from ..backends.requests import WireRefused
+from ..backends.work import Work, bound
 from ..bootstrap.world import World, get_usable_world, get_world, give_group
+from ..checking.call_sites import call_site, show_site, warn_once_at
 from ..checking.calls import GroupFacts
-from ..checking.program import call_site, show_site, warn_once_at
 from ..error_text import explain, ranks_text
 from ..errors import BackendError, GroupClosedError, GroupKindError, NotInGroupError
 from ..runtime.hosts import forks, num_forks
-from ..wires.operations import WireRefused
-from ..wires.registry import Needs, Opening, Wire, find_wire, get_wire, lack_error, make_room
-from ..wires.work import Work, bound
 from .agreement import Agreement
-from .channel import Channel
 from .communicators import get_registry
-from .explainer import explained_opening
-from .other_members import LateMembers, MembersOfWorld, silent_ranks
-from .verb_methods import Asked, VerbMethods, verbs
+from .device_group import Channel
+from .failure_diagnosis import explained_opening
+from .group_methods import Asked, VerbMethods, verbs
+from .peer_status import LateMembers, MembersOfWorld, silent_ranks
 
 if TYPE_CHECKING:
-    from ..wires.native import FastPath
+    from ..backends.native import FastPath
 
 __all__ = ["NON_GROUP_MEMBER", "GroupLike", "ProcessGroup", "resolve_group", "world_group"]
 

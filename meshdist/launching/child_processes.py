@@ -21,9 +21,9 @@ from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
 from ..runtime.deadlines import Deadline
-from . import guard
-from .guard import MARK, REMOVE_AFTER, Family
-from .questions import FOLDER, ask_where, read_answers
+from . import orphan_reaper
+from .orphan_reaper import MARK, REMOVE_AFTER, Family
+from .stack_dump import FOLDER, ask_where, read_answers
 
 GRACE_S = 3.0
 """How long a process that was asked to end may take before it is killed."""
@@ -245,7 +245,7 @@ class Guard:
         self._process = _start_script(mark, directory, stdin=subprocess.PIPE)
 
     def adopt(self, pid: int) -> None:
-        """Let the guard end the process ``pid``, too."""
+        """Let the guard process end the process ``pid``, too."""
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
             self._process.stdin.write(f"{pid}\n".encode())
@@ -269,7 +269,7 @@ def _start_script(*arguments: str, stdin: int) -> subprocess.Popen[bytes]:
     # Without the mark of an outer launch, which could end it before its work is done.
     environment = {name: value for name, value in os.environ.items() if name != MARK}
     return subprocess.Popen(
-        [sys.executable, "-I", "-S", guard.__file__, *arguments],
+        [sys.executable, "-I", "-S", orphan_reaper.__file__, *arguments],
         stdin=stdin,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

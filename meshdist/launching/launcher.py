@@ -30,8 +30,8 @@ from ..runtime.deadlines import Deadline
 from ..runtime.hosts import MORE_DESCRIPTORS, make_descriptor_room
 from .child_processes import GRACE_S, Launch, ProcessExit
 from .failed_ranks import Failure, Report, find_cause, grouped, places_text, summary_of, text_of
+from .output import LOOK_S, Console, Destination, Output, Stream, open_terminal, show
 from .rank_environment import JobPlace, LaunchError, rank_environment, reserve_port
-from .streams import LOOK_S, Console, Destination, Output, Stream, open_terminal, show
 
 DEFAULT_PORT = 29500
 """The port of rank 0's store where several hosts must agree on one in advance; torch's."""

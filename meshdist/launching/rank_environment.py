@@ -33,8 +33,8 @@ from pathlib import Path
 from typing import Any
 
 from ..error_text import ExplainedError
-from .guard import MARK, mark_value
 from .launcher_variables import STARTERS, first_value
+from .orphan_reaper import MARK, mark_value
 
 
 class LaunchError(ExplainedError, ValueError):

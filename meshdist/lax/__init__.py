@@ -16,7 +16,7 @@ and shapes must be equal on all ranks: else all of them raise AgreementError.
 from typing import TYPE_CHECKING
 
 from .axes import axis_index, axis_size
-from .moving import (
+from .data_movement import (
     all_gather,
     all_to_all,
     pbroadcast,
@@ -25,7 +25,7 @@ from .moving import (
     pswapaxes,
     ragged_all_to_all,
 )
-from .reducing import pcast, pmax, pmean, pmin, psum, psum_scatter, pvary
+from .reductions import pcast, pmax, pmean, pmin, psum, psum_scatter, pvary
 
 __all__ = [
     "all_gather",

@@ -11,13 +11,13 @@ import torch
 
 from ..arguments import mesh_kind_error
 from ..arrays import as_tensor, like
-from ..checking.program import one_frame
+from ..checking.call_sites import one_frame
 from ..collectives.torch_private import HiddenFromModes
 from ..errors import ArgumentError, AxisError, KindError, MeshError
 from ..groups.process_group import ProcessGroup
 from ..mesh.current_mesh import find_current_mesh, mesh_in_force, with_hidden_mesh
 from ..mesh.device_mesh import DeviceMesh
-from ..typed_contexts.verb_calls import TypedVerb, find_typed_verb
+from ..typed_mode.collective_calls import TypedVerb, find_typed_verb
 
 T = TypeVar("T")
 

@@ -14,8 +14,10 @@ from typing import Any
 import torch
 
 from ..arguments import DEFAULT_TIMEOUT, check_timeout
+from ..backends.backend_names import backends_in
+from ..backends.registry import make_room
 from ..bootstrap.world import World, find_world, get_usable_world
-from ..checking.program import call_site
+from ..checking.call_sites import call_site
 from ..error_text import ranks_text
 from ..errors import (
     ArgumentError,
@@ -28,10 +30,8 @@ from ..errors import (
 )
 from ..groups.communicators import get_registry
 from ..groups.process_group import ProcessGroup, resolve_group, world_group
-from ..wires.names import backends_in
-from ..wires.registry import make_room
-from ..worlds.first_touch import begin_for_mesh
-from ..worlds.inquiries import get_node_local_rank
+from ..worlds.lazy_init import begin_for_mesh
+from ..worlds.queries import get_node_local_rank
 from .layout import Layout
 
 __all__ = ["AxisOptions"]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from ..bootstrap.world import Caches, World, get_usable_world
-from ..checking.program import end_here, one_frame, run_unnested
+from ..checking.call_sites import end_here, one_frame, run_unnested
 from ..error_text import explain
 from ..errors import MeshdistError, MeshError
 from ..groups.process_group import ProcessGroup
@@ -24,7 +24,6 @@ from .definition import (
     definition_of_groups,
     layout_of_ranks,
 )
-from .drawing import draw, draw_svg
 from .layout import Axis, Layout
 from .torch_interop import (
     NAMES_OF_TORCHS,
@@ -33,6 +32,7 @@ from .torch_interop import (
     refuse_torch,
     torch_name_error,
 )
+from .visualize import draw, draw_svg
 
 __all__ = ["DeviceMesh"]
 

@@ -19,7 +19,6 @@ import numpy as np
 
 from ..arguments import find_whole_numbers, mesh_kind_error
 from ..errors import AxisError, KindError, MeshError, NotInGroupError
-from .drawing import draw, draw_svg
 from .layout_arguments import (
     checked_modes,
     checked_names,
@@ -40,6 +39,7 @@ from .strides import (
     split,
     strided_modes,
 )
+from .visualize import draw, draw_svg
 
 __all__ = ["Layout"]
 

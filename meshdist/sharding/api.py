@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from ..annotations.carried_specs import mark_spec
+from ..annotations.tensor_specs import mark_spec
 from ..arguments import get_shape, get_whole_number
 from ..arrays import Array, as_tensor, like
-from ..checking.program import one_frame
+from ..checking.call_sites import one_frame
 from ..collectives.objects import broadcast_object_list
 from ..collectives.torch_private import HiddenFromModes
 from ..error_text import ranks_text
@@ -31,13 +31,13 @@ from ..errors import (
     MeshdistError,
     NotInGroupError,
 )
-from ..functional.value_checks import check_replicas
+from ..functional.equality_checks import check_replicas
 from ..mesh.current_mesh import get_mesh, mesh_in_force, with_hidden_mesh
 from ..mesh.device_mesh import DeviceMesh
 from ..mesh.partition_spec import P, PartitionSpec
 from ..mesh.pattern import parse
 from ..mesh.spec import NamedSharding, sharding_of, shardings_of_sides
-from ..typed_contexts.context import find_context
+from ..typed_mode.context import find_context
 from .array_creation import in_library, library_of, mesh_device
 from .descriptions import mesh_text
 from .executor import gather_to_root, scatter

@@ -14,7 +14,7 @@ import torch
 
 from ..arguments import get_shape, get_whole_number
 from ..arrays import Array, as_tensor, like as as_array_of, shape_text
-from ..collectives.comparing import agree
+from ..collectives.value_comparison import agree
 from ..dtypes import dtype_name
 from ..errors import (
     ArgumentError,

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..annotations.axis_types import type_text
-from ..annotations.carried_specs import dims_text
+from ..annotations.tensor_specs import dims_text
 from ..mesh.device_mesh import DeviceMesh
-from ..mesh.drawing import draw, draw_svg
 from ..mesh.placement import box_text
 from ..mesh.spec import NamedSharding
-from ..typed_contexts.refusals import type_as_text
+from ..mesh.visualize import draw, draw_svg
+from ..typed_mode.type_errors import type_as_text
 
 
 def array_type(dtype: object, shape: Sequence[int], sharding: NamedSharding) -> str:

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from ..arrays import as_tensor
-from ..checking.program import program_frame, warn_caller
+from ..checking.call_sites import program_frame, warn_caller
 from ..dtypes import dtype_name
 from ..error_text import explain
 from ..errors import (

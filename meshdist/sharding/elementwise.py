@@ -26,7 +26,7 @@ from ..arrays import Array, shape_text
 from ..errors import ArgumentError, AxisTypeError, KindError, MeshError, ShapeError
 from ..mesh.placement import DimSplit
 from ..mesh.spec import NamedSharding, sharding_of
-from ..typed_contexts.torch_functions import (
+from ..typed_mode.function_rules import (
     LINEARITY,
     OPERATIONS,
     Kind,

@@ -38,16 +38,16 @@ from typing import Any, TypeAlias
 
 import torch
 
-from ..collectives.prepare import run_titled
+from ..collectives.normalize_args import run_titled
 from ..collectives.torch_private import call_function
 from ..functional.linear_function import LinearFunction
 from ..groups.process_group import ProcessGroup
 from ..mesh.device_mesh import DeviceMesh
 from ..mesh.placement import Box, Placement, index_of, shape_of, volume
+from ..operation_table import VERBS, Role
 from ..reduce_ops import ReduceOp
 from ..runtime.memory import new_like
-from ..verb_table import VERBS, Role
-from .change_steps import root_exchanges
+from .lowering import root_exchanges
 from .steps import Arrangement, Exchange, Pad, Step, Take, VerbStep
 
 

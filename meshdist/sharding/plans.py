@@ -13,7 +13,7 @@ from functools import cached_property, lru_cache
 
 from ..mesh.layout import Layout
 from ..mesh.placement import Placement
-from .changes import bare
+from .placement_diff import bare
 from .routes import DEFAULT_LINK, Link, num_held_in_all, route_between, slowest, stage_steps
 from .steps import GroupStep, Pad, Step
 

@@ -20,7 +20,7 @@ from ..annotations.axis_types import (
     type_of,
     with_kinds,
 )
-from ..annotations.carried_specs import find_spec, spec_texts
+from ..annotations.tensor_specs import find_spec, spec_texts
 from ..arrays import Array, as_tensor, describe, like
 from ..collectives.torch_private import (
     HiddenFromModes,
@@ -29,16 +29,16 @@ from ..collectives.torch_private import (
     current_task,
 )
 from ..errors import ArgumentError, DtypeError
+from ..functional.equality_checks import check_replicas
 from ..functional.linear_function import LinearFunction
-from ..functional.value_checks import check_replicas
 from ..mesh.device_mesh import DeviceMesh
 from ..mesh.partition_spec import PartitionSpec, axes_of
 from ..mesh.placement import Placement, split_dim
 from ..mesh.spec import NamedSharding, sharding_of
-from ..typed_contexts.context import ContextMode, find_context
-from ..typed_contexts.refusals import foreign_mesh, refused_sharding, unmarked_shard
-from .changes import dim_of_largest_cells, extended
+from ..typed_mode.context import ContextMode, find_context
+from ..typed_mode.type_errors import foreign_mesh, refused_sharding, unmarked_shard
 from .executor import Carrier
+from .placement_diff import dim_of_largest_cells, extended
 from .planner import plan_move, wire_links
 from .plans import Plan, make_plan
 from .refinement import refine

@@ -51,8 +51,8 @@ from itertools import product
 from ..errors import ArgumentError, KindError
 from ..mesh.layout import Layout
 from ..mesh.placement import DimSplit, Placement
-from .change_steps import exchange_steps, group_at, local_steps, verb_steps
-from .changes import Change, bare, change_between, dim_of_largest_cells, extended
+from .lowering import exchange_steps, group_at, local_steps, verb_steps
+from .placement_diff import Change, bare, change_between, dim_of_largest_cells, extended
 from .steps import Step, VerbStep
 
 __all__ = ["Link"]

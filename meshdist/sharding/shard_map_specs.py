@@ -14,7 +14,7 @@ import optree
 import torch
 
 from ..annotations.axis_types import KINDS, kinds_in, type_of
-from ..annotations.carried_specs import checked_spec
+from ..annotations.tensor_specs import checked_spec
 from ..arrays import as_tensor, describe, shape_text
 from ..collectives.objects import gather_from_all
 from ..collectives.torch_private import HiddenFromModes
@@ -28,13 +28,13 @@ from ..errors import (
     MeshError,
     ShapeError,
 )
-from ..lax.reducing import pcast
+from ..lax.reductions import pcast
 from ..mesh.current_mesh import with_hidden_mesh
 from ..mesh.device_mesh import DeviceMesh
 from ..mesh.partition_spec import P
 from ..mesh.placement import Placement
 from ..mesh.spec import NamedSharding, sized_by_shards
-from ..typed_contexts.refusals import tensor_text
+from ..typed_mode.type_errors import tensor_text
 from .descriptions import mesh_text
 from .resharding import kinds_of
 from .sharded_array import ShardedArray

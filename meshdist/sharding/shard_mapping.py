@@ -40,17 +40,17 @@ from typing import Any
 import optree
 import torch
 
-from ..annotations.carried_specs import mark_spec
+from ..annotations.tensor_specs import mark_spec
 from ..arrays import as_tensor
-from ..checking.program import one_frame
+from ..checking.call_sites import one_frame
 from ..collectives.torch_private import HiddenFromModes
 from ..errors import KindError, LengthError, MeshdistError, MeshError, UnequalError
-from ..functional.value_checks import check_replicas, is_compared
+from ..functional.equality_checks import check_replicas, is_compared
 from ..mesh.current_mesh import get_mesh
 from ..mesh.device_mesh import DeviceMesh
 from ..mesh.spec import NamedSharding
-from ..typed_contexts.context import find_context
-from ..typed_contexts.mode import typed, untyped
+from ..typed_mode.context import find_context
+from ..typed_mode.mode import typed, untyped
 from .api import shard
 from .descriptions import mesh_text
 from .resharding import kinds_of, typed_operand

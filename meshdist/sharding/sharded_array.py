@@ -11,9 +11,9 @@ import numpy as np
 import torch
 
 from ..annotations.axis_types import find_type
-from ..annotations.carried_specs import mark_spec
+from ..annotations.tensor_specs import mark_spec
 from ..arrays import Array, as_tensor, shape_text
-from ..checking.program import one_frame
+from ..checking.call_sites import one_frame
 from ..dtypes import dtype_name
 from ..error_text import explain
 from ..errors import ArgumentError, AxisError, KindError, MeshError, ShapeError

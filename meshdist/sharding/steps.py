@@ -17,7 +17,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from ..mesh.placement import Box, box_text, volume
-from ..verb_table import VERBS
+from ..operation_table import VERBS
 
 Part = tuple[int, Box]
 """A place in a step's group, and the box that goes there or comes from there."""

@@ -5,7 +5,7 @@
 
 from .layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from .losses import cross_entropy
-from .parallelizing import explain
+from .parallelize import explain
 
 __all__ = [
     "ColumnParallelLinear",

@@ -40,12 +40,12 @@ from ..collectives.torch_private import HiddenFromModes, are_transforms_active, 
 from ..errors import ArgumentError, ShapeError
 from ..mesh.device_mesh import DeviceMesh
 from ..mesh.placement import balanced_boundaries
-from ..runtime.untraced import untraced
+from ..runtime.graph_breaks import untraced
 from ..sharding.api import reshard
-from ..sharding.einsums import einsum
-from ..sharding.marked_operands import axes_of_leaves
-from ..typed_contexts.context import find_context
-from ..typed_contexts.module_marks import restore_marks
+from ..sharding.deferred_reductions import axes_of_leaves
+from ..sharding.einsum import einsum
+from ..typed_mode.context import find_context
+from ..typed_mode.module_annotations import restore_marks
 
 __all__ = ["ColumnParallelLinear", "RowParallelLinear", "VocabParallelEmbedding"]
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 
 from ..arrays import describe
-from ..checking.program import one_frame
+from ..checking.call_sites import one_frame
 from ..errors import ArgumentError, DtypeError, ShapeError
 from ..groups.process_group import resolve_group
 from ..lax.axes import AxisName, get_axes
-from ..lax.reducing import pmax, psum
+from ..lax.reductions import pmax, psum
 from ..mesh.device_mesh import DeviceMesh
 from ..mesh.placement import balanced_boundaries
 from .layers import local_index

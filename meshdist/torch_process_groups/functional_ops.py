@@ -14,7 +14,7 @@ import torch
 from torch.distributed import distributed_c10d as c10d
 
 from ..errors import ArgumentError
-from .wire_group import WireGroup
+from .backend_group import WireGroup
 
 _IS_SEND = {"isend": True, "irecv": False}
 _torchs: Any = c10d

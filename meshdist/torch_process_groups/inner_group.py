@@ -20,26 +20,26 @@ from weakref import ref
 import torch
 from torch.distributed import Store
 
-from ..bootstrap.bounded_store import read_json, within
+from ..backends.operation_args import Layout, PreparedCall
+from ..backends.registry import Opening, Wire
+from ..backends.requests import MembersDisagree
+from ..backends.work import Work
+from ..bootstrap.timeout_store import read_json, within
 from ..bootstrap.world import World
 from ..checking.calls import GroupFacts, Note
-from ..checking.header_table import WINDOW, HeaderTable
+from ..checking.fingerprint_table import WINDOW, HeaderTable
 from ..checking.recorder import FORGOTTEN, Recorder
-from ..checking.shared_words import words_of_process
+from ..checking.shared_flags import words_of_process
 from ..error_text import grouped_text, ranks_text
 from ..errors import AbortedError
-from ..groups.channel import Channel
 from ..groups.communicators import OpenCommunicator
-from ..groups.explainer import OtherMembers, explained_opening
+from ..groups.control_messages import Endings, collect
+from ..groups.device_group import Channel
+from ..groups.failure_diagnosis import OtherMembers, explained_opening
 from ..groups.host_comparison import HeaderTables
 from ..groups.process_group import ProcessGroup
-from ..groups.signals import Endings, collect
 from ..runtime.deadlines import Deadline
 from ..runtime.hosts import forks
-from ..wires.operations import MembersDisagree
-from ..wires.prepared import Layout, PreparedCall
-from ..wires.registry import Opening, Wire
-from ..wires.work import Work
 
 ANSWERS_S = 1.0
 _ABORT = "abort"

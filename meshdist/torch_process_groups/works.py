@@ -20,10 +20,10 @@ import torch
 import torch.distributed as torch_distributed
 from torch._C._profiler import _RecordFunctionFast
 
+from ..backends.requests import DONE, WorkerQueue
+from ..backends.simulated.scheduler import find_rank_here
+from ..backends.work import Work
 from ..collectives.torch_private import ENDS_RECORDS_ANYWHERE
-from ..wires.operations import DONE, WorkerQueue
-from ..wires.simulated.scheduler import find_rank_here
-from ..wires.work import Work
 
 _UNSET = timedelta(0)
 _PATIENCE_S = 1.0

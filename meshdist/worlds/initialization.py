@@ -16,8 +16,14 @@ import torch.distributed as torch_distributed
 from torch.distributed import distributed_c10d
 
 from ..arguments import DEFAULT_TIMEOUT, check_timeout
-from ..bootstrap.generations import Rendezvous
+from ..backends.backend_names import (
+    default_wires,
+    parse_backends,
+    usable_defaults,
+)
+from ..backends.registry import find_wire, get_wire
 from ..bootstrap.init_methods import Terms, meet
+from ..bootstrap.rendezvous_rounds import Rendezvous
 from ..bootstrap.stores import HashStore, PrefixStore, Store
 from ..bootstrap.world import (
     World,
@@ -27,18 +33,12 @@ from ..bootstrap.world import (
     install_world,
     remove_world,
 )
-from ..checking.program import one_frame, warn_caller
+from ..checking.call_sites import one_frame, warn_caller
 from ..errors import ArgumentError, BackendError, KindError, NotInitializedError, WorldError
 from ..groups.process_group import GroupLike, resolve_group, world_group
 from ..runtime import memory
-from ..wires.names import (
-    default_wires,
-    parse_backends,
-    usable_defaults,
-)
-from ..wires.registry import find_wire, get_wire
-from .inquiries import is_outsider
-from .taking_over import take_over
+from .late_init import take_over
+from .queries import is_outsider
 
 __all__ = [
     "destroy_process_group",

@@ -14,16 +14,16 @@ import torch
 import torch.autograd.profiler as profiler
 
 from ..arguments import get_whole_number
+from ..backends.simulated.communicator import DEVICE_TYPES
+from ..backends.simulated.scheduler import Scheduler, find_rank_here
+from ..backends.simulated.store import SimulatedStore
 from ..bootstrap.world import World, find_world, world_here
-from ..checking.program import end_here, enter_program
+from ..checking.call_sites import end_here, enter_program
 from ..errors import ArgumentError, KindError, WorldError
 from ..groups.communicators import get_registry
 from ..launching.failed_ranks import places_text
-from ..launching.streams import show
+from ..launching.output import show
 from ..runtime.torch_worlds import callers_torch_world, end_torch_world
-from ..wires.simulated.communicator import DEVICE_TYPES
-from ..wires.simulated.scheduler import Scheduler, find_rank_here
-from ..wires.simulated.store import SimulatedStore
 
 __all__ = ["simulate"]
 

@@ -22,7 +22,7 @@ import pytest
 
 import meshdist as md
 from meshdist.bootstrap import init_methods
-from meshdist.bootstrap.generations import Rendezvous
+from meshdist.bootstrap.rendezvous_rounds import Rendezvous
 from meshdist.bootstrap.world import get_world
 from tests.few_files import room_for
 from tests.pool import Pool

@@ -11,8 +11,8 @@ import pytest
 from torch.distributed import HashStore, PrefixStore, TCPStore
 
 import meshdist as md
-from meshdist.bootstrap.bounded_store import BoundedStore, await_key, find_value, read_number
 from meshdist.bootstrap.stores import NamedPrefixStore
+from meshdist.bootstrap.timeout_store import BoundedStore, await_key, find_value, read_number
 from tests.inner import Deadline
 
 LONG = timedelta(seconds=30)

@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import pytest
 
 import meshdist as md
-from meshdist.bootstrap.engines import find_engine
-from meshdist.bootstrap.environments import Surroundings, find_place, read_surroundings
+from meshdist.bootstrap.launch_environment import Surroundings, find_place, read_surroundings
+from meshdist.bootstrap.schedulers import find_engine
 
 STEP = {
     "SLURM_JOB_ID": "77",

@@ -15,7 +15,7 @@ import pytest
 
 import meshdist as md
 from meshdist.bootstrap import mpi_library
-from meshdist.bootstrap.environments import Surroundings
+from meshdist.bootstrap.launch_environment import Surroundings
 from meshdist.bootstrap.mpi_library import directory_of_mpiexec
 from tests.inner import Deadline, wait_until
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import meshdist as md
-from meshdist.checking.program import end_here, enter_program, is_between
+from meshdist.checking.call_sites import end_here, enter_program, is_between
 
 ONE = torch.ones(1)
 

@@ -20,8 +20,8 @@ from meshdist.errors import (
     MeshError,
     ShapeError,
 )
+from tests.operations.cases import WIRES
 from tests.pool import Pool
-from tests.verbs.cases import WIRES
 
 
 def mesh_of(size: int = 2) -> md.DeviceMesh:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from meshdist.cli import doctor
-from meshdist.cli.checkup import find_device_types, find_wires
+from meshdist.cli.diagnostics import find_device_types, find_wires
 from tests.inner import capabilities, find_wire
 
 ROOT = Path(__file__).resolve().parents[2]

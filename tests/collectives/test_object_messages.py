@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import meshdist as md
-from meshdist.collectives.object_rounds import unpack
+from meshdist.collectives.object_protocol import unpack
 from tests.pool import Pool
 
 

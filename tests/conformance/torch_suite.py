@@ -22,7 +22,7 @@ from torch.testing._internal.common_utils import TestCase, set_rng_seed
 
 import meshdist as md
 import meshdist.torch_backends
-import meshdist.torch_process_groups.creating
+import meshdist.torch_process_groups.construction
 
 OURS = ("shm", "mpi", "simulated")
 SKIPS = {skip.exit_code: skip.message for skip in TEST_SKIPS.values()}

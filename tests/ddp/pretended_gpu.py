@@ -14,10 +14,10 @@ from unittest import mock
 
 import torch
 
-from meshdist.ddp import parting, tail
+from meshdist.ddp import divergence_checks, status_flags
 from meshdist.ddp.device_streams import TailReader
+from tests.backends.c10d.nccl_stand_in import standing_in
 from tests.inner import meeting, simulated_communicator as communicator
-from tests.wires.c10d.nccl_stand_in import standing_in
 
 __all__ = ["HostTensor", "pretended_gpu"]
 
@@ -87,7 +87,7 @@ def pretended_gpu() -> Iterator[None]:
     where = {"device": GPU, "is_cpu": False, "is_cuda": True}
     with ExitStack() as stack:
         stack.enter_context(standing_in())
-        for room in (tail, parting):
+        for room in (status_flags, divergence_checks):
             stack.enter_context(mock.patch.object(room, "reader_for", new=read_at_once))
         for room in (communicator, meeting):
             stack.enter_context(mock.patch.object(room, "synchronize"))

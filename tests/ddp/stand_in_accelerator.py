@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import meshdist as md
-from meshdist.ddp import buckets, tail
+from meshdist.ddp import buckets, status_flags
 from meshdist.ddp.device_streams import DeferredReader, GradientStreams, TailReader
 from tests.inner import flat_sums
 
@@ -110,5 +110,5 @@ def in_place_of_the_cpu() -> Iterator[Callable[[], Accelerator]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(flat_sums, "all_reduce", enqueue)
         patch.setattr(buckets, "streams_for", streams_for)
-        patch.setattr(tail, "reader_for", reader_for)
+        patch.setattr(status_flags, "reader_for", reader_for)
         yield here

@@ -13,7 +13,7 @@ from meshdist import lax
 from meshdist.ddp import accumulation
 from meshdist.errors import AgreementError, ArgumentError, AxisTypeError, KindError, MeshError
 from tests.inner import flat_sums
-from tests.typed_contexts.typed_cases import F64, in_mesh, kinds, varying
+from tests.typed_mode.typed_cases import F64, in_mesh, kinds, varying
 
 
 def model(dtype: torch.dtype = F64) -> nn.Module:

@@ -13,7 +13,7 @@ from torch.nn import Parameter
 import meshdist as md
 from meshdist.ddp import buckets
 from meshdist.ddp.buckets import Averaging, Bucket, Filling
-from meshdist.ddp.reports import Reports
+from meshdist.ddp.gradient_errors import Reports
 
 LARGE = 40_000  # moves in at once
 

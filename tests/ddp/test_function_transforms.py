@@ -12,8 +12,8 @@ from torch.func import functional_call, grad, jacfwd, jacrev, vmap
 
 import meshdist as md
 from meshdist.errors import GradientError
+from tests.operations.cases import WIRES
 from tests.pool import Pool
-from tests.verbs.cases import WIRES
 
 BACKENDS = [
     "simulated",

@@ -29,7 +29,7 @@ from meshdist.errors import (
     MeshError,
 )
 from tests.pool import Pool
-from tests.typed_contexts.typed_cases import in_mesh
+from tests.typed_mode.typed_cases import in_mesh
 
 F32, F64 = torch.float32, torch.float64
 AXES = ("pod", "dp", "tp")

@@ -12,14 +12,14 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import meshdist as md
-from meshdist.ddp import buckets, reducer, tail
+from meshdist.ddp import buckets, reducer, status_flags
 from meshdist.ddp.bucket_layout import ReductionOptions
 from meshdist.ddp.device_streams import TailReader
+from meshdist.ddp.divergence_checks import Parting
+from meshdist.ddp.extra_axis_groups import WiderGroups
 from meshdist.ddp.gradient_hooks import tensors_in
-from meshdist.ddp.parting import Parting
 from meshdist.ddp.reducer import Reducer
-from meshdist.ddp.tail import Ending
-from meshdist.ddp.wider_groups import WiderGroups
+from meshdist.ddp.status_flags import Ending
 from meshdist.errors import BackendError, GradientError
 from tests.inner import flat_sums
 
@@ -333,7 +333,7 @@ def test_numbers_are_expected_behind_the_last_bucket_when_buckets_are_rebuilt(
 ) -> None:
     asked: list[tuple[torch.device, int]] = []
     noted: list[torch.Tensor] = []
-    reader_for = tail.reader_for
+    reader_for = status_flags.reader_for
 
     def telling(device: torch.device, count: int) -> TailReader:
         asked.append((device, count))
@@ -349,7 +349,7 @@ def test_numbers_are_expected_behind_the_last_bucket_when_buckets_are_rebuilt(
             step(module, mine, torch.ones(1))
             assert mine.layout.tail_average is None and noted[-1] is mine.layout.tail.numbers
 
-    monkeypatch.setattr(tail, "reader_for", telling)
+    monkeypatch.setattr(status_flags, "reader_for", telling)
     md.simulate(program, 1)
     assert asked == [(torch.device("cpu"), NUM_FLAGS + 2)] * 2 and len(noted) == 3
     assert noted[0] is not noted[1]

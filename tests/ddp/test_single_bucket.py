@@ -10,7 +10,7 @@ from torch import nn
 
 import meshdist as md
 from meshdist.ddp.buckets import Averaging, Bucket, Filling, Pending
-from meshdist.ddp.single_gradients import InPlace
+from meshdist.ddp.unbucketed_gradients import InPlace
 from tests.pool import Pool
 
 SIDE = 1500  # 9 MB a parameter: sent without a bucket where ranks share no memory

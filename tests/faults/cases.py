@@ -12,7 +12,7 @@ import random
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from meshdist.verb_table import ROOTED_VERBS, VERBS
+from meshdist.operation_table import ROOTED_VERBS, VERBS
 from tests.faults.programs import (
     ALL_WAIT,
     COMPARED,

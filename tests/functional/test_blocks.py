@@ -10,7 +10,7 @@ from hypothesis import given, strategies as st
 
 from meshdist.errors import ShapeError
 from meshdist.functional.linear_function import cut, get_dim, stack_blocks
-from tests.functional.verb_cases import on_a_line
+from tests.functional.operation_cases import on_a_line
 
 
 @given(st.integers(1, 4), st.integers(0, 2), st.booleans(), st.integers(0, 2))

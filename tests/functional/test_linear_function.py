@@ -15,9 +15,9 @@ from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
 import meshdist as md
 from meshdist.annotations.axis_types import GRADIENT_KINDS
-from meshdist.functional.moving import ragged_all_to_all
-from meshdist.functional.reducing import pmax, pmin, psum, pvary
-from tests.functional.verb_cases import FUNCTIONAL, REARRANGING, Case, draw, drawn, shape_of
+from meshdist.functional.data_movement import ragged_all_to_all
+from meshdist.functional.reductions import pmax, pmin, psum, pvary
+from tests.functional.operation_cases import FUNCTIONAL, REARRANGING, Case, draw, drawn, shape_of
 from tests.mpi_job import job_of
 from tests.pool import Pool
 

@@ -12,8 +12,8 @@ import torch
 
 import meshdist as md
 from meshdist.errors import ArgumentError, DtypeError, KindError, ShapeError
-from meshdist.functional.moving import ragged_all_to_all
-from tests.functional.verb_cases import (
+from meshdist.functional.data_movement import ragged_all_to_all
+from tests.functional.operation_cases import (
     NAMES,
     PLACES,
     Run,

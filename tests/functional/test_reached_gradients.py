@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 import meshdist as md
 from meshdist.errors import GradientError
+from tests.operations.cases import WIRES
 from tests.pool import Pool
-from tests.verbs.cases import WIRES
 
 VERBS = ["psum", "pmean", "pmax", "pmin", "all_gather", "pbroadcast"]
 

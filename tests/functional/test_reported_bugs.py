@@ -12,7 +12,7 @@ from torch import nn
 import meshdist as md
 from meshdist import lax
 from meshdist.errors import AxisTypeError, GradientError
-from tests.typed_contexts.typed_cases import F64, in_mesh, varying
+from tests.typed_mode.typed_cases import F64, in_mesh, varying
 
 RANKS = (4,)
 

@@ -17,7 +17,7 @@ from torch.distributed import HashStore, TCPStore
 
 import meshdist as md
 from meshdist.groups.agreement import Agreements
-from meshdist.groups.signals import Endings
+from meshdist.groups.control_messages import Endings
 from tests.few_files import room_for
 from tests.inner import BoundedStore, World, digest_of_ranks
 from tests.pool import Pool

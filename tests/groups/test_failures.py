@@ -25,8 +25,8 @@ from meshdist.checking.calls import get_message
 from meshdist.groups import communicators as registry_module
 from tests.inner import deadlines, get_world
 from tests.load import is_within
+from tests.operations.cases import WIRES
 from tests.pool import Pool, places
-from tests.verbs.cases import WIRES
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -17,7 +17,7 @@ import torch
 
 import meshdist as md
 from meshdist.groups.communicators import get_registry
-from meshdist.groups.signals import ask
+from meshdist.groups.control_messages import ask
 from tests.inner import BoundedStore, get_world, read_process
 from tests.load import is_within
 from tests.pool import Failure, Pool, places
@@ -156,7 +156,7 @@ import torch
 import meshdist as md
 from meshdist.bootstrap.world import get_world
 from meshdist.groups import host_comparison
-from meshdist.groups.signals import ask
+from meshdist.groups.control_messages import ask
 
 for turn in range(4):
     if turn == 3:  # as where the system has no shared words

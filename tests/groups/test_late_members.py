@@ -13,7 +13,7 @@ from torch.distributed import HashStore
 
 import meshdist as md
 from meshdist.errors import ArgumentError
-from meshdist.groups.other_members import WAIT_NOTICE_VARIABLE, LateMembers
+from meshdist.groups.peer_status import WAIT_NOTICE_VARIABLE, LateMembers
 from tests.inner import World
 from tests.pool import Pool
 

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from meshdist.launching import streams
+from meshdist.launching import output
 from meshdist.launching.launcher import run_processes
+from meshdist.launching.output import Output
 from meshdist.launching.rank_environment import JobPlace, LaunchError
-from meshdist.launching.streams import Output
 from tests.few_files import room_for
 from tests.inner import MORE_DESCRIPTORS
 
@@ -232,11 +232,11 @@ def test_a_launcher_that_may_open_too_few_files_raises_its_limit_or_says_so(
     before, files = children(), Output(tee=3, log_dir=str(tmp_path))
     with room_for(6, num_hard=23):
         assert run_processes([*PYTHON, ""], 5) == 0
-    for output, num_needed in ((Output(), 23), (files, 33)):
+    for to, num_needed in ((Output(), 23), (files, 33)):
         with room_for(num_needed):
-            assert run_processes([*PYTHON, ""], 5, output=output) == 0
+            assert run_processes([*PYTHON, ""], 5, output=to) == 0
         with room_for(num_needed - 1), pytest.raises(LaunchError) as caught:
-            run_processes(SLEEP, 5, output=output)
+            run_processes(SLEEP, 5, output=to)
         summary, fix = str(caught.value).splitlines()
         left = f"{num_needed - 1} more files can be opened of about {num_needed} needed"
         assert summary.startswith(f"cannot start 5 processes: {left}; the limit is ")
@@ -373,7 +373,7 @@ def test_an_error_that_ranks_raise_together_is_one_traceback(
 def test_reports_of_ranks_that_are_long_in_ending_are_one(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(streams, "REPORT_S", 0.6)
+    monkeypatch.setattr(output, "REPORT_S", 0.6)
     code = ALIKE.replace("import os", "import atexit, os, sys").replace(
         "0.2", "0.2)\natexit.register(time.sleep, 1.5"
     )
@@ -429,7 +429,7 @@ def test_lines_that_python_writes_in_pieces_are_whole(
 def test_a_traceback_that_much_follows_does_not_hold_it_back(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(streams, "LONGEST_REPORT_S", 0.3)
+    monkeypatch.setattr(output, "LONGEST_REPORT_S", 0.3)
     code = (
         "import sys, time, traceback\n"
         "try: 1 / 0\n"

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from meshdist.launching.launcher import run_processes
+from meshdist.launching.output import Console, Destination, Output, Stream
 from meshdist.launching.rank_environment import LaunchError
-from meshdist.launching.streams import Console, Destination, Output, Stream
 
 PYTHON = [sys.executable, "-S", "-c"]
 

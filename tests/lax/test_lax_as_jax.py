@@ -20,7 +20,7 @@ import torch
 import meshdist as md
 from meshdist import lax
 from meshdist.annotations.axis_types import GRADIENT_KINDS, KINDS, find_result_kind
-from tests.functional.verb_cases import groups_of
+from tests.functional.operation_cases import groups_of
 from tests.inner import reducing
 from tests.lax.make_jax_answers import CASES, SIZES, TUTORIAL, keywords, named, numbers
 

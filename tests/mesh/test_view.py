@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from meshdist.errors import MeshError, NotInGroupError
-from meshdist.mesh.drawing import draw, draw_svg
 from meshdist.mesh.layout import Layout
 from meshdist.mesh.view import indices_shown
+from meshdist.mesh.visualize import draw, draw_svg
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from meshdist.wires import native
+from meshdist.backends import native
 
 Buffers = list[tuple[int, int]]
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from meshdist.wires import native
+from meshdist.backends import native
 from tests.native.ranks import OK, run_ranks
 from tests.native.reading import PAGE, reads_others, secret_memory
 

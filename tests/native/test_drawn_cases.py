@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from meshdist.wires import native
+from meshdist.backends import native
 from tests.native.ranks import OK, run_ranks
 from tests.native.reading import PAGE, reads_others, secret_memory
 from tests.native.test_slots import mapping

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from meshdist.wires import native
+from meshdist.backends import native
 from tests.load import is_within
 from tests.native.ranks import OK, Killed, run_ranks
 

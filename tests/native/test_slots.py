@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from meshdist.wires import native
+from meshdist.backends import native
 from tests.native.ranks import OK, run_ranks
 
 F32, SUM = native.DTYPES["float32"], native.OPS["SUM"]

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from meshdist.wires import native
+from meshdist.backends import native
 from tests.native import ranks
 from tests.native.ranks import OK
 from tests.native.reading import reads_others, secret_memory

@@ -144,17 +144,17 @@ def everywhere(text: str, *tests: str, nccl: str = NOT_COMPUTED, **more: Any) ->
 
 BETWEEN = "tests/groups/test_calls_between_hosts.py::test_wrong_numbers_are_an_error_"
 DEATHS = "tests/promises/test_deaths.py::"
-VERBS, WIRES = "tests/verbs/test_promises.py::", "tests/wires/c10d/"
+VERBS, WIRES = "tests/operations/test_promises.py::", "tests/backends/c10d/"
 NCCL = f"{WIRES}test_nccl.py::"
-ENQUEUED = f"{WIRES}test_enqueued.py::"
+ENQUEUED = f"{WIRES}test_stream_backends.py::"
 
 NUMBERS = [
     everywhere(
         "[Every verb](verbs.md#what-all-verbs-have-in-common) holds what NumPy computes, in "
         "every dtype and "
         "op that is served; what is refused is refused on all ranks",
-        "tests/verbs/test_table.py::test_sample",
-        "tests/verbs/test_table.py::test_all_cases",
+        "tests/operations/test_table.py::test_sample",
+        "tests/operations/test_table.py::test_all_cases",
         nccl=f"{NCCL}test_every_verb_of_one_rank",
     ),
     everywhere(
@@ -239,8 +239,8 @@ ORDER = [
     everywhere(
         "[Async verbs](verbs.md#async) of one group end as they were started, of several in any "
         "order",
-        "tests/verbs/test_stress.py::test_eight_of_each_verb_in_flight",
-        "tests/verbs/test_stress.py::test_verbs_in_flight_over_three_overlapping_groups",
+        "tests/operations/test_stress.py::test_eight_of_each_verb_in_flight",
+        "tests/operations/test_stress.py::test_verbs_in_flight_over_three_overlapping_groups",
         nccl="[one global order](cuda.md#several-communicators) over several groups",
     ),
     everywhere(
@@ -276,20 +276,20 @@ ORDER = [
     everywhere(
         "[Messages](verbs.md#point-to-point) of one tag arrive in order; tags match sends to "
         "receives",
-        "tests/verbs/test_messages.py::test_tags_match_sends_to_receives",
-        "tests/verbs/test_messages.py::test_recv_from_any_source_keeps_each_sender_s_order",
+        "tests/operations/test_messages.py::test_tags_match_sends_to_receives",
+        "tests/operations/test_messages.py::test_recv_from_any_source_keeps_each_sender_s_order",
         nccl="[no tags, and no receive from any](verbs.md#point-to-point)",
     ),
     everywhere(
         "[isend and irecv](verbs.md#point-to-point) serve a rank and itself; a batch has no order",
-        "tests/verbs/test_messages.py::test_isend_and_irecv_between_all_pairs_and_oneself",
-        "tests/verbs/test_messages.py::test_batch_of_a_ring",
+        "tests/operations/test_messages.py::test_isend_and_irecv_between_all_pairs_and_oneself",
+        "tests/operations/test_messages.py::test_batch_of_a_ring",
         nccl=f"{WIRES}test_communicator.py::test_a_batch_goes_out_as_one_call_on_nccl",
     ),
     everywhere(
         "[Objects](verbs.md#objects) arrive as they were, arrays and tensors among them",
-        "tests/verbs/test_objects.py::test_all_gather_object",
-        "tests/verbs/test_objects.py::test_tensors_and_arrays_are_objects_too",
+        "tests/operations/test_objects.py::test_all_gather_object",
+        "tests/operations/test_objects.py::test_tensors_and_arrays_are_objects_too",
         nccl=NOT_SEEN,
     ),
     everywhere(
@@ -306,7 +306,7 @@ FAULTS = [
         "[Calls that differ](verbs.md#when-ranks-disagree) are one error on all ranks, and the "
         "group is broken; the rank that sees it has sent no data; over shared memory and on "
         "simulated ranks no data move",
-        "tests/verbs/test_checks.py::test_members_that_call_different_things_all_raise",
+        "tests/operations/test_checks.py::test_members_that_call_different_things_all_raise",
         program=programs.mismatches_move_nothing,
         differs={
             "gloo across hosts": "between hosts [by the next round](debugging.md#between-hosts), "
@@ -322,7 +322,7 @@ FAULTS = [
     everywhere(
         "[A message that does not fit](verbs.md#point-to-point) raises where it arrives, if the "
         "receive names its sender",
-        "tests/verbs/test_checks.py::test_a_receiver_notices_a_message_of_another_size",
+        "tests/operations/test_checks.py::test_a_receiver_notices_a_message_of_another_size",
         differs={
             "gloo across hosts": "[left where it is](verbs.md#when-ranks-disagree) until the "
             "timeout",
@@ -358,7 +358,7 @@ FAULTS = [
         "[A rank that dies](debugging.md#how-to-read-a-report) is noticed, and named, by those "
         "that wait",
         others={
-            "shm": "tests/joining/test_uneven_loops.py::test_a_killed_rank_frees_the_others",
+            "shm": "tests/join/test_uneven_loops.py::test_a_killed_rank_frees_the_others",
             "gloo": "tests/groups/test_failures.py::test_a_killed_rank_frees_the_others",
             "gloo across hosts": f"{DEATHS}test_a_rank_that_dies_on_two_hosts",
             "namespaces": f"{DEATHS}test_a_rank_that_dies_on_two_hosts",
@@ -395,7 +395,7 @@ FAULTS = [
     ),
     everywhere(
         "[A verb in a signal's handler](verbs.md#signal-handlers) inside a verb is refused at once",
-        "tests/collectives/test_nested_verbs.py::test_a_handler_is_refused_every_verb",
+        "tests/collectives/test_nested_collectives.py::test_a_handler_is_refused_every_verb",
         differs={"simulated": "handlers run [outside of all ranks](simulation.md#limits)"},
         nccl=OF_THE_GROUP,
     ),
@@ -411,7 +411,7 @@ FAULTS = [
     Promise(
         "[A receive that a handler's exception leaves](verbs.md#signal-handlers) takes no later "
         "message",
-        ("tests/collectives/test_nested_verbs.py::test_a_receive_that_a_handler_leaves",),
+        ("tests/collectives/test_nested_collectives.py::test_a_receive_that_a_handler_leaves",),
         differs={
             "mpi": "it stays, [and may still be written](differences.md#meaning)",
             "simulated": "handlers run [outside of all ranks](simulation.md#limits)",

@@ -10,10 +10,10 @@ from unittest import mock
 import pytest
 from _pytest.mark import ParameterSet
 
+from tests.operations.cases import WIRES
 from tests.pool import Pool
 from tests.promises.table import COLUMNS, PAGE, PROMISES, Promise, function_of, page, wires_of
 from tests.two_hosts import two_hosts_of
-from tests.verbs.cases import WIRES
 
 ALL = [promise for promises in PROMISES.values() for promise in promises]
 
@@ -106,6 +106,6 @@ def test_every_named_test_exists_and_runs_there() -> None:
 
 def test_a_test_that_does_not_exist_is_found() -> None:
     with pytest.raises(AttributeError):
-        function_of("tests/verbs/test_table.py::test_nothing")
-    assert wires_of("tests/verbs/test_table.py::test_all_cases")["gloo"]  # in soak alone
-    assert not wires_of("tests/verbs/test_table.py::test_sample")["gloo"]
+        function_of("tests/operations/test_table.py::test_nothing")
+    assert wires_of("tests/operations/test_table.py::test_all_cases")["gloo"]  # in soak alone
+    assert not wires_of("tests/operations/test_table.py::test_sample")["gloo"]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from hypothesis import given
 
-from meshdist.sharding.change_steps import coordinates_along, exchange_steps, local_steps, relative
-from meshdist.sharding.changes import bare, change_between
+from meshdist.sharding.lowering import coordinates_along, exchange_steps, local_steps, relative
+from meshdist.sharding.placement_diff import bare, change_between
 from meshdist.sharding.steps import Exchange, Pad, Take
 from tests.sharding.cases import assert_lies, pairs, placed, shards, whole_array
 from tests.sharding.interpreter import coordinates, run

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 
 from meshdist.mesh.layout import Layout
 from meshdist.mesh.placement import Placement, split_dim
-from meshdist.sharding import changes, plans, routes
+from meshdist.sharding import placement_diff, plans, routes
 from meshdist.sharding.plans import make_plan
 from meshdist.sharding.routes import Link
 from meshdist.sharding.steps import Exchange, Pad, VerbStep
@@ -138,7 +138,7 @@ def test_no_sender_sends_much_more_than_the_largest_receiver_takes(data):
     there = plans_of(*drawn)
     most_in = max(plan.bytes_received() for plan in there.values())
     most_out = max(plan.bytes_sent() for plan in there.values())
-    is_divided = bool(changes.change_between(*drawn).dividing)
+    is_divided = bool(placement_diff.change_between(*drawn).dividing)
     assert most_out <= (4 / 3 if is_divided else 1) * most_in
 
 
@@ -363,7 +363,7 @@ def test_a_plan_explains_itself() -> None:
 def forget() -> None:
     for kept in (
         plans.make_plan,
-        changes.change_between,
+        placement_diff.change_between,
         routes.find_route,
         split_dim,
     ):

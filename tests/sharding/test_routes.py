@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 
 import meshdist as md
-from meshdist.sharding.changes import bare, change_between
+from meshdist.sharding.placement_diff import bare, change_between
 from meshdist.sharding.plans import make_plan
 from meshdist.sharding.routes import (
     DEFAULT_LINK,

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given
 
 import meshdist as md
+from tests.operations.cases import WIRES
 from tests.pool import Pool
 from tests.sharding.shard_map_bodies import Body, bodies, expected, found
-from tests.verbs.cases import WIRES
 
 
 def check(results: list[Any], body: Body) -> None:

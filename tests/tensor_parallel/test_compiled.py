@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import meshdist as md
+from tests.operations.cases import WIRES
 from tests.pool import Pool
-from tests.verbs.cases import WIRES
 
 from .split_models import (
     SEQUENCE_PLAN,

@@ -18,8 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 import meshdist as md
 from meshdist.errors import AgreementError, ArgumentError, ShapeError
+from tests.operations.cases import WIRES
 from tests.pool import Pool
-from tests.verbs.cases import WIRES
 
 from .split_models import (
     SEQUENCE_PLAN,

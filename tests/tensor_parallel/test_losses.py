@@ -20,8 +20,8 @@ from meshdist.errors import (
     ShapeError,
 )
 from meshdist.tensor_parallel import cross_entropy
+from tests.operations.cases import WIRES
 from tests.pool import Pool
-from tests.verbs.cases import WIRES
 
 CPU = [torch.profiler.ProfilerActivity.CPU]
 

@@ -16,7 +16,7 @@ import torch
 import torch._C._distributed_c10d as c10d
 import torch.distributed as dist
 
-from meshdist.torch_process_groups.wire_group import WireGroup
+from meshdist.torch_process_groups.backend_group import WireGroup
 from meshdist.torch_process_groups.works import TorchWork
 from tests.pool import Pool
 from tests.torch_process_groups.worlds import on_torch

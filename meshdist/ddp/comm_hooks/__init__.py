@@ -9,7 +9,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostL
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
 from .bucket import GradBucket, allreduce_hook, noop_hook, post_localSGD_hook
-from .compressing import (
+from .compression import (
     batched_powerSGD_hook,
     bf16_compress_hook,
     bf16_compress_wrapper,

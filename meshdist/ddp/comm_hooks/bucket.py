@@ -19,7 +19,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 
 from ...arrays import shape_text
 from ...collectives.flat_sums import sum_sparse
-from ...collectives.verbs import all_reduce
+from ...collectives.tensor_collectives import all_reduce
 from ...dtypes import dtype_name
 from ...errors import ShapeError
 from ...groups.process_group import ProcessGroup, resolve_group

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 import meshdist as md
-from meshdist.ddp.comm_hooks.registered import RegisteredHook
+from meshdist.ddp.comm_hooks.registered_hooks import RegisteredHook
 
 
 def averaged(hook: Any, tensor: torch.Tensor, group: Any = None) -> torch.Tensor:

@@ -1,0 +1,182 @@
+"""The names of wires: torch's ``Backend``, and the texts that pair device types with wires."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, ClassVar
+
+from ..bootstrap.world import World
+from ..checking.call_sites import warn_caller
+from ..errors import ArgumentError, KindError
+from .c10d.torch_classes import RegisteredWire, adopt_torch_backends
+from .mpi.communicator import MpiWire as MpiWire  # registers itself
+from .registry import find_wire, get_wire, register_wire
+from .shm.communicator import ShmWire as ShmWire  # registers itself
+
+__all__ = [
+    "Backend",
+    "BackendConfig",
+]
+
+_DEFAULT_WIRES = {"cpu": ("shm", "gloo"), "cuda": ("nccl",), "xpu": ("xccl",)}
+
+
+class Backend(str):
+    """A wire's name in lower case; ``Backend("GLOO") == "gloo" == Backend.GLOO``.
+
+    An unknown name is kept, and refused where it is used.
+    """
+
+    __slots__ = ()
+
+    GLOO: ClassVar[str] = "gloo"
+    NCCL: ClassVar[str] = "nccl"
+    MPI: ClassVar[str] = "mpi"
+    UCC: ClassVar[str] = "ucc"
+    XCCL: ClassVar[str] = "xccl"
+    UNDEFINED: ClassVar[str] = "undefined"
+
+    def __new__(cls, name: str) -> Backend:
+        """Return the name in lower case."""
+        if not isinstance(name, str):
+            raise ArgumentError(
+                "a backend is named by a str",
+                expected="for example 'gloo', 'nccl' or 'cpu:gloo,cuda:nccl'",
+                found=f"{name!r}",
+            )
+        return super().__new__(cls, name.lower())
+
+    @classmethod
+    def register_backend(
+        cls,
+        name: str,
+        func: Callable[..., Any],
+        extended_api: bool = False,
+        devices: str | Sequence[str] | None = None,
+    ) -> None:
+        """Make a backend written for torch.distributed a wire; afterwards ``Backend.NAME`` exists.
+
+        Args:
+            name: its name.
+            func: called as ``func(store, rank, world_size, timeout)`` for each group, and returns
+                torch's kind of process group.
+            extended_api: whether it is called as ``func(options, backend_options)`` instead, with
+                torch's DistributedBackendOptions.
+            devices: the device types it serves; None means cpu and cuda, with a warning.
+        """
+        if devices is None:
+            warn_caller(f"register_backend({name!r}) names no devices: cpu and cuda are assumed")
+            devices = ("cpu", "cuda")
+        kinds = frozenset([devices] if isinstance(devices, str) else devices)
+        register_wire(RegisteredWire(name.lower(), func, kinds, extended_api))
+        setattr(cls, name.upper(), name.lower())
+
+
+def usable_defaults() -> set[str]:
+    """Return the names of those default wires that work on this machine."""
+    wires = filter(None, (find_wire(name) for names in _DEFAULT_WIRES.values() for name in names))
+    return {wire.name for wire in wires if wire.is_available()}
+
+
+def default_wires(usable: Collection[str] | None = None) -> dict[str, str]:
+    """Return the best wire per device type among ``usable``; None: those that work here."""
+    found = usable_defaults() if usable is None else usable
+    return {
+        device_type: next(filter(found.__contains__, names), names[-1])
+        for device_type, names in _DEFAULT_WIRES.items()
+    }
+
+
+def parse_backends(backend: str | None) -> dict[str, str]:
+    """Return ``{device type: wire}`` for the argument ``backend``.
+
+    Args:
+        backend: a wire's name, for all device types that it serves, or that of a backend that a
+            plug-in has registered with torch; pairs such as "cpu:gloo,cuda:nccl"; or None, for
+            the default wire of each device type.
+
+    Example:
+        >>> parse_backends("cpu:gloo,cuda:NCCL")
+        {'cpu': 'gloo', 'cuda': 'nccl'}
+    """
+    if backend is None:
+        return default_wires()
+    if not isinstance(backend, str):
+        raise KindError("backend must be a str", found=f"{backend!r}")
+    adopt_torch_backends()
+    text = backend.lower()
+    if text == "tcp":
+        raise ArgumentError(
+            "backend 'tcp' existed in the old torch.distributed only",
+            expected="'gloo' for CPU tensors, 'nccl' for CUDA tensors, or None for both",
+            fix="init_process_group('gloo')",
+        )
+    if ":" not in text and "," not in text:
+        return dict.fromkeys(_device_types(text), text)
+    backends: dict[str, str] = {}
+    for pair in text.split(","):
+        device_type, _, name = pair.strip().partition(":")
+        if not device_type or not name or ":" in name:
+            raise ArgumentError(
+                f"{pair!r} does not pair a device type with a backend",
+                where=f"backend={backend!r}",
+                expected="DEVICE:BACKEND, separated by commas",
+                fix="for example backend='cpu:gloo,cuda:nccl'",
+            )
+        if device_type in backends:
+            raise ArgumentError(
+                f"device type {device_type!r} has two backends",
+                where=f"backend={backend!r}",
+                expected="each device type once",
+                found=f"{backends[device_type]} and {name}",
+            )
+        backends[device_type] = name
+    return backends
+
+
+def _device_types(name: str) -> list[str]:
+    wire = find_wire(name)
+    served = {"cpu", "cuda"} if wire is None else wire.device_types
+    usual = [kind for kind in _DEFAULT_WIRES if kind in served]
+    return usual + sorted(served - set(usual))
+
+
+def backends_in(world: World | None, backends: dict[str, str]) -> dict[str, str]:
+    """Return ``backends``, or a simulated world's own instead; raise for a wire that is unknown."""
+    # Simulated ranks have one wire, whatever a program names, so that it runs there unchanged.
+    is_simulated = world is not None and world.is_simulated
+    for name in set(backends.values()):
+        if not is_simulated or find_wire(name) is None:
+            get_wire(name)
+    return dict(world.backends if world is not None and is_simulated else backends)
+
+
+def backends_text(backends: dict[str, str]) -> str:
+    """Return ``backends`` as the text that ``parse_backends`` reads.
+
+    Example:
+        >>> backends_text({"cpu": "gloo", "cuda": "nccl"})
+        'cpu:gloo,cuda:nccl'
+    """
+    return ",".join(f"{device_type}:{name}" for device_type, name in backends.items())
+
+
+class BackendConfig:
+    """The meaning of a backend text, in the form of torch's class of this name.
+
+    Example:
+        >>> BackendConfig("cpu:gloo")
+        cpu:gloo
+    """
+
+    def __init__(self, backend: str | None) -> None:
+        self.device_backend_map = {
+            device_type: Backend(name) for device_type, name in parse_backends(backend).items()
+        }
+
+    def get_device_backend_map(self) -> dict[str, Backend]:
+        """Return the wire of each device type."""
+        return self.device_backend_map
+
+    def __repr__(self) -> str:
+        return backends_text(dict(self.device_backend_map))

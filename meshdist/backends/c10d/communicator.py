@@ -1,0 +1,492 @@
+"""The common base of torch's own wires; Gloo and NCCL have modules of their own.
+
+The classes are built directly, without torch.distributed's world: no other rank takes part, and
+a group's rank order is its mesh's. A verb that a class lacks is built from those
+that it has; so is a reduction (``substitutes``). What is only moved travels as bytes where the
+class does not know its dtype.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch.distributed import distributed_c10d as c10d
+
+from ...checking.call_sites import is_of_handler
+from ...operation_table import REDUCING_VERBS, ROOTED_VERBS
+from ...reduce_ops import ReduceKind, ReduceOp, is_whole_mean
+from ..communicator import Communicator, Explain
+from ..composed_collectives import (
+    all_reduce_by_gathering,
+    all_reduce_dividing,
+    all_reduce_widened,
+    all_to_all_by_packing,
+    find_lack,
+    reduce_scatter_by_exchange,
+)
+from ..messages import Mailbox
+from ..operation_args import PreparedCall, Tensors, parts, writing
+from ..requests import (
+    DONE,
+    Chain,
+    Operation,
+    WireAborted,
+    WireFailure,
+    failure_of,
+    followed,
+    plain_text,
+)
+from .dtype_fallbacks import Arithmetic, Substitute, all_movable, movable, read_as
+from .fast_path import open_fast_path
+
+if TYPE_CHECKING:
+    from ..native import FastPath
+
+_NOT_MADE: tuple[timedelta | None, Any] = (None, None)
+
+_LACKING = re.compile(
+    r"^(?:Backend .*|ProcessGroup\w+) does not support \w+|No backend type associated with"
+)
+
+
+class _Closed:
+    """A stand-in for a process group that was closed, whose methods raise RuntimeError."""
+
+    supports_coalescing = False
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # looked up by code that inspects objects
+            raise AttributeError(name)
+        raise RuntimeError("the group's connection was closed, as at the end of the program")
+
+
+CLOSED = _Closed()
+"""Takes the place of a communicator's process group when it ends."""
+
+
+class _VerbLacking(WireFailure):
+    """Failure since torch's class lacks the verb, which it says before it sends anything."""
+
+
+@dataclass(eq=False, slots=True)
+class C10dOperation(Operation):
+    """A collective that the communicator has started in c10d, with the work that c10d gave."""
+
+    communicator: C10dCommunicator
+    work: Any
+
+    @property
+    def on_stream(self) -> bool:
+        return self.communicator.on_stream
+
+    @property
+    def adds_to_stream(self) -> bool:
+        return not self.communicator.on_stream
+
+    def finish(self, timeout: timedelta) -> None:
+        self.communicator.finish_work(self.work, timeout)
+
+    def poll(self) -> bool:
+        return bool(self.work.is_completed())
+
+    def has_ended(self) -> bool:
+        return self.communicator.has_ended(self.work)
+
+    def bound(self, timeout: timedelta) -> None:
+        self.communicator.bound_work(self.work, timeout)
+
+
+@dataclass(eq=False, slots=True)
+class C10dTransfer(C10dOperation):
+    """A send to, or receive from, member ``peer``; None for a receive from any member."""
+
+    peer: int | None
+
+    def source(self) -> int:
+        return int(self.work._source_rank()) if self.peer is None else self.peer
+
+
+class C10dCommunicator(Communicator):
+    """A group's connection over an existing process group of torch's (c10d)."""
+
+    arithmetic: ClassVar[Arithmetic | None] = None
+    """The ops and dtypes that the class reduces correctly; None where they are not known."""
+    lacking: ClassVar[frozenset[str]] = frozenset()
+    """Verbs that the class lacks, or that are better built from its others."""
+    gathers_uneven: ClassVar[bool] = False
+    """Whether its all-gather takes tensors of several sizes."""
+    spoils_others: ClassVar[bool] = False
+    """Whether its reduce writes over the tensors of members that get no result."""
+    most_gathered_bytes: ClassVar[int] = 0
+    """Narrow floats of all members that are gathered as a whole to be reduced."""
+    operation_kind: ClassVar[type[Any] | None] = None
+    """The operations of plain calls that are started; None where there is no fast path.
+
+    One is made of the communicator, its timeout, the work, what completes the result behind it, and
+    the number of its note.
+    """
+
+    def __init__(self, wire: str, rank: int, size: int, process_group: Any) -> None:
+        super().__init__(wire, rank, size)
+        self.torch_group = process_group
+        self.is_aborted = False
+        self._mailbox = Mailbox(rank)
+        self._batch: list[tuple[C10dTransfer, PreparedCall]] | None = None
+        self._options: dict[Any, tuple[timedelta | None, Any]] = {}
+
+    @classmethod
+    def support(cls, verb: str, device_type: str, dtype: torch.dtype, op: ReduceKind) -> str:
+        if verb in REDUCING_VERBS:
+            if cls.arithmetic is not None and find_lack(op, dtype) is not None:
+                return ""
+            substitute = cls.find_substitute(op, dtype)
+            if substitute is None or not substitute.is_view:
+                return "built"
+        if verb in cls.lacking:
+            return "built"
+        return super().support(verb, device_type, dtype, op)
+
+    def _all_reduce(self, prepared: PreparedCall) -> Operation:
+        (tensor,), op, timeout = prepared.outputs, prepared.op, prepared.timeout
+        assert op is not None
+        dtype = tensor.dtype
+        key = c10d.AllreduceOptions, op, dtype, prepared.waits
+        last_timeout, options = self._options.get(key, _NOT_MADE)
+        if last_timeout is not timeout:
+            substitute = self.find_substitute(op, dtype)
+            if substitute is None or substitute.dtype is not dtype:
+                return self._all_reduce_otherwise(prepared, substitute)
+            options = self._new_options(c10d.AllreduceOptions, prepared)
+            options.reduceOp = substitute.op
+            self._options[key] = timeout, options
+        try:
+            work = self.torch_group.allreduce([tensor], options)
+        except RuntimeError as error:
+            raise self.failure(error) from None
+        return self._operation(prepared, work)
+
+    def _all_reduce_list(self, prepared: PreparedCall) -> Operation:
+        by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+        for tensor in prepared.outputs:
+            by_dtype.setdefault(tensor.dtype, []).append(tensor)
+        started = [self._all_reduce_alike(prepared, some) for some in by_dtype.values()]
+        return started[0] if len(started) == 1 else Chain(started)
+
+    def _reduce(self, prepared: PreparedCall) -> Operation:
+        started, (tensor,) = None, prepared.outputs
+        substitute = self._view(prepared, tensor.dtype)
+        if substitute is not None:
+            options = self.options_for(c10d.ReduceOptions, prepared, substitute.op)
+            views = [read_as(tensor, substitute.dtype)]
+            started = self._start_own(prepared, "reduce", views, options)
+        return started or self.build(prepared)
+
+    def _broadcast(self, prepared: PreparedCall) -> Operation:
+        options = self.options_for(c10d.BroadcastOptions, prepared)
+        return self._operation(
+            prepared, self._call("broadcast", all_movable(prepared.outputs), options)
+        )
+
+    def _all_gather(self, prepared: PreparedCall) -> Operation:
+        (output,), (tensor,) = prepared.outputs, prepared.inputs
+        if output.numel() == 0:  # some refuse to cut nothing into blocks; wait for all the same
+            return self._meet(prepared, output)
+        options = self.options_for(c10d.AllgatherOptions, prepared)
+        started = self._start_own(
+            prepared, "_allgather_base", movable(output), movable(tensor), options
+        )
+        if started is not None:
+            return started
+        lists = [all_movable(parts(output, [tensor.numel()] * self.size))]
+        return self._operation(prepared, self._call("allgather", lists, [movable(tensor)], options))
+
+    def _all_gather_list(self, prepared: PreparedCall) -> Operation:
+        outputs, (tensor,) = prepared.outputs, prepared.inputs
+        count, started = tensor.numel(), None
+        if self.gathers_uneven or all(out.numel() == count for out in outputs):
+            options = self.options_for(c10d.AllgatherOptions, prepared)
+            lists = [all_movable(outputs)]
+            started = self._start_own(prepared, "allgather", lists, [movable(tensor)], options)
+        return started or self.build(prepared)
+
+    def _gather(self, prepared: PreparedCall) -> Operation:
+        options = self.options_for(c10d.GatherOptions, prepared)
+        lists = [all_movable(prepared.outputs)] if self.rank == prepared.root else []
+        mine = all_movable(prepared.inputs)
+        return self._start_own(prepared, "gather", lists, mine, options) or self.build(prepared)
+
+    def _scatter(self, prepared: PreparedCall) -> Operation:
+        options = self.options_for(c10d.ScatterOptions, prepared)
+        lists = [all_movable(prepared.inputs)] if self.rank == prepared.root else []
+        mine = all_movable(prepared.outputs)
+        return self._start_own(prepared, "scatter", mine, lists, options) or self.build(prepared)
+
+    def _reduce_scatter(self, prepared: PreparedCall) -> Operation:
+        (output,), (tensor,) = prepared.outputs, prepared.inputs
+        if tensor.numel() == 0:
+            return self._meet(prepared, tensor)
+        substitute = self._view(prepared, tensor.dtype)
+        if substitute is not None:
+            whole, mine = (read_as(x, substitute.dtype) for x in (tensor, output))
+            options = self.options_for(c10d.ReduceScatterOptions, prepared, substitute.op)
+            started = self._start_own(prepared, "_reduce_scatter_base", mine, whole, options)
+            if started is not None:
+                return started
+        sizes = [output.numel()] * self.size
+        return reduce_scatter_by_exchange(self, prepared, output, tensor, sizes)
+
+    def _reduce_scatter_list(self, prepared: PreparedCall) -> Operation:
+        (output,), inputs = prepared.outputs, prepared.inputs
+        substitute = self._view(prepared, output.dtype)
+        if substitute is not None:
+            views = [read_as(part, substitute.dtype) for part in inputs]
+            mine = read_as(output, substitute.dtype)
+            options = self.options_for(c10d.ReduceScatterOptions, prepared, substitute.op)
+            started = self._start_own(prepared, "reduce_scatter", [mine], [views], options)
+            if started is not None:
+                return started
+        sizes = [part.numel() for part in inputs]
+        whole = self.scratch.take(sum(sizes), output)
+        with writing():
+            torch.cat([part.view(-1) for part in inputs], out=whole)
+        started = reduce_scatter_by_exchange(self, prepared, output, whole, sizes)
+        return followed(started, lambda: self.scratch.give(whole))
+
+    def _all_to_all(self, prepared: PreparedCall) -> Operation:
+        some, data = all_movable(prepared.outputs), all_movable(prepared.inputs)
+        if "all_to_all" in self.lacking:
+            return all_to_all_by_packing(self, prepared, some, data)
+        options = self.options_for(c10d.AllToAllOptions, prepared)
+        return self._start_own(prepared, "alltoall", some, data, options) or self.build(prepared)
+
+    def _all_to_all_single(self, prepared: PreparedCall) -> Operation:
+        (output,), (tensor,), sizes = prepared.outputs, prepared.inputs, prepared.sizes
+        assert sizes is not None
+        whole, data = movable(output), movable(tensor)
+        item = 1 if data.dtype is tensor.dtype else tensor.itemsize
+        gives, takes = sizes if item == 1 else [[n * item for n in some] for some in sizes]
+        options = self.options_for(c10d.AllToAllOptions, prepared)
+        started = self._start_own(prepared, "alltoall_base", whole, data, takes, gives, options)
+        return started or self.build(prepared)
+
+    def _meet(self, prepared: PreparedCall, nothing: torch.Tensor) -> Operation:
+        """Start an all-reduce of ``nothing``, an empty tensor, so that members wait for all."""
+        empty = [movable(nothing)]
+        return self.start(prepared.by("all_reduce", empty, empty, ReduceOp.MAX))
+
+    def _barrier(self, prepared: PreparedCall) -> Operation:
+        return self._operation(
+            prepared, self._call("barrier", self.options_for(c10d.BarrierOptions, prepared))
+        )
+
+    def _send(self, prepared: PreparedCall) -> Operation:
+        (tensor,), peer, tag = prepared.inputs, prepared.root, prepared.tag
+        if peer == self.rank:
+            return self._mailbox.send(tensor, tag)
+        slot = self._slot(tag, tensor)
+        work = self._call("send", [movable(tensor)], peer, slot)
+        return self._transfer(work, prepared)
+
+    def _recv(self, prepared: PreparedCall) -> Operation:
+        (tensor,), peer, tag = prepared.outputs, prepared.root, prepared.tag
+        if peer == self.rank:
+            return self._mailbox.recv(tensor, tag)
+        slot = self._slot(tag, tensor)
+        if peer is None:
+            if self.size == 1 or self._mailbox.has_sent(tag):
+                return self._mailbox.recv(tensor, tag)
+            # c10d refuses to receive nothing from anyone; a place for one byte takes it as well.
+            place = movable(tensor) if tensor.numel() else tensor.new_empty(1, dtype=torch.uint8)
+            work = self._call("recv_anysource", [place], slot)
+        else:
+            work = self._call("recv", [movable(tensor)], peer, slot)
+        return self._transfer(work, prepared)
+
+    def fast_path(
+        self, entry: Any, explain: Explain, timeout: timedelta, works: tuple[Any, ...]
+    ) -> FastPath | None:
+        return open_fast_path(self, self._operation, entry, explain, timeout, works)
+
+    @contextmanager
+    def batch(self, explain: Explain) -> Iterator[None]:
+        if not getattr(self.torch_group, "supports_coalescing", False):
+            yield
+            return
+        # NCCL and its kin run what is started alone in the order of its start, so that two ranks
+        # which both receive first would wait for ever; what goes out as one call has no order.
+        with self._explained(explain):
+            self.torch_group._start_coalescing()
+        transfers: list[tuple[C10dTransfer, PreparedCall]] = []
+        self._batch = transfers
+        try:
+            yield
+        except BaseException:
+            with suppress(RuntimeError):
+                self._end_batch(transfers)
+            raise
+        with self._explained(explain):
+            self._end_batch(transfers)
+
+    def finish_work(self, work: Any, timeout: timedelta) -> None:
+        """Wait until c10d's ``work`` is done; raise WireFailure if it fails."""
+        try:
+            work.wait()
+        except RuntimeError as error:
+            if is_of_handler(error):
+                raise
+            raise self.failure(error) from None
+
+    def bound_work(self, work: Any, timeout: timedelta) -> None:
+        """Let ``work`` fail as late after ``timeout``, if the class watches works."""
+
+    def has_ended(self, work: Any) -> bool:
+        """Return whether ``work`` is known, without asking a device, to be done or failed."""
+        return bool(work.is_completed())
+
+    def own_timeout(self, timeout: timedelta) -> timedelta:
+        """Return the timeout to give c10d: ``timeout``, or longer if the wire itself waits."""
+        return timeout
+
+    def failure(self, error: RuntimeError) -> WireFailure:
+        """Return the WireFailure that stands for an error from c10d."""
+        return WireAborted(plain_text(error)) if self.is_aborted else failure_of(error)
+
+    def abort(self) -> None:
+        self.is_aborted = True
+        self._mailbox.abort()
+        if self.torch_group is not CLOSED:
+            self.torch_group.abort()
+
+    def close(self) -> None:
+        self.torch_group = CLOSED
+
+    @classmethod
+    def find_substitute(cls, op: ReduceKind, dtype: torch.dtype) -> Substitute | None:
+        """Return the reduction that the class runs for ``op`` on ``dtype``, or None."""
+        if cls.arithmetic is None:
+            return None if is_whole_mean(op, dtype) else Substitute(op, dtype, True)
+        return cls.arithmetic.find(op, dtype)
+
+    def _view(self, prepared: PreparedCall, dtype: torch.dtype) -> Substitute | None:
+        """Return a substitute that reads the tensor's own bits in another dtype, or None."""
+        op = prepared.op
+        assert op is not None
+        found = None if prepared.way in self.lacking else self.find_substitute(op, dtype)
+        return found if found is not None and found.is_view else None
+
+    def _all_reduce_otherwise(
+        self, prepared: PreparedCall, substitute: Substitute | None
+    ) -> Operation:
+        (tensor,), op = prepared.outputs, prepared.op
+        assert op is not None
+        if substitute is None:
+            is_divided = is_whole_mean(op, tensor.dtype)
+            return (all_reduce_dividing if is_divided else all_reduce_by_gathering)(self, prepared)
+        if substitute.is_view:
+            view = [read_as(tensor, substitute.dtype)]
+            return self.start(prepared.by("all_reduce", view, view, substitute.op))
+        return all_reduce_widened(self, prepared, substitute.dtype)
+
+    def _all_reduce_alike(self, prepared: PreparedCall, tensors: Tensors) -> Operation:
+        """Start to all-reduce ``tensors`` of equal dtype, by a single c10d call where it can."""
+        substitute = self._view(prepared, tensors[0].dtype)
+        if len(tensors) > 1 and substitute is not None:
+            options = self.options_for(c10d.AllreduceCoalescedOptions, prepared, substitute.op)
+            views = tensors
+            if substitute.dtype is not tensors[0].dtype:
+                views = [read_as(tensor, substitute.dtype) for tensor in tensors]
+            started = self._start_own(prepared, "allreduce_coalesced", views, options)
+            if started is not None:
+                return started
+        alike = prepared.by("all_reduce_list", tensors, tensors, prepared.op)
+        return self.build(alike)
+
+    def options_for(self, kind: Any, prepared: PreparedCall, op: ReduceKind | None = None) -> Any:
+        """Return c10d's options of class ``kind`` for a call, kept for calls that are alike."""
+        root = prepared.root if prepared.way in ROOTED_VERBS else None
+        timeout = prepared.timeout
+        key = kind, prepared.way, root, op, prepared.waits
+        last_timeout, options = self._options.get(key, _NOT_MADE)
+        if last_timeout is not timeout:
+            options = self._new_options(kind, prepared)
+            if root is not None:
+                options.rootRank = root
+            if op is not None:
+                options.reduceOp = op
+            self._options[key] = timeout, options
+        return options
+
+    def _new_options(self, kind: Any, prepared: PreparedCall) -> Any:
+        options = kind()
+        options.timeout = self.own_timeout(prepared.timeout)
+        options.asyncOp = self._is_async(prepared)
+        return options
+
+    def _is_async(self, prepared: PreparedCall) -> bool:
+        """Return whether c10d is asked for a work of the call: True here, subclasses may differ."""
+        return True
+
+    def _start_own(self, prepared: PreparedCall, verb: str, *arguments: Any) -> Operation | None:
+        """Start the class's method ``verb``; return None where the class lacks the verb."""
+        try:
+            return self._operation(prepared, self._call(verb, *arguments))
+        except _VerbLacking:
+            return None
+
+    def _operation(self, prepared: PreparedCall, work: Any, note: int | None = None) -> Operation:
+        """Return the operation of a collective, which is finished if the caller waits.
+
+        Args:
+            work: c10d's work of it.
+            note: the recorder's number of a call on the fast path.
+        """
+        started = self._started(work, prepared)
+        if prepared.waits:
+            self.finish_work(started, prepared.timeout)
+            return DONE
+        return C10dOperation(self, started)
+
+    def _started(self, work: Any, prepared: PreparedCall) -> Any:
+        """Return what ``finish_work`` takes for c10d's ``work``: here the work itself."""
+        return work
+
+    def _call(self, verb: str, *arguments: Any) -> Any:
+        """Call a method of the c10d process group; raise its error as a WireFailure."""
+        try:
+            return getattr(self.torch_group, verb)(*arguments)
+        except RuntimeError as error:
+            if isinstance(error, NotImplementedError) or _LACKING.search(str(error)):
+                raise _VerbLacking(plain_text(error)) from None
+            raise self.failure(error) from None
+
+    @contextmanager
+    def _explained(self, explain: Explain) -> Iterator[None]:
+        """Raise what ``explain`` makes of a RuntimeError of the body."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise explain(self.failure(error), None) from None
+
+    def _transfer(self, work: Any, prepared: PreparedCall) -> Operation:
+        if self._batch is None:
+            return C10dTransfer(self, self._started(work, prepared), prepared.root)
+        transfer = C10dTransfer(self, None, prepared.root)
+        self._batch.append((transfer, prepared))
+        return transfer
+
+    def _end_batch(self, transfers: list[tuple[C10dTransfer, PreparedCall]]) -> None:
+        """Send the batch, and give each of its transfers the work of the whole batch."""
+        self._batch = None
+        work = self.torch_group._end_coalescing()
+        for transfer, prepared in transfers:
+            transfer.work = self._started(work, prepared)
+
+    def _slot(self, tag: int, tensor: torch.Tensor) -> int:
+        """Return the wire's own tag for a message of ``tensor`` under ``tag``."""
+        return tag

@@ -1,0 +1,518 @@
+"""Gloo, opened for the members of one group alone.
+
+Seen on torch 2.13: a wait on a collective that expires changes nothing and can be repeated, so
+collectives are waited for in short slices that notice an abort and Ctrl-C. A wait on a send or
+receive that expires closes all connections of its communicator at once, which frees everything
+that waits there: ``abort`` uses just that, since Gloo's own abort frees no thread.
+
+How long a verb may take is counted here, by slices, and for a send or receive by a timer: Gloo is
+asked to wait almost for ever, so that its errors are failures and never timeouts.
+
+Narrow floats are not reduced by Gloo, which rounds them at every step: members exchange parts, each
+reduces its own in float32 in group order, and all share the results (``_reduce_shared``). That
+takes the bytes of Gloo's own ring, and gives the bits of shared memory.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import hashlib
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+from torch.distributed import DistNetworkError, Store
+
+from ...checking.call_sites import is_of_handler
+from ...dtypes import DTYPES
+from ...reduce_ops import ReduceKind
+from ...runtime.deadlines import Deadline, Timer, start_timers
+from ...runtime.timeout_calls import await_calls_elsewhere, begin_elsewhere, keep_thread
+from ..composed_collectives import all_reduce_by_gathering, reduce_scatter_by_exchange
+from ..messages import TagNumbers
+from ..operation_args import EXCHANGE_TAG, PreparedCall, cuts, parts, write
+from ..requests import (
+    DONE,
+    MemberLost,
+    Operation,
+    WireAborted,
+    WireFailure,
+    WireTimeout,
+    WorkerQueue,
+    followed,
+    given_up_for,
+    refuse_to_complete,
+)
+from .communicator import CLOSED, C10dCommunicator, C10dOperation, C10dTransfer
+from .dtype_fallbacks import GLOO, Substitute
+from .gloo_connections import DroppedMessages, connects_late, drop_within, expire, start_expiring
+
+_SLICE = timedelta(milliseconds=500)
+_SPIN_S = 0.0005
+_ABORT_LOOK_S = 0.1
+_LOST_LOOK_S = 1.0
+_LAST_S = 5.0  # for threads that wait for Gloo, as the program ends
+_AT_ONCE = timedelta(milliseconds=10)
+_ALMOST_FOR_EVER = timedelta(days=3650)
+_EXPIRED_SLICE = "Operation timed out!"
+_GATHERED_BYTES = 1 << 20
+"""Narrow floats of all members that are gathered as a whole: one step in place of two."""
+_LONG_BYTES = 1 << 16
+"""Messages that are waited for in another thread, which costs a twentieth of a millisecond."""
+_LARGE_TAG = 1 << 13
+_NUMBERED_SLOT = 1 << 28
+_SMALL_SLOT = 1 << 29
+_LARGE_SLOT = 1 << 30
+_MOST_NUMBERED = 1 << 12
+_OF_HOST_MEMORY = frozenset({"all_reduce_list", "send", "recv"})
+"""Verbs that the class has for CPU tensors alone; the others of its verbs stage CUDA tensors."""
+
+
+class GlooOperation(C10dOperation):
+    """A plain collective that Gloo has begun; ``then`` completes the result, once Gloo is done."""
+
+    communicator: GlooCommunicator
+    is_plain = True
+    on_stream = False
+    _has_expired = False
+
+    def __init__(
+        self,
+        communicator: GlooCommunicator,
+        limit: timedelta,
+        work: Any,
+        then: Callable[[], None] | None,
+        note: int | None,
+    ) -> None:
+        self.communicator, self.work, self.then = communicator, work, then
+
+    def wait(self, seconds: float) -> int:
+        """Wait half a second, whatever ``seconds``; return 0 if done, 1 for ``finish`` to go on."""
+        try:
+            self.work.wait(_SLICE)
+        except RuntimeError as error:
+            if is_of_handler(error):
+                raise
+            self._has_expired = str(error) == _EXPIRED_SLICE
+            return 1
+        if self.then is not None:
+            with self.communicator.completing:  # another thread may be at it
+                if (then := self.then) is not None:  # as ``complete``, in a frame less
+                    self.then = refuse_to_complete
+                    then()
+                    self.then = None
+        return 0
+
+    def finish(self, timeout: timedelta) -> None:
+        if not self._has_expired and self.wait(0.0) == 0:
+            return
+        if self._has_expired:
+            self._has_expired = False
+            self.communicator.finish_slowly(self.work, timeout)
+        else:
+            self.communicator.finish_work(self.work, timeout)  # which raises
+        self.wait(0.0)
+
+
+class GlooCommunicator(C10dCommunicator):
+    """Gloo's connection: waits notice an abort, a timeout and Ctrl-C.
+
+    Args:
+        wire, rank, size, process_group: as ``C10dCommunicator`` takes them.
+        store: where members number the large tags that they use.
+        spins: whether waits may spin at first, since no rank of this host needs the core.
+    """
+
+    arithmetic = GLOO
+    # c10d's reduce-scatter is an all-reduce, of which each member keeps its block: twice the bytes
+    # of an exchange, and its Work says for ever that it is not done. Its all-to-all of lists takes
+    # equal sizes only, and a member does not know those of the others.
+    lacking = frozenset({"all_to_all", "reduce_scatter", "reduce_scatter_list"})
+    spoils_others = True
+    most_gathered_bytes = _GATHERED_BYTES
+    operation_kind = GlooOperation
+
+    def __init__(
+        self,
+        wire: str,
+        rank: int,
+        size: int,
+        process_group: Any,
+        store: Store,
+        *,
+        spins: bool = False,
+        has_died: Callable[[int], bool] = lambda _: False,
+    ) -> None:
+        super().__init__(wire, rank, size, process_group)
+        self._tag_numbers = TagNumbers(store)
+        self._spins = spins and hasattr(os, "sched_yield")
+        self._has_died = has_died
+        self._left: set[int] = set()  # members that have left in good order
+        self._process_id = os.getpid()
+        self.completing = threading.Lock()
+        self._main_thread = threading.main_thread().ident
+        self._is_lazy = connects_late()
+        self.dropped = DroppedMessages(_ALMOST_FOR_EVER)
+        self._queue = WorkerQueue(partial(_disconnect, weakref.ref(self)))
+        self.posts_at_once = not self._is_lazy
+        # Python 3.12 starts no threads while handlers of atexit run, which close what is open.
+        start_timers()
+        keep_thread()
+        _open.add(self)
+
+    @classmethod
+    def support(cls, verb: str, device_type: str, dtype: torch.dtype, op: ReduceKind) -> str:
+        found = super().support(verb, device_type, dtype, op)
+        return "built" if found and device_type != "cpu" and verb in _OF_HOST_MEMORY else found
+
+    def _all_reduce_list(self, prepared: PreparedCall) -> Operation:
+        if prepared.outputs[0].is_cpu:
+            return super()._all_reduce_list(prepared)
+        return self.build(prepared)
+
+    def _reduce(self, prepared: PreparedCall) -> Operation:
+        # Gloo leaves partial results on the other members.
+        if self.rank == prepared.root:
+            return super()._reduce(prepared)
+        (tensor,) = prepared.outputs
+        target = self.scratch.take(tensor.numel(), tensor)
+        write(target, tensor)
+        given = prepared.by("reduce", [target], [target], prepared.op, prepared.root)
+        return followed(super()._reduce(given), lambda: self.scratch.give(target))
+
+    def _send(self, prepared: PreparedCall) -> Operation:
+        (tensor,), peer, tag = prepared.inputs, prepared.root, prepared.tag
+        if peer != self.rank and not tensor.is_cpu:  # Gloo's messages know host memory alone
+            prepared = prepared.by("send", [tensor.cpu()], (), root=peer, tag=tag)
+        return super()._send(prepared)
+
+    def _recv(self, prepared: PreparedCall) -> Operation:
+        (tensor,), peer, tag = prepared.outputs, prepared.root, prepared.tag
+        if peer == self.rank or tensor.is_cpu:
+            return super()._recv(prepared)
+        host = torch.empty_like(tensor, device="cpu")
+        received = super()._recv(prepared.by("recv", (), [host], root=peer, tag=tag))
+        return followed(received, lambda: write(tensor, host))
+
+    def finish_work(self, work: Any, timeout: timedelta) -> None:
+        try:
+            work.wait(_SLICE)
+        except RuntimeError as error:
+            if str(error) != _EXPIRED_SLICE:
+                raise self.failure(error) from None
+            self.finish_slowly(work, timeout)
+
+    def own_timeout(self, timeout: timedelta) -> timedelta:
+        return timeout if self._is_lazy else _ALMOST_FOR_EVER
+
+    def failure(self, error: RuntimeError) -> WireFailure:
+        # Gloo raises from C++. What was raised in the program's code is a signal handler's, which
+        # Python runs as a call of Gloo's returns: it leaves the verb as it is.
+        if is_of_handler(error):
+            raise error
+        return super().failure(error)
+
+    @property
+    def is_closed(self) -> bool:
+        """Return whether the communicator has been closed."""
+        return self.torch_group is CLOSED
+
+    def disconnect(self) -> None:
+        """Close all connections, so that the operations in flight fail."""
+        group = self.torch_group
+        if group is not CLOSED:
+            expire(start_expiring(group, peer) for peer in self._peers())
+
+    def abort(self) -> None:
+        self.is_aborted = True
+        self._mailbox.abort()
+        if not self._is_lazy:  # closing what still connects would end the process
+            self.disconnect()
+
+    def close(self) -> None:
+        if self._process_id == os.getpid():
+            self._queue.end()
+        group, self.torch_group = self.torch_group, CLOSED
+        if group is CLOSED:
+            return
+        if self._process_id != os.getpid():  # a forked child
+            # Its threads stayed with the parent, and its end would wait for them for ever.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+            return
+        has_waiting_threads = self.dropped.close()
+        if self._is_lazy:
+            return
+        # The group ends only when all of its operations have, and one may be in flight that other
+        # members do not come to.
+        messages = [start_expiring(group, peer) for peer in self._peers()]
+        if has_waiting_threads:
+            expire(messages)
+        timeout, last_references = group.options._timeout, [group]
+        del group
+        timer = Timer(timeout, partial(expire, messages))
+        try:
+            drop_within(timeout if any(messages) else timedelta(0), last_references)
+        finally:
+            timer.cancel()
+
+    def __del__(self) -> None:
+        self.close()
+
+    def find_lost(self) -> MemberLost | None:
+        """Return the failure of a receive from any member; None as long as a member may send."""
+        group, peers = self.torch_group, self._peers()
+        if group is CLOSED or self._is_lazy:  # to look would connect
+            return None
+        for peer in peers:
+            if peer not in self._left and start_expiring(group, peer) is None:
+                if self._has_died(peer):
+                    return MemberLost("has ended", peer)
+                self._left.add(peer)
+        if len(self._left) < len(peers):
+            return None
+        return MemberLost("has left this group, as all others have", peers[0])
+
+    def _peers(self) -> list[int]:
+        return [(self.rank + step) % self.size for step in range(1, self.size)]
+
+    def _slot(self, tag: int, tensor: torch.Tensor) -> int:
+        # Gloo ends the process where a message is larger than the tensor that receives it, and
+        # takes a smaller one without an error. So size and dtype are part of its tag: a message
+        # that does not fit is not received, and the timeout's report shows both calls. The usual
+        # tag 0 has most room for that; large tags have it by their number, the first of them.
+        if tag == 0:
+            return _code(tensor.numel(), tensor.dtype)
+        base = _SMALL_SLOT | tag << 16
+        if tag >= _LARGE_TAG:
+            number = _MOST_NUMBERED if tag == EXCHANGE_TAG else self._number_of(tag)
+            if number >= _MOST_NUMBERED:
+                return _LARGE_SLOT + tag
+            base = _NUMBERED_SLOT | number << 16
+        return base | _code(tensor.numel(), tensor.dtype) & 0xFFFF
+
+    def _number_of(self, tag: int) -> int:
+        try:
+            return self._tag_numbers.number_of(tag, lambda: self.is_aborted)
+        except DistNetworkError:  # the store's server has ended: no tag has a new number
+            return _MOST_NUMBERED
+        except RuntimeError as error:
+            raise super().failure(error) from None
+
+    def _all_reduce_otherwise(
+        self, prepared: PreparedCall, substitute: Substitute | None
+    ) -> Operation:
+        (tensor,), op = prepared.outputs, prepared.op
+        assert op is not None
+        asked = substitute or Substitute(op, tensor.dtype, True)
+        if asked.is_view or DTYPES[asked.dtype].is_whole or not tensor.is_cpu:
+            return super()._all_reduce_otherwise(prepared, substitute)
+        if self.size * tensor.numel() * tensor.itemsize <= _GATHERED_BYTES:
+            return all_reduce_by_gathering(self, prepared)
+        return self._reduce_shared(prepared, tensor.view(-1))
+
+    def _reduce_shared(self, prepared: PreparedCall, tensor: torch.Tensor) -> Operation:
+        """Start an exchange that reduces part j on member j; then a job sends all parts to all."""
+        # The exchange starts here, since Gloo matches collectives by their order. Behind it a
+        # thread shares by messages, which other collectives may precede: a call in flight goes on
+        # by itself.
+        sizes, timeout = cuts(tensor.numel(), self.size), prepared.timeout
+        mine = (shares := parts(tensor, sizes))[self.rank]
+        later = prepared.by("all_to_all", [mine] * self.size, shares, prepared.op).as_async()
+        reduced = reduce_scatter_by_exchange(self, later, mine, tensor, sizes)
+
+        def share() -> None:
+            reduced.finish(timeout)
+            self.build(later).finish(timeout)
+
+        job = self._queue.start(share)
+        try:
+            if prepared.waits:
+                job.finish(timeout)
+        except BaseException as error:
+            raise given_up_for(error, job.poll) from None
+        return job
+
+    def _operation(self, prepared: PreparedCall, work: Any, note: int | None = None) -> Operation:
+        # What is started early is seldom small, and Gloo's threads need the cores for it. A thread
+        # that spins beside the main one would take the time from that.
+        if not prepared.waits:
+            return GlooOperation(self, prepared.timeout, work, None, note)
+        try:
+            if self._spins and threading.get_ident() == self._main_thread:
+                _spin_until(work.is_completed)
+            self.finish_work(work, prepared.timeout)
+            return DONE
+        except BaseException as error:  # what Gloo goes on with would write the caller's tensors
+            raise given_up_for(error, work.is_completed) from None
+
+    def _transfer(self, work: Any, prepared: PreparedCall) -> Operation:
+        self.dropped.look()
+        is_long = (prepared.inputs or prepared.outputs)[0].nbytes >= _LONG_BYTES
+        return GlooTransfer(self, work, prepared.root, prepared.timeout, is_long)
+
+    def finish_slowly(self, work: Any, timeout: timedelta) -> None:
+        """Wait for ``work`` in slices, up to ``timeout``; raise WireFailure, also if aborted."""
+        deadline = Deadline(timeout - _SLICE)  # the first slice is over already
+        while True:
+            try:
+                work.wait(_SLICE)
+                return
+            except RuntimeError as error:
+                if str(error) != _EXPIRED_SLICE:
+                    raise self.failure(error) from None
+            if self.is_aborted:
+                raise WireAborted("aborted while waiting")
+            if deadline.is_over:
+                self.disconnect()
+                raise WireTimeout.after(timeout)
+
+
+@dataclass(eq=False, slots=True)
+class GlooTransfer(C10dTransfer):
+    """A send or receive, whose wait must not be cut into slices.
+
+    Args:
+        communicator, work, peer: as in ``C10dTransfer``.
+        timeout: how long it may take from its first poll on.
+        is_long: whether a connection that is closed is likely to have moved a part of it.
+    """
+
+    # Gloo learns that a message has come or gone only while a thread waits for it: so the first
+    # poll starts such a thread. A message that is dropped before any thread has waited for it is
+    # kept.
+
+    communicator: GlooCommunicator
+    timeout: timedelta
+    is_long: bool = False
+    _is_waited_for: bool = False
+    _waited: threading.Event | None = None
+    _error: RuntimeError | None = None
+    _is_late: bool = False
+    _lost: MemberLost | None = None
+    _deadline: Deadline = field(init=False)
+    _next_look: Deadline = field(init=False)
+
+    def finish(self, timeout: timedelta) -> None:
+        if self.communicator.is_closed:
+            self._finish_closed()
+        elif self.peer is None or self.is_long or self._waited is not None:
+            self._finish_beside(timeout)
+        else:
+            self._finish_here(timeout)
+
+    def poll(self) -> bool:
+        return self._join(0.0)
+
+    def __del__(self) -> None:
+        if not self._is_waited_for and not self.communicator.is_closed:
+            self.communicator.dropped.add(self.work, is_from_anyone=self.peer is None)
+
+    def _finish_closed(self) -> None:
+        """Finish a message that ended before the close; raise WireFailure for any other."""
+        try:
+            self.work.wait(_AT_ONCE)
+        except RuntimeError:
+            raise WireFailure("the group was closed before this message came or went") from None
+
+    def _finish_here(self, timeout: timedelta) -> None:
+        timer = Timer(timeout, self.communicator.disconnect)
+        self._is_waited_for = True
+        try:
+            self.work.wait(self.communicator.own_timeout(timeout))
+        except RuntimeError as error:
+            if timer.cancel() or self.communicator.is_aborted:
+                raise self.communicator.failure(error) from None
+            raise WireTimeout.after(timeout) from None
+        if not timer.cancel():
+            raise WireTimeout.after(timeout)
+
+    def _finish_beside(self, timeout: timedelta) -> None:
+        # A receive from any member belongs to no connection, so that closing all of them does
+        # not free it, nor a message of which a part has come or gone then (seen on torch 2.13):
+        # another thread waits, and this one looks for the abort.
+        is_over = self._join(0.0)
+        self._deadline = Deadline(timeout)
+        while not is_over:
+            if self.communicator.is_aborted:
+                raise WireAborted("aborted while waiting for a message")
+            is_over = self._join(_ABORT_LOOK_S)
+        if self._lost is not None:
+            raise self._lost
+        if self._is_late:
+            raise WireTimeout.after(timeout)
+        if self._error is not None:
+            raise self.communicator.failure(self._error) from None
+
+    def _join(self, seconds: float) -> bool:
+        """Start a thread that waits for the work; return whether it has ended, is late or lost.
+
+        Args:
+            seconds: how long to wait for the thread.
+        """
+        # If it is late all connections are closed. That does not end a receive from any member, so
+        # this looks whether a member is left that may send.
+        if self._waited is None:
+            self._deadline, self._next_look = Deadline(self.timeout), Deadline(_LOST_LOOK_S)
+            self._waited = threading.Event()
+            begin_elsewhere(partial(self._wait, self._waited))
+        if self._waited.wait(seconds):
+            return True
+        if self.peer is None and self._next_look.is_over:
+            self._next_look = Deadline(_LOST_LOOK_S)
+            lost = self.communicator.find_lost()
+            # A member's last message may still arrive.
+            if lost is not None and not self._waited.wait(_LOST_LOOK_S):
+                self._lost = lost
+        if not self._is_late and self._deadline.is_over:
+            self._is_late = True
+            self.communicator.disconnect()
+        return self._is_late or self._lost is not None
+
+    def _wait(self, waited: threading.Event) -> None:
+        self._is_waited_for = True
+        try:
+            self.work.wait(self.communicator.own_timeout(self.timeout))
+        except RuntimeError as error:
+            self._error = error
+        finally:
+            waited.set()
+
+
+def _disconnect(alive: weakref.ref[GlooCommunicator]) -> None:
+    if (communicator := alive()) is not None:
+        communicator.disconnect()
+
+
+def _spin_until(condition: Callable[[], bool]) -> None:
+    """Poll ``condition`` without sleeping, for half a millisecond at most."""
+    # An idle core falls asleep, and to wake it takes longer than a small message; by yielding, this
+    # thread leaves it to Gloo's threads whenever one of those can run.
+    end = time.perf_counter() + _SPIN_S
+    while not condition() and time.perf_counter() < end:
+        os.sched_yield()
+
+
+@lru_cache(1024)
+def _code(numel: int, dtype: torch.dtype) -> int:
+    """Return a 28-bit hash of a tensor's number of elements and dtype."""
+    digest = hashlib.blake2b(f"{numel} {dtype}".encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "little") & _NUMBERED_SLOT - 1
+
+
+def _close_all() -> None:
+    """Close all Gloo communicators that are open at exit, while other threads can still run."""
+    for communicator in tuple(_open):
+        communicator.close()
+    await_calls_elsewhere(_LAST_S)
+
+
+_open: weakref.WeakSet[GlooCommunicator] = weakref.WeakSet()
+atexit.register(_close_all)

@@ -1,0 +1,455 @@
+"""Wires whose verbs are kernels in the order of a stream: NCCL, and XCCL, which follows it.
+
+Starting one returns once its kernel is enqueued, and a wait lets the current stream wait, not the
+host. So no wait notices a member that never comes: a thread looks after all works (``watch``), ten
+times a second, and aborts the communicator of a call that failed or is late. It goes by what c10d
+knows, and never asks a device: a thread that does so while another captures a CUDA graph ends the
+capture. NCCL ends the kernels of an aborted communicator as if they were done: whether a work has
+ended well is known only from before.
+
+A verb whose caller waits at once goes out on the current stream and leaves no work (c10d's
+``asyncOp=False``): no other stream, no events. There the thread asks c10d's own watchdog, which
+sees every kernel and is told to end nothing by itself.
+
+Facts of c10d: ProcessGroupNCCL.cpp and ProcessGroupNCCL.hpp of pytorch 2.8 to 2.13.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._C._distributed_c10d import WorkResult  # type: ignore[attr-defined]
+from torch.distributed import distributed_c10d as c10d
+
+from ...checking.call_sites import is_of_handler
+from ...errors import MeshdistError
+from ...runtime.deadlines import Deadline, wait_until
+from ...runtime.hosts import is_ending_by_exception
+from ...runtime.timeout_calls import BoundedCall, keep_thread, watch
+from ..communicator import Communicator, Explain
+from ..operation_args import PreparedCall
+from ..requests import (
+    DONE,
+    Operation,
+    WireAborted,
+    WireFailure,
+    WireTimeout,
+    complete,
+    failure_of,
+    refuse_to_complete,
+)
+from .communicator import CLOSED, C10dCommunicator
+from .dtype_fallbacks import NCCL
+
+if TYPE_CHECKING:
+    from ..native import FastPath
+
+_log = logging.getLogger("meshdist.nccl")
+
+ENDS_LATER = timedelta(seconds=1)
+"""How much later than ours c10d's own timeout comes, so that ours is the first to speak."""
+
+_NOTICED_LATER = timedelta(seconds=0.25)
+"""How much later than a work c10d's future of it may be done: its watchdog looks every 0.1 s."""
+
+_ABORT_S = timedelta(seconds=30)
+
+_OF_LISTS = frozenset({"all_gather_list", "reduce_scatter_list"})
+
+
+is_capturing: Callable[[], bool] = getattr(
+    torch._C, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing
+)
+"""Whether a CUDA graph captures what goes to the current stream."""
+
+
+class DeviceResult:
+    """Record of how a work on a device ended, which does not hold the tensors' memory."""
+
+    # It does not hold the work, which keeps the tensors' memory.
+
+    result: Any
+    """c10d's future of it."""
+    limit: timedelta
+    """How long it may take; the watchdog counts from its first look."""
+    note: int | None
+    """The recorder's number."""
+    # Of most works these are as they stand here, which costs a call nothing.
+    deadline: Deadline | None = None
+    is_good: bool = False
+    """Whether it has ended well."""
+    error: MeshdistError | None = None
+    """Why it has not, explained, where it was the first to fail."""
+
+    def bound(self, limit: timedelta) -> None:
+        """Give the work a new time limit, which counts from the next ``look``."""
+        self.limit, self.deadline = limit, None
+
+    def look(self) -> WireFailure | None:
+        """Update ``is_good``; return the failure of a work that failed or is late, else None."""
+        if self.result.done():
+            result = WorkResult(self.result.value())
+            if result == WorkResult.SUCCESS:
+                self.is_good = True
+                return None
+            if result != WorkResult.TIMEOUT:
+                return WireFailure("c10d reports that communication failed")
+        if self.deadline is None:
+            self.deadline = Deadline(self.limit + _NOTICED_LATER)
+        return WireTimeout.after(self.limit) if self.deadline.is_over else None
+
+
+class EnqueuedWork(Operation):
+    """Operation around c10d's ``work`` on a device's stream, whose end ``outcome`` records.
+
+    Args:
+        communicator: watches for its end, unless a CUDA graph is captured.
+        limit: how long it may take.
+        work: c10d's.
+        then: enqueues what completes the result, behind the work.
+        note: the recorder's number of the call.
+    """
+
+    __slots__ = ("adds_to_stream", "communicator", "outcome", "then", "work")
+
+    is_plain = True
+    on_stream = True
+    adds_to_stream: bool
+
+    def __init__(
+        self,
+        communicator: EnqueueingCommunicator,
+        limit: timedelta,
+        work: Any,
+        then: Callable[[], None] | None,
+        note: int | None,
+    ) -> None:
+        self.communicator, self.work, self.then = communicator, work, then
+        self.adds_to_stream = then is not None
+        self.outcome = outcome = DeviceResult()
+        try:
+            outcome.result = work.get_future_result()
+        except RuntimeError:  # XCCL
+            outcome.result = _PolledResult(work)
+        outcome.limit, outcome.note = limit, note
+        if communicator.is_on_cuda and is_capturing():
+            outcome.is_good = True  # nothing runs now
+        else:
+            communicator.outcomes.add(outcome)
+
+    def wait(self, seconds: float) -> int:
+        """Let the current stream wait, whatever ``seconds``; return 0, or 1 if that fails."""
+        communicator = self.communicator
+        if communicator.is_aborted or communicator.explaining.locked():
+            return 1
+        try:
+            self.work.wait()
+        except RuntimeError as error:
+            if is_of_handler(error):
+                raise
+            return 1
+        if communicator.is_aborted or communicator.explaining.locked():
+            return 1
+        if (then := self.then) is not None:  # as ``complete``, in a frame less
+            self.then = refuse_to_complete
+            then()
+            self.then, self.adds_to_stream = None, False
+        return 0
+
+    def finish(self, timeout: timedelta) -> None:
+        self.communicator.finish_work(self, timeout)
+        if self.then is not None:
+            complete(self)
+            self.adds_to_stream = False
+
+    def poll(self) -> bool:
+        return self.is_completed()
+
+    def has_ended(self) -> bool:
+        return self.communicator.has_ended(self)
+
+    def bound(self, timeout: timedelta) -> None:
+        self.outcome.bound(timeout)
+
+    def is_completed(self) -> bool:
+        """Return whether the work is done on the device, or has failed; queries the device."""
+        return self.outcome.is_good or self.communicator.is_aborted or self.work.is_completed()
+
+    def _source_rank(self) -> int:
+        return int(self.work._source_rank())
+
+
+class EnqueueingCommunicator(C10dCommunicator):
+    """The connection of NCCL, or XCCL; the group's ``timeout`` bounds connecting and closing."""
+
+    arithmetic = NCCL
+    gathers_uneven = True
+    on_stream = True
+    averages_at_once = True
+    operation_kind = EnqueuedWork
+
+    def __init__(
+        self,
+        wire: str,
+        rank: int,
+        size: int,
+        process_group: Any,
+        device_type: str,
+        timeout: timedelta,
+    ) -> None:
+        super().__init__(wire, rank, size, process_group)
+        self._device_type = device_type
+        self.is_on_cuda = device_type == "cuda"
+        self._timeout = timeout
+        self._tells_errors = _tells_errors(process_group)
+        self._process_id = os.getpid()
+        self._device: torch.device | None = None
+        self._explain: Explain | None = None
+        self.outcomes: set[DeviceResult] = set()
+        # Held while the error of a failure is made, so that a wait for the work raises that one.
+        self.explaining = threading.Lock()
+        self._unraised: MeshdistError | None = None
+        self._last_call: BoundedCall | None = None
+        keep_thread()
+        watch(self)
+
+    def connect(self, device: torch.device) -> None:
+        if self._device is not None:
+            return
+
+        def check() -> None:
+            if self.is_aborted or self.torch_group is CLOSED:
+                raise WireAborted("aborted while the members connected")
+
+        check()
+        connect = partial(self.torch_group.eager_connect_single_device, device)
+        try:
+            BoundedCall(connect, "connect").wait(self._timeout, check)
+        except TimeoutError as late:
+            raise WireTimeout(f"the members did not connect: {late}") from None
+        except RuntimeError as error:
+            raise failure_of(error) from None
+        self._device = device
+
+    def watch(self, explain: Explain) -> None:
+        self._explain = explain
+
+    def take_error(self) -> MeshdistError | None:
+        with self.explaining:
+            error, self._unraised = self._unraised, None
+        return error
+
+    def _barrier(self, prepared: PreparedCall) -> Operation:
+        options = c10d.BarrierOptions()
+        options.timeout = self.own_timeout(prepared.timeout)
+        device = prepared.device or self._device
+        current = torch.get_device_module(self._device_type).current_device
+        options.device_ids = [current() if device is None else device.index]
+        options.asyncOp = True  # a blocking one would wait for the stream without end
+        return self._operation(prepared, self._call("barrier", options))
+
+    def fast_path(
+        self, entry: Any, explain: Explain, timeout: timedelta, works: tuple[Any, ...]
+    ) -> FastPath | None:
+        # XCCL leaves a work of each call, and may lack verbs, which are built in Python.
+        return super().fast_path(entry, explain, timeout, works) if self._tells_errors else None
+
+    def finish_work(self, work: EnqueuedWork, timeout: timedelta) -> None:
+        self._check_outcome(work.outcome)
+        super().finish_work(work.work, timeout)
+        self._check_outcome(work.outcome)
+
+    def bound_work(self, work: EnqueuedWork, timeout: timedelta) -> None:
+        work.outcome.bound(timeout)
+
+    def has_ended(self, work: EnqueuedWork) -> bool:
+        self._check_outcome(work.outcome)
+        return work.outcome.is_good
+
+    def look(self) -> None:
+        """Check all works in flight; if any failed or is late, log its error and abort."""
+        group = self.torch_group
+        if self.is_aborted or group is CLOSED:
+            return
+        for outcome in tuple(self.outcomes):
+            failure = outcome.look()
+            if failure is not None:
+                self._fail(failure, outcome.limit, outcome)
+                return
+            if outcome.is_good:
+                self.outcomes.discard(outcome)
+        if self._tells_errors and (failure := self._find_failure(group)) is not None:
+            self._fail(failure, self._timeout)
+
+    def abort(self) -> None:
+        self.abort_together([self])
+
+    @classmethod
+    def abort_together(cls, communicators: Sequence[Communicator]) -> None:
+        # One abort may wait for the device, where the kernel of another communicator hangs.
+        ours = [each for each in communicators if isinstance(each, cls)]
+        groups = {each: group for each in ours if (group := each._cut_off()) is not None}
+        if groups:
+            call = BoundedCall(partial(_abort_groups, list(groups.values())), "abort")
+            for communicator in groups:
+                communicator._last_call = call
+
+    def leave(self) -> None:
+        if not self.is_aborted and self._process_id == os.getpid():
+            self._shut_down()
+
+    def close(self) -> None:
+        group = self.torch_group
+        if group is CLOSED:
+            return
+        if self._process_id != os.getpid():  # its threads, and CUDA, stayed with the parent
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+        else:
+            if is_ending_by_exception():  # others may not come to what is in flight
+                self.abort()
+            if self.is_aborted:
+                self._wait_for_last_call(_ABORT_S)
+            else:
+                self._shut_down()
+        self.torch_group = CLOSED
+        self.is_aborted = True  # what has not ended by now never will
+
+    def _shut_down(self) -> None:
+        """Run c10d's shutdown, once, waiting up to the timeout for kernels to end."""
+        if self._last_call is not None:
+            return
+        self._last_call = BoundedCall(self.torch_group.shutdown, "shutdown")
+        if self._wait_for_last_call(self._timeout):
+            for outcome in tuple(self.outcomes):
+                outcome.is_good = outcome.look() is None
+
+    def _wait_for_last_call(self, limit: timedelta) -> bool:
+        """Wait up to ``limit`` for the shutdown or abort; return whether it went well."""
+        call = wait_until(lambda: self._last_call, Deadline(limit))  # an abort may just begin
+        try:
+            if call is not None:
+                call.wait(limit)
+        except (TimeoutError, RuntimeError) as error:
+            _log.warning("rank %d of a group on %s: its end: %s", self.rank, self.wire, error)
+            return False
+        return True
+
+    def _cut_off(self) -> Any:
+        """Mark as aborted, so that waits fail; return c10d's group, None if marked before."""
+        group = self.torch_group
+        if self.is_aborted or group is CLOSED:
+            return None
+        for outcome in tuple(self.outcomes):
+            outcome.look()
+        self.is_aborted = True
+        self.outcomes.clear()
+        self._mailbox.abort()
+        return group
+
+    def _fail(
+        self, failure: WireFailure, limit: timedelta, outcome: DeviceResult | None = None
+    ) -> None:
+        """Log and keep for waits the error of ``failure``, of work ``outcome``; abort all works."""
+        failure.limit, error = limit, None
+        with self.explaining:
+            try:
+                note = None if outcome is None else outcome.note
+                error = failure if self._explain is None else self._explain(failure, note)
+                if isinstance(error, MeshdistError):
+                    self._unraised = error
+                    if outcome is not None:
+                        outcome.error = error
+            finally:
+                self.abort()
+        _log.error("%s", error)
+
+    def _find_failure(self, group: Any) -> WireFailure | None:
+        """Return the failure that c10d's own watchdog has found, or None."""
+        found = group.get_error().name
+        if found == "SUCCESS":
+            return None
+        if found == "TIMEOUT":
+            return WireTimeout.after(self._timeout)
+        return WireFailure(f"{self.wire.upper()} reports {found}")
+
+    def _check_outcome(self, outcome: DeviceResult) -> None:
+        """Raise the error of a work that an abort cut off; return for any other work."""
+        if outcome.is_good or not (self.is_aborted or self.explaining.locked()):
+            return
+        with self.explaining:  # the watchdog may be about to say why
+            pass
+        if not self.is_aborted:  # another thread has only taken the error
+            return
+        error = outcome.error
+        if error is None:
+            raise WireAborted("aborted while it was on the device")
+        if self._unraised is error:
+            self._unraised = None
+        raise error.with_traceback(None)
+
+    def _is_async(self, prepared: PreparedCall) -> bool:
+        # What leaves no work is bounded by c10d alone, by the timeout of the whole group. And a
+        # list's verb may be cut into several, whose end c10d sees on a stream of its own alone.
+        leaves_none = prepared.waits and self._tells_errors and prepared.timeout == self._timeout
+        return not leaves_none or prepared.way in _OF_LISTS
+
+    def _operation(self, prepared: PreparedCall, work: Any, note: int | None = None) -> Operation:
+        if work is None:
+            return DONE
+        number = prepared.number if note is None else note
+        started = EnqueuedWork(self, prepared.timeout, work, None, number)
+        if not prepared.waits:
+            return started
+        started.finish(prepared.timeout)
+        return DONE
+
+    def _started(self, work: Any, prepared: PreparedCall) -> EnqueuedWork:
+        return EnqueuedWork(self, prepared.timeout, work, None, prepared.number)
+
+
+@dataclass(eq=False, slots=True)
+class _PolledResult:
+    """The result of a work for which c10d keeps no future: ``done`` polls the device."""
+
+    work: Any
+
+    def done(self) -> bool:
+        return bool(self.work.is_completed())
+
+    def value(self) -> int:
+        return int(WorkResult.SUCCESS)
+
+
+def _tells_errors(group: Any) -> bool:
+    """Return whether c10d's own watchdog reports the errors that it finds."""
+    try:
+        group.get_error()
+    except (AttributeError, RuntimeError):  # XCCL, or an older torch
+        return False
+    return True
+
+
+def _abort_groups(groups: Sequence[Any]) -> None:
+    """Abort process groups in parallel threads, as a single group of NCCL calls; log failures."""
+    first = groups[0]
+    has_groups = hasattr(first, "_group_start")
+    if has_groups:
+        first._group_start()
+    try:
+        for call in [BoundedCall(group.abort, "abort") for group in groups]:
+            try:
+                call.wait(_ABORT_S)
+            except (TimeoutError, RuntimeError) as error:
+                _log.error("the abort of a process group: %s", error)
+    finally:
+        if has_groups:
+            first._group_end()

@@ -1,0 +1,225 @@
+"""The abilities of each wire, its own or built for it, and what has no meaning: one table.
+
+It is made from the code (``Wire.support``), never written by hand. ``meshdist doctor`` prints it;
+``python -m meshdist.backends.capabilities docs/verbs.md`` writes it into the page, between its marks.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from ..dtypes import DTYPES, dtype_name
+from ..operation_table import VERBS
+from ..reduce_ops import PLAIN_OPS, ReduceKind, ReduceOp, find_refusal
+
+# The wires, each of which registers itself.
+from .c10d.torch_classes import C10dWire as C10dWire, adopt_torch_backends
+from .mpi.communicator import MpiWire as MpiWire
+from .registry import Wire, find_wire, wire_names
+from .shm.communicator import ShmWire as ShmWire
+from .simulated.communicator import SimulatedWire as SimulatedWire
+
+DTYPE_GROUPS: dict[str, tuple[torch.dtype, ...]] = {
+    group: tuple(facts.dtype for facts in DTYPES.values() if facts.group == group)
+    for group in dict.fromkeys(facts.group for facts in DTYPES.values())
+}
+"""The dtypes of the table, under the names that it gives to whole groups of them."""
+
+OPS = (*PLAIN_OPS, ReduceOp.PREMUL_SUM)
+"""The reductions of the table."""
+_PREMUL_SUM = ReduceOp.PREMUL_SUM.name
+
+_Key = TypeVar("_Key", bound=Hashable)
+_Value = TypeVar("_Value", bound=Hashable)
+_Profile = tuple[str, ...]
+
+
+def public_support(
+    wire: Wire, verb: str, device_type: str, dtype: torch.dtype, op: ReduceKind | None = None
+) -> str:
+    """Return ``"native"``, ``"built"`` or ``""`` (refused): how ``wire`` does a public verb.
+
+    Example:
+        >>> gloo = find_wire("gloo")
+        >>> public_support(gloo, "all_reduce", "cpu", torch.int16, ReduceOp.SUM)
+        'built'
+        >>> public_support(gloo, "all_reduce", "cpu", torch.bool, ReduceOp.AVG)
+        ''
+    """
+    is_plain = VERBS[verb].is_plain
+    if op == ReduceOp.PREMUL_SUM:  # verbs multiply first, and ask the wire for a sum
+        if find_refusal(op, dtype) is not None:
+            return ""
+        op, is_plain = ReduceOp.SUM, False
+    if device_type not in wire.device_types:
+        return ""
+    served = {wire.support(way, device_type, dtype, op) for way in VERBS[verb].wire_verbs}
+    if "" in served:
+        return ""
+    return "native" if is_plain and served == {"native"} else "built"
+
+
+def available_wires() -> list[Wire]:
+    """Return the wires that work on this machine, those that plug-ins have registered too."""
+    adopt_torch_backends()
+    wires = [wire for name in wire_names() if (wire := find_wire(name)) is not None]
+    return [wire for wire in wires if wire.is_available()]
+
+
+def capabilities(wires: Iterable[Wire] | None = None) -> dict[str, Any]:
+    """Return nested dicts ``{wire: {device type: {verb: {op: {state: dtypes}}}}}`` of names.
+
+    Args:
+        wires: which; by default those available here.
+    """
+    # An op is ``""`` where there is none; a state ``"native"`` or ``"built"``, and what is in
+    # neither is refused.
+    table: dict[str, Any] = {}
+    for wire in available_wires() if wires is None else wires:
+        for device_type in _in_order(wire.device_types):
+            of_device = table.setdefault(wire.name, {}).setdefault(device_type, {})
+            for verb in VERBS:
+                of_device[verb] = {
+                    op: {
+                        state: [dtype_name(dtype) for dtype in _with(state, states)]
+                        for state in ("native", "built")
+                    }
+                    for op, states in _states(wire, verb, device_type)
+                }
+    return table
+
+
+def dtypes_text(dtypes: Iterable[torch.dtype]) -> str:
+    """Return a short text of dtypes: whole groups by their names.
+
+    Example:
+        >>> dtypes_text([torch.bool, *DTYPE_GROUPS["floating"], torch.int8])
+        'floating, int8, bool'
+    """
+    chosen = set(dtypes)
+    if chosen == set(DTYPES):
+        return "all"
+    words: list[str] = []
+    for name, group in DTYPE_GROUPS.items():
+        here = [dtype for dtype in group if dtype in chosen]
+        words += [name] if len(here) == len(group) else map(dtype_name, here)
+    return ", ".join(words)
+
+
+def overview_grid(
+    wires: Sequence[Wire], device_types: Collection[str] | None = None
+) -> list[tuple[str, ...]]:
+    """Return a head and a row for each verb, a column for each wire; equal rows are joined.
+
+    Args:
+        device_types: None means all.
+    """
+    columns: list[tuple[str, list[str]]] = []
+    for wire in wires:
+        of_devices = {
+            device_type: tuple(_summary(_states(wire, verb, device_type)) for verb in VERBS)
+            for device_type in _in_order(wire.device_types, device_types)
+        }
+        for devices, cells in _joined(of_devices):
+            columns.append((f"{wire.name}: {', '.join(devices)}", list(cells)))
+    rows = {verb: tuple(cells[number] for _, cells in columns) for number, verb in enumerate(VERBS)}
+    head = ("verb", *(title for title, _ in columns))
+    return [head, *((", ".join(verbs), *cells) for verbs, cells in _joined(rows))]
+
+
+def table_grid(
+    wires: Sequence[Wire], device_types: Collection[str] | None = None
+) -> list[tuple[str, ...]]:
+    """Return a head, and a row per wire, devices, verbs and ops; equal rows are joined.
+
+    Args:
+        device_types: None means all.
+    """
+    grid: list[tuple[str, ...]] = [
+        ("wire", "devices", "verbs", "op", "native", "built", "refused"),
+    ]
+    for wire in wires:
+        places: dict[tuple[str, tuple[str, ...]], tuple[tuple[str, _Profile], ...]] = {}
+        for verb in VERBS:
+            of_devices = {
+                device_type: tuple(_states(wire, verb, device_type))
+                for device_type in _in_order(wire.device_types, device_types)
+            }
+            for devices, profile in _joined(of_devices):
+                places[verb, tuple(devices)] = profile
+        for keys, profile in _joined(places):
+            for where in dict.fromkeys(devices for _, devices in keys):
+                verbs = ", ".join(verb for verb, devices in keys if devices == where)
+                place = (wire.name, ", ".join(where), verbs)
+                # Wire, devices, verbs stand in the first row that they hold for.
+                for ops, states in _joined(dict(profile)):
+                    texts = (dtypes_text(_with(state, states)) for state in ("native", "built", ""))
+                    grid.append((*place, ", ".join(ops), *(text or "-" for text in texts)))
+                    place = ("", "", "")
+    return grid
+
+
+_BEGIN, _END = "<!-- capabilities: begin -->", "<!-- capabilities: end -->"
+_OWN = ("gloo", "mpi", "nccl", "shm", "simulated", "ucc", "xccl")
+"""The wires of this package, whether or not this machine has them."""
+
+
+def table_page(page: str) -> str:
+    """Return ``page``, a Markdown text, with new tables of wires between its two marks."""
+    wires = [wire for name in _OWN if (wire := find_wire(name)) is not None]
+    parts = [_markdown(overview_grid(wires)), _markdown(table_grid(wires))]
+    before, rest = page.split(_BEGIN)
+    _, after = rest.split(_END)
+    return f"{before}{_BEGIN}\n" + "\n".join(parts) + f"{_END}{after}"
+
+
+def _markdown(grid: Sequence[Sequence[str]]) -> str:
+    head, *rows = grid
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join("| " + " | ".join(cell or " " for cell in line) + " |\n" for line in lines)
+
+
+def _states(wire: Wire, verb: str, device_type: str) -> list[tuple[str, _Profile]]:
+    """Return for each op ("" for none) the state of every dtype, in the order of ``DTYPES``."""
+    named = {op.name: op for op in OPS} if VERBS[verb].reduces else {"": None}
+    return [
+        (name, tuple(public_support(wire, verb, device_type, dtype, op) for dtype in DTYPES))
+        for name, op in named.items()
+    ]
+
+
+def _with(state: str, states: _Profile) -> list[torch.dtype]:
+    return [dtype for dtype, other in zip(DTYPES, states, strict=True) if other == state]
+
+
+def _summary(rows: Iterable[tuple[str, _Profile]]) -> str:
+    """Return "native", "built", "native, in part built" or "-" (none) for all ops of a verb."""
+    # PREMUL_SUM is built for every wire.
+    found = {state for op, states in rows if op != _PREMUL_SUM for state in states if state}
+    if len(found) == 2:
+        return "native, in part built"
+    return found.pop() if found else "-"
+
+
+def _joined(table: Mapping[_Key, _Value]) -> list[tuple[list[_Key], _Value]]:
+    """Return the keys and the value for each distinct value, in order of their first key."""
+    keys_of: dict[_Value, list[_Key]] = {}
+    for key, value in table.items():
+        keys_of.setdefault(value, []).append(key)
+    return [(keys, value) for value, keys in keys_of.items()]
+
+
+def _in_order(device_types: Iterable[str], wanted: Collection[str] | None = None) -> list[str]:
+    usual = ("cpu", "cuda")
+    there = {kind for kind in device_types if wanted is None or kind in wanted}
+    return [kind for kind in usual if kind in there] + sorted(there.difference(usual))
+
+
+if __name__ == "__main__":
+    for page in map(Path, sys.argv[1:]):
+        page.write_text(table_page(page.read_text(encoding="utf-8")), encoding="utf-8")

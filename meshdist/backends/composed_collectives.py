@@ -1,0 +1,410 @@
+"""Verbs built from those that every wire has, and reductions in this process.
+
+Where tensors of several ranks are reduced in this process, equal parts give the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any, Protocol
+
+import torch
+
+from ..dtypes import DTYPES, IN_ORDER, SIGNED, dtype_name
+from ..errors import DtypeError
+from ..reduce_ops import ON_BOOL, ReduceKind, ReduceOp, find_refusal
+from ..runtime.memory import Scratch
+from .native_core import DTYPE_CODES, REDUCTION_CODES, core
+from .operation_args import (
+    EXCHANGE_TAG,
+    PreparedCall,
+    Sizes,
+    Tensors,
+    blocks,
+    packed,
+    parts,
+    write,
+    write_all,
+    write_blocks,
+    writing,
+)
+from .requests import Chain, Operation, followed
+
+
+class BuildingCommunicator(Protocol):
+    """Attributes and method of a communicator for which a verb is built from others."""
+
+    wire: str
+    rank: int
+    size: int
+    scratch: Scratch
+
+    def start(self, prepared: PreparedCall) -> Operation:
+        """Start ``prepared``, and return its operation."""
+
+
+_EXACT = (torch.float32, torch.float64)
+"""Dtypes that are reduced in their own arithmetic."""
+
+_PIECE = 1 << 15  # elements: they stay in a core's cache, and torch starts no threads for them
+
+_SMALL_BYTES = 1 << 16
+"""The most that the native core reduces; of more torch's operations use several cores."""
+
+_ORDERED = (ReduceOp.MIN, ReduceOp.MAX)
+
+_TURNS = {
+    kind: torch.tensor([info.bits - 1, info.max], dtype=kind, device="cpu").unbind()
+    for kind, info in [(kind, torch.iinfo(kind)) for kind in IN_ORDER.values()]
+}
+"""By how much to shift a number so that its sign alone is left, and all bits but the sign. As
+tensors, which take half as long on small tensors as numbers do."""
+
+_IN_PLACE: dict[ReduceKind, Callable[[torch.Tensor, torch.Tensor], Any]] = {
+    ReduceOp.SUM: torch.Tensor.add_,
+    ReduceOp.AVG: torch.Tensor.add_,
+    ReduceOp.PRODUCT: torch.Tensor.mul_,
+    ReduceOp.MIN: lambda total, part: torch.minimum(total, part, out=total),
+    ReduceOp.MAX: lambda total, part: torch.maximum(total, part, out=total),
+    ReduceOp.BAND: torch.Tensor.bitwise_and_,
+    ReduceOp.BOR: torch.Tensor.bitwise_or_,
+    ReduceOp.BXOR: torch.Tensor.bitwise_xor_,
+}
+
+
+def find_lack(op: ReduceKind, dtype: torch.dtype) -> str | None:
+    """Return None if ``reduced`` can reduce ``dtype`` by ``op``, else a text of dtypes it can."""
+    if dtype not in DTYPES:
+        return "bool, or integers, floats and complex numbers of 8 bits and more"
+    return find_refusal(op, dtype)
+
+
+def check_reducible(wire: str, op: ReduceKind, dtype: torch.dtype) -> None:
+    """Raise DtypeError, naming ``wire``, if ``reduced`` cannot reduce ``dtype`` by ``op``."""
+    lack = find_lack(op, dtype)
+    if lack is not None:
+        raise DtypeError(
+            f"the wire {wire!r} cannot reduce {dtype_name(dtype)} with {op.name}",
+            expected=lack,
+            fix="use another reduction, or convert the tensor",
+        )
+
+
+def reduce_into(output: torch.Tensor, parts: Tensors, op: ReduceKind) -> None:
+    """Write the reduction of flat ``parts``, first to last, into ``output``, which lies apart."""
+    dtype = output.dtype
+    if dtype in _EXACT and output.is_cpu:
+        output.copy_(parts[0])
+        for part in parts[1:]:
+            _IN_PLACE[op](output, part)
+        if op == ReduceOp.AVG:
+            divide(output, len(parts))
+    else:
+        output.copy_(reduced(parts, op))
+
+
+def reduce_parts(output: torch.Tensor, whole: torch.Tensor, num_parts: int, op: ReduceKind) -> None:
+    """Write the reduction of ``num_parts`` equal parts of flat ``whole`` into ``output``."""
+    codes = REDUCTION_CODES.get((output.dtype, op.value))
+    if codes is not None and whole.is_cpu and whole.nbytes <= _SMALL_BYTES:
+        core.reduce_parts(output, whole, num_parts, *codes)
+        return
+    with writing():
+        reduce_into(output.view(-1), blocks(whole, num_parts), op)
+
+
+def reduced(parts: Tensors, op: ReduceKind) -> torch.Tensor:
+    """Return the reduction of flat tensors as a new tensor; narrow floats reduce in float32."""
+    dtype = parts[0].dtype
+    device = parts[0].device
+    if dtype is torch.bool:
+        op = ON_BOOL[op]
+    if dtype in SIGNED:
+        return _reduced_unsigned(parts, op)
+    facts = DTYPES[dtype]
+    wide = (None if facts.is_whole else facts.wide) or dtype
+    total = parts[0].to(wide, copy=True)
+    for part in parts[1:]:
+        _IN_PLACE[op](total, part.to(device, wide))
+    if op == ReduceOp.AVG:
+        divide(total, len(parts))
+    return total.to(dtype)
+
+
+def divide(total: torch.Tensor, num: int) -> None:
+    """Divide ``total`` by ``num`` in place; whole numbers are rounded toward zero."""
+    facts = DTYPES[total.dtype]
+    with writing():
+        if not facts.is_whole:
+            total.div_(num)
+        elif total.dtype is torch.uint64:
+            _divide_unsigned(total.view(torch.int64), num)
+        elif facts.wide is not None:  # where ``num`` may be too large for its own
+            total.copy_(total.to(facts.wide).div_(num, rounding_mode="trunc"))
+        else:
+            total.div_(num, rounding_mode="trunc")
+
+
+def to_order(x: torch.Tensor, op: ReduceKind) -> torch.Tensor:
+    """Return floats as integers of equal order, NaN as what ``op`` picks; in place but on CUDA."""
+    bits = x.view(IN_ORDER[x.dtype])
+    if x.is_cuda:  # a new tensor: all at once in one kernel
+        return _cuda_kernel("to_max" if op == ReduceOp.MAX else "to_min")(bits)
+    info = torch.iinfo(bits.dtype)
+    end = info.max if op == ReduceOp.MAX else info.min
+    with writing():
+        for numbers, some in zip(x.unsafe_split(_PIECE), bits.unsafe_split(_PIECE), strict=True):
+            is_nan = numbers.isnan()
+            _flip(some).masked_fill_(is_nan, end)
+    return bits
+
+
+def flip(bits: torch.Tensor) -> torch.Tensor:
+    """Return integers from ``to_order`` as bits of floats again, in place, on CUDA a copy."""
+    if bits.is_cuda:
+        return _cuda_kernel("flip")(bits)
+    with writing():
+        for some in bits.unsafe_split(_PIECE):
+            _flip(some)
+    return bits
+
+
+@cache
+def _cuda_kernel(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return the kernel "flip", "to_max" or "to_min" on bits of floats, compiled at first call."""
+    # In torch's own operations the way there and back are ten kernels, which each read all bits.
+    most = "~(T(1) << (8 * sizeof(T) - 1))"
+    infinity = f"({most} ^ ((T(1) << (sizeof(T) == 4 ? 23 : 52)) - 1))"
+    flipped = f"bits < 0 ? bits ^ {most} : bits"
+    ordered = f"(bits & {most}) > {infinity} ? {{end}} : {flipped}"
+    values = {
+        "flip": flipped,
+        "to_max": ordered.format(end=most),
+        "to_min": ordered.format(end=f"~{most}"),
+    }
+    code = f"template <typename T> T {name}(T bits) {{ return {values[name]}; }}"
+    kernel = torch.cuda.jiterator._create_jit_fn(code)
+
+    def run(bits: torch.Tensor) -> torch.Tensor:
+        with torch.cuda.device(bits.device):  # the kernel goes to the current device
+            return kernel(bits)  # type: ignore[no-any-return]
+
+    return run
+
+
+def _flip(bits: torch.Tensor) -> torch.Tensor:
+    # Behind a sign the other bits of a float count down.
+    to_sign, magnitude = _TURNS[bits.dtype]
+    return bits.bitwise_xor_((bits >> to_sign).bitwise_and_(magnitude))
+
+
+def _divide_unsigned(bits: torch.Tensor, num: int) -> None:
+    """Divide uint64 numbers, viewed as int64 in ``bits``, by ``num`` in place."""
+    # No dtype is wider, in which to divide.
+    halves = (bits >> 1).bitwise_and_(torch.iinfo(bits.dtype).max)
+    quotient = halves.div_(num, rounding_mode="trunc").mul_(2)
+    rest = bits - quotient * num  # from 0 to 2 * num
+    bits.copy_(quotient.add_(rest >= num))
+
+
+def _reduced_unsigned(parts: Tensors, op: ReduceKind) -> torch.Tensor:
+    """Return the reduction of flat unsigned tensors, computed in signed integers of their size."""
+    dtype = parts[0].dtype
+    signed = SIGNED[dtype]
+    # Wrapping sums and bits do not know the sign; the order does, so its bit is flipped.
+    flip = torch.iinfo(signed).min if op in _ORDERED else 0
+    step = ReduceOp.SUM if op == ReduceOp.AVG else op
+    total = reduced([part.view(signed).bitwise_xor(flip) for part in parts], step)
+    whole = total.bitwise_xor_(flip).view(dtype)
+    if op == ReduceOp.AVG:
+        divide(whole, len(parts))
+    return whole
+
+
+def all_reduce_by_gathering(wire: BuildingCommunicator, prepared: PreparedCall) -> Operation:
+    """Start an all-gather whose end reduces here: an all-reduce that the wire itself lacks."""
+    (tensor,), op = prepared.outputs, prepared.op
+    assert op is not None
+    check_reducible(wire.wire, op, tensor.dtype)
+    whole = tensor.new_empty(wire.size * tensor.numel())
+    gathered = wire.start(prepared.by("all_gather", [tensor], [whole]))
+    return followed(gathered, partial(reduce_parts, tensor, whole, wire.size, op))
+
+
+def all_reduce_dividing(wire: BuildingCommunicator, prepared: PreparedCall) -> Operation:
+    """Start an all-reduce to the sum, which is divided here at its end: a mean."""
+    (tensor,) = prepared.outputs
+    check_reducible(wire.wire, ReduceOp.AVG, tensor.dtype)
+    summed = wire.start(prepared.by("all_reduce", [tensor], [tensor], ReduceOp.SUM))
+    return followed(summed, lambda: divide(tensor, wire.size))
+
+
+def all_reduce_widened(
+    wire: BuildingCommunicator, prepared: PreparedCall, dtype: torch.dtype
+) -> Operation:
+    """Start an all-reduce in ``dtype``, which holds all values of the tensor; convert back."""
+    (tensor,), op = prepared.outputs, prepared.op
+    assert op is not None
+    # A copy is sent, so that a call that fails leaves the caller's floats as they were.
+    if dtype in IN_ORDER.values() and tensor.dtype.is_floating_point:
+        (sent,), then = in_order(op, [tensor])  # NaN is kept
+    else:
+        copy = tensor.to(dtype, copy=True)
+        sent, then = [copy], partial(write, tensor, copy)
+    return followed(wire.start(prepared.by("all_reduce", sent, sent, op)), then)
+
+
+def in_order(
+    op: ReduceKind, tensors: Tensors
+) -> tuple[tuple[list[torch.Tensor]], Callable[[], None]]:
+    """Return floats as whole numbers of the same order, and a function that writes these back.
+
+    Args:
+        tensors: a single tensor; the result has a list of it, as a shortcut's ``prepare`` returns.
+    """
+    (tensor,) = tensors
+    held = DTYPES[tensor.dtype].wide or tensor.dtype
+    if core is None or not tensor.is_cpu or tensor.itemsize == 1:  # the core has no float8
+        bits = to_order(tensor.to(held, copy=not tensor.is_cuda).view(-1), op)
+        return ([bits],), lambda: write(tensor, flip(bits).view(held))
+    bits = torch.empty(tensor.numel(), dtype=IN_ORDER[held], device="cpu")
+    code = DTYPE_CODES[tensor.dtype]
+    core.to_order(code, bits, tensor, op == ReduceOp.MAX)
+    return ([bits],), partial(core.from_order, code, tensor, bits)
+
+
+def reduce_scatter_by_exchange(
+    wire: BuildingCommunicator,
+    prepared: PreparedCall,
+    output: torch.Tensor,
+    tensor: torch.Tensor,
+    sizes: Sizes,
+) -> Operation:
+    """Start an exchange of parts, ``sizes[j]`` elements for member j; reduce into ``output``."""
+    op = prepared.op
+    assert op is not None
+    check_reducible(wire.wire, op, tensor.dtype)
+    count = output.numel()
+    mine = wire.scratch.take(wire.size * count, tensor)
+    cuts = sizes, [count] * wire.size
+    exchanged = wire.start(prepared.by("all_to_all_single", [tensor], [mine], sizes=cuts))
+    return followed(exchanged, partial(reduce_scratch, wire, output, mine, op))
+
+
+def reduce_scratch(
+    wire: BuildingCommunicator, output: torch.Tensor, mine: torch.Tensor, op: ReduceKind
+) -> None:
+    """Reduce ``mine``, a part from each member, into ``output``; give ``mine`` back to the pool."""
+    reduce_parts(output, mine, wire.size, op)
+    wire.scratch.give(mine)
+
+
+def all_to_all_by_packing(
+    wire: BuildingCommunicator, prepared: PreparedCall, outputs: Tensors, inputs: Tensors
+) -> Operation:
+    """Start an exchange of ``inputs`` packed in a flat tensor; unpack to ``outputs``."""
+    together = packed(inputs)
+    sizes = [part.numel() for part in inputs], [output.numel() for output in outputs]
+    whole = together.new_empty(sum(sizes[1]))
+    exchanged = wire.start(prepared.by("all_to_all_single", [together], [whole], sizes=sizes))
+    return followed(exchanged, lambda: write_all(outputs, parts(whole, sizes[1])))
+
+
+# -- a verb that a wire has no way of its own for ------------------------------------------------
+
+
+def all_reduce_list(wire: BuildingCommunicator, prepared: PreparedCall) -> Operation:
+    """Start an all-reduce of each tensor in turn; return a single operation of all."""
+    op = prepared.op
+    return Chain([wire.start(prepared.by("all_reduce", [x], [x], op)) for x in prepared.outputs])
+
+
+def reduce(wire: BuildingCommunicator, prepared: PreparedCall) -> Operation:
+    """Start a reduce as an all-reduce, on a copy of the tensor on all members but the root."""
+    (tensor,) = prepared.outputs
+    taking = [tensor if wire.rank == prepared.root else tensor.clone()]
+    return wire.start(prepared.by("all_reduce", taking, taking, prepared.op))
+
+
+def gather(wire: BuildingCommunicator, prepared: PreparedCall) -> Operation:
+    """Start a gather as an all-gather, whose result the root alone copies to its outputs."""
+    (tensor,), outputs = prepared.inputs, prepared.outputs
+    whole = tensor.new_empty(wire.size * tensor.numel())
+    gathered = wire.start(prepared.by("all_gather", [tensor], [whole]))
+    return followed(gathered, lambda: write_blocks(outputs, whole))
+
+
+def scatter(wire: BuildingCommunicator, prepared: PreparedCall) -> Operation:
+    """Start a scatter as a broadcast of all inputs, of which each member keeps its part."""
+    (tensor,), root = prepared.outputs, prepared.root
+    count = tensor.numel()
+    is_root = wire.rank == root
+    whole = packed(prepared.inputs) if is_root else tensor.new_empty(wire.size * count)
+    sent = wire.start(prepared.by("broadcast", [whole], [whole], root=root))
+    return followed(sent, lambda: write(tensor, whole[wire.rank * count :][:count]))
+
+
+def all_gather_list(wire: BuildingCommunicator, prepared: PreparedCall) -> Operation:
+    """Start an all-gather if all sizes are equal, else a broadcast from each member."""
+    (tensor,), outputs = prepared.inputs, prepared.outputs
+    if all(output.numel() == tensor.numel() for output in outputs):
+        return gather(wire, prepared)
+    write(outputs[wire.rank], tensor)
+    return Chain(
+        [
+            wire.start(prepared.by("broadcast", [output], [output], root=root))
+            for root, output in enumerate(outputs)
+        ]
+    )
+
+
+def reduce_scatter(wire: BuildingCommunicator, prepared: PreparedCall) -> Operation:
+    """Start ``reduce_scatter_list`` on the input, cut into an equal block for each member."""
+    parts = blocks(prepared.inputs[0], wire.size)
+    return wire.start(prepared.by("reduce_scatter_list", parts, prepared.outputs, prepared.op))
+
+
+def reduce_scatter_list(wire: BuildingCommunicator, prepared: PreparedCall) -> Operation:
+    """Start a reduce-scatter as an all-reduce of all inputs, of which a member keeps its own."""
+    (output,), inputs = prepared.outputs, prepared.inputs
+    whole = packed(inputs)
+    start = sum(part.numel() for part in inputs[: wire.rank])
+    reduction = wire.start(prepared.by("all_reduce", [whole], [whole], prepared.op))
+    return followed(reduction, lambda: write(output, whole[start:][: output.numel()]))
+
+
+def all_to_all(wire: BuildingCommunicator, prepared: PreparedCall) -> Operation:
+    """Start an all-to-all as messages to and from each other member, and a copy here."""
+    outputs, inputs = prepared.outputs, prepared.inputs
+    write(outputs[wire.rank], inputs[wire.rank])
+    others = [peer for peer in range(wire.size) if peer != wire.rank]
+    messages = [prepared.by("recv", (), [outputs[j]], root=j, tag=EXCHANGE_TAG) for j in others]
+    messages += [prepared.by("send", [inputs[j]], (), root=j, tag=EXCHANGE_TAG) for j in others]
+    # A receive that waits would keep others from sending.
+    return Chain([wire.start(message.as_async()) for message in messages])
+
+
+def all_to_all_single(wire: BuildingCommunicator, prepared: PreparedCall) -> Operation:
+    """Start an all-to-all as that of lists, on consecutive parts of input and output."""
+    assert prepared.sizes is not None
+    gives, takes = prepared.sizes
+    inputs, outputs = parts(prepared.inputs[0], gives), parts(prepared.outputs[0], takes)
+    return wire.start(prepared.by("all_to_all", inputs, outputs))
+
+
+BUILT: dict[str, Callable[[BuildingCommunicator, PreparedCall], Operation]] = {
+    build.__name__: build
+    for build in (
+        all_reduce_list,
+        reduce,
+        gather,
+        scatter,
+        all_gather_list,
+        reduce_scatter,
+        reduce_scatter_list,
+        all_to_all,
+        all_to_all_single,
+    )
+}
+"""How a wire does the verbs that it has no way of its own for, by those that every wire has."""

@@ -1,0 +1,151 @@
+"""Messages of a rank to itself, and small numbers for large tags."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+from torch.distributed import Store
+
+from ..arrays import shape_text
+from ..dtypes import dtype_name
+from ..errors import AgreementError
+from ..runtime.deadlines import Deadline, wait_until
+from .operation_args import writing
+from .requests import Operation, WireAborted, WireTimeout
+
+_LONGEST_PAUSE_S = 0.001
+
+
+@dataclass(eq=False, slots=True)
+class SelfTransfer(Operation):
+    """A send or receive of a rank to itself; done once its counterpart was started."""
+
+    mailbox: Mailbox
+    tensor: torch.Tensor
+    is_send: bool
+    is_done: bool = False
+
+    def finish(self, timeout: timedelta) -> None:
+        self.mailbox.finish(self, timeout)
+
+    def poll(self) -> bool:
+        return self.is_done
+
+    def source(self) -> int:
+        return self.mailbox.rank
+
+
+class Mailbox:
+    """Pairs of sends and receives of one rank to itself, by tag, in the order they were started."""
+
+    # Starting the second of a pair copies the data. A send that is waited for before its receive
+    # has started is buffered, so that it is done: no other rank could start the receive. Where
+    # sizes or dtypes of a pair differ, the second is refused and the first stays as it was.
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self._waiting: dict[tuple[bool, int], deque[SelfTransfer]] = {}  # sends and receives by tag
+        self._is_aborted = False
+        self._lock = threading.Lock()  # several threads may send and receive
+
+    def send(self, tensor: torch.Tensor, tag: int) -> SelfTransfer:
+        """Start a send of ``tensor`` to this rank under ``tag``; return the transfer."""
+        return self._start(SelfTransfer(self, tensor, is_send=True), tag)
+
+    def recv(self, tensor: torch.Tensor, tag: int) -> SelfTransfer:
+        """Start a receive into ``tensor`` of this rank's message to itself by ``tag``."""
+        return self._start(SelfTransfer(self, tensor, is_send=False), tag)
+
+    def finish(self, transfer: SelfTransfer, timeout: timedelta) -> None:
+        """Finish a send by copying its tensor; for a receive wait until its message was sent."""
+        with self._lock:
+            if transfer.is_send and not transfer.is_done:
+                transfer.tensor = transfer.tensor.clone()
+                transfer.is_done = True
+        deadline = Deadline(timeout)
+        if not wait_until(transfer.poll, deadline, self._check, longest_pause_s=_LONGEST_PAUSE_S):
+            raise WireTimeout("no counterpart for a message of this rank to itself")
+
+    def abort(self) -> None:
+        """Let every thread that waits in ``finish`` raise WireAborted."""
+        self._is_aborted = True
+
+    def has_sent(self, tag: int) -> bool:
+        """Return whether a message of this rank to itself under ``tag`` waits to be received."""
+        return bool(self._waiting.get((True, tag)))
+
+    def _start(self, transfer: SelfTransfer, tag: int) -> SelfTransfer:
+        with self._lock:
+            waiting = self._waiting.get((not transfer.is_send, tag))
+            if not waiting:
+                self._waiting.setdefault((transfer.is_send, tag), deque()).append(transfer)
+                return transfer
+            sent, received = waiting[0], transfer
+            if transfer.is_send:
+                sent, received = received, sent
+            _copy(sent.tensor, received.tensor, tag)
+            waiting.popleft()
+            sent.is_done = received.is_done = True
+        return transfer
+
+    def _check(self) -> None:
+        if self._is_aborted:
+            raise WireAborted("aborted while waiting for a message of this rank to itself")
+
+
+def _copy(source: torch.Tensor, target: torch.Tensor, tag: int) -> None:
+    if source.dtype is not target.dtype or source.numel() != target.numel():
+        raise AgreementError(
+            "a message of a rank to itself does not fit the tensor that receives it",
+            where=f"tag {tag}; nothing was copied",
+            expected="equal dtype and number of elements on both sides",
+            found=f"sent: {shape_text(source.shape)} {dtype_name(source.dtype)}\n"
+            f"received: {shape_text(target.shape)} {dtype_name(target.dtype)}",
+            fix="receive into a tensor like the one that is sent",
+        )
+    with writing():
+        target.copy_(source.reshape(target.shape))
+
+
+DRAWING_S = 10.0
+
+
+class TagNumbers:
+    """Small numbers for a group's large tags, equal on all members, assigned through its store."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._numbers: dict[int, int] = {}
+        self._numbering = threading.Lock()
+
+    def number_of(self, tag: int, is_aborted: Callable[[], bool]) -> int:
+        """Return the number of ``tag``, drawn once in the store; raise if ``is_aborted()``."""
+        number = self._numbers.get(tag)
+        if number is not None:
+            return number
+        with self._numbering:  # another thread may start a receive meanwhile
+            number = self._numbers[tag] = self._drawn(f"tag/{tag}", is_aborted)
+        return number
+
+    def _drawn(self, key: str, is_aborted: Callable[[], bool]) -> int:
+        store = self._store
+        if store.add(f"{key}/users", 1) == 1:
+            number = int(store.add("tags", 1)) - 1
+            store.set(key, str(number))
+            return number
+
+        def check() -> None:
+            if is_aborted():
+                raise WireAborted("aborted while a tag was given its number")
+
+        def is_drawn() -> bool:  # not by waiting in the store, which other threads need
+            return bool(store.check([key]))
+
+        if not wait_until(is_drawn, Deadline(DRAWING_S), check):
+            raise WireTimeout("the member that was to number a tag has not done so")
+        return int(store.get(key))

@@ -1,0 +1,168 @@
+"""How the members of a group over MPI come together: through the store, then MPI itself."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from ...bootstrap.mpi_library import load_mpi, start_mpi
+from ...bootstrap.timeout_store import read_json, read_jsons
+from ...error_text import fields_among, first_line, ranks_text
+from ...errors import BackendError, CollectiveTimeoutError, StoreError
+from ...runtime.deadlines import Deadline, Timer, wait_until
+from ...runtime.hosts import ProcessCard, is_stopped, my_card
+from ..registry import Opening
+from ..requests import WireFailure, WireTimeout
+from .connection import MpiConnection, report_dead_ranks_at_the_end
+
+FindCards = Callable[[], Sequence[ProcessCard | None]]
+
+
+@contextmanager
+def limited(opening: Opening, find_cards: FindCards) -> Iterator[None]:
+    """End the process if MPI's calls in the context, which open a group, take too long.
+
+    Args:
+        find_cards: returns each member's process card, None if it has not come, for the error.
+    """
+    timer = Timer(opening.timeout, partial(_end_opening, opening, find_cards))
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _end_opening(opening: Opening, find_cards: FindCards) -> None:
+    silent = []
+    try:
+        for rank, card in zip(opening.ranks, find_cards(), strict=True):
+            if card is None:
+                silent.append(f"rank {rank} has not come")
+            elif is_stopped(card):
+                silent.append(f"rank {rank}, {card}, is stopped")
+    except RuntimeError as lost:  # of the store: its text names the process that serves it
+        silent.append(first_line(lost))
+    error = CollectiveTimeoutError(
+        f"{opening.name} was not opened on wire 'mpi' within {opening.timeout.total_seconds():g} s",
+        where=f"rank {opening.ranks[opening.rank]}, among {ranks_text(opening.ranks)}",
+        expected="every member to make the calls of MPI's that open it",
+        found="\n".join(silent) or "MPI does not say which rank is missing",
+        fix="look at what keeps these ranks",
+    )
+    _end_with(error, opening)
+
+
+def _end_with(error: BaseException, opening: Opening) -> None:
+    print(
+        f"meshdist: rank {opening.ranks[opening.rank]} ends: nothing else can end the call of "
+        f"MPI's that it is in, and under MPI the other ranks end with it\n"
+        f"{type(error).__name__}: {error}",
+        file=sys.stderr,
+        flush=True,
+    )
+    sys.stdout.flush()
+    os._exit(1)
+
+
+_NUM_TAGS = 1 << 15  # every MPI has so many
+_openings = itertools.count()
+
+
+def open_link(opening: Opening) -> MpiConnection:
+    """Open a group on MPI by its members' calls alone."""
+    mine: dict[str, Any] = {"card": my_card().to_json()}
+    try:
+        MPI = _started(opening)
+        place = mine["rank"] = MPI.COMM_WORLD.Get_rank()
+        mine["size"] = MPI.COMM_WORLD.Get_size()
+        # Two groups with a common member may open at the same time, in two threads: their tags
+        # are equal once in many thousands of times.
+        mine["tag"] = hash((place, next(_openings))) % _NUM_TAGS
+    except BackendError as error:
+        fields = {name: getattr(error, name) for name in ("where", "expected", "found", "fix")}
+        mine["problem"] = {"summary": error.summary, **fields}
+    except (ImportError, RuntimeError) as error:  # mpi4py finds no library; MPI does not start
+        mine["problem"] = {
+            "summary": "MPI cannot be used for this group",
+            "where": f"rank {opening.ranks[opening.rank]}, {opening.name}",
+            "found": f"{type(error).__name__}: {error}",
+            "fix": "see what `meshdist doctor` says of MPI",
+        }
+    members = _exchanged(opening, mine)
+    _check(opening, members)
+    everyone = MPI.COMM_WORLD
+    all_ranks = everyone.Get_group()
+    group = all_ranks.Incl([member["rank"] for member in members])
+    cards = [member["card"] for member in members]
+    with limited(opening, lambda: cards):
+        comm = everyone.Create_group(group, members[0]["tag"])
+    group.Free()
+    all_ranks.Free()
+    comm.Set_errhandler(MPI.ERRORS_RETURN)
+    report_dead_ranks_at_the_end()
+    return MpiConnection(MPI, comm, opening, cards)
+
+
+def _started(opening: Opening) -> Any:
+    """Return ``mpi4py.MPI``, started together with all ranks of its world, within the timeout."""
+    if load_mpi().Is_initialized():
+        return start_mpi()
+    store, keys = opening.store, [f"mpi starts/{member}" for member in range(len(opening.ranks))]
+    store.set(keys[opening.rank], json.dumps(my_card().to_json()))
+
+    def cards_so_far() -> list[ProcessCard | None]:
+        return [
+            read_json(store, key, ProcessCard.from_json) if store.check([key]) else None
+            for key in keys
+        ]
+
+    with limited(opening, cards_so_far):
+        return start_mpi()
+
+
+def _exchanged(opening: Opening, mine: dict[str, Any]) -> list[dict[str, Any]]:
+    """Store this member's entry ``mine``; return the entries of all members in group order."""
+    store = opening.store
+    store.set(f"mpi/{opening.rank}", json.dumps(mine))
+    keys = [f"mpi/{member}" for member in range(len(opening.ranks))]
+    if not wait_until(lambda: store.check(keys), Deadline(opening.timeout), opening.check_present):
+        raise WireTimeout("a member did not come to open its connection")
+    try:
+        return read_jsons(store, keys, parse_member)
+    except StoreError as junk:
+        raise WireFailure(f"{junk.summary}: {junk.found}") from None
+
+
+def parse_member(value: Any) -> dict[str, Any]:
+    """Return a member's entry, read from JSON, as checked values; raise if it is malformed."""
+    found: dict[str, Any] = {"card": ProcessCard.from_json(value["card"])}
+    if "problem" in value:
+        summary = str(value["problem"]["summary"])
+        found["problem"] = {"summary": summary, **fields_among(value["problem"])}
+        return found
+    found["rank"], found["size"] = int(value["rank"]), int(value["size"])
+    found["tag"] = int(value["tag"]) % _NUM_TAGS
+    return found
+
+
+def _check(opening: Opening, members: Sequence[dict[str, Any]]) -> None:
+    for member in members:
+        if "problem" in member:
+            raise BackendError(**member["problem"])
+    places, sizes = {member["rank"] for member in members}, {member["size"] for member in members}
+    are_in_one = len(sizes) == 1 and all(0 <= place < min(sizes) for place in places)
+    if len(places) < len(members) or not are_in_one:
+        raise BackendError(
+            "the members of this group are not in one world of MPI",
+            where=f"rank {opening.ranks[opening.rank]}, {opening.name}",
+            expected="processes that one mpiexec has started",
+            found=f"{len(members)} processes, with {len(places)} rank(s) of MPI's among them, "
+            f"in worlds of {', '.join(map(str, sorted(sizes)))} rank(s)",
+            fix="mpiexec -n 4 python script.py, or `meshdist run --launcher mpi -n 4 script.py`",
+        )

@@ -1,0 +1,297 @@
+"""The operations in flight in a group over MPI, and how its members wait.
+
+MPI's own waits cannot be ended: not by an abort, nor at a timeout. So operations are started and
+tested until they are done. Where mpiexec ends this rank since another has died MPI raises nothing:
+a signal's handler gives a last report.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+from ...error_text import first_line
+from ...runtime.deadlines import Deadline, wait_until
+from ...runtime.hosts import ProcessCard, is_alive, num_cores
+from ..registry import Opening
+from ..requests import (
+    MemberLost,
+    MessageMisfit,
+    Operation,
+    WireAborted,
+    WireFailure,
+    WireTimeout,
+    given_up_for,
+)
+
+# As long as every rank of the host has a core of its own, spinning takes no core from a rank that
+# could work; to yield would leave the core to other programs for whole time slices.
+_SPIN_S = 0.00015
+# MPI moves data while it is polled: a rank that sleeps early slows down what is under way.
+_AWAKE_S = 0.02
+_LONGEST_PAUSE_S = 0.0002
+_LATE_S = 1.0
+_LATE_PAUSE_S = 0.001
+_LOOK_S = 0.1
+_LOOKS_PER_QUERY = 10  # a query to the store costs more than a look at a process
+
+
+@dataclass(eq=False, slots=True)
+class MpiOperation(Operation):
+    """A collective or message in flight, with the tensors whose memory it uses."""
+
+    link: MpiConnection
+    request: Any
+    kept: Any
+    awaited: Sequence[list[int]]
+    """Members of which one set's leaving, of all in it, ends the wait."""
+    then: Callable[[], None] | None = None
+    status: Any = None
+    num_bytes: int = 0
+    is_done: bool = False
+    polling: threading.Lock = field(default_factory=threading.Lock)
+
+    def finish(self, timeout: timedelta) -> None:
+        link, is_receive = self.link, self.status is not None
+        try:
+            link.wait(self, timeout)
+        except link.MPI.Exception as error:
+            link.forget(self)
+            raise link.failure(error, self.num_bytes if is_receive else None) from None
+        link.forget(self)
+        if is_receive:
+            link.check_size(self.status.Get_elements(link.MPI.BYTE), self.num_bytes)
+        then, self.then, self.kept = self.then, None, None
+        if then is not None:
+            then()
+
+    def poll(self) -> bool:
+        return self.link.is_aborted or self.test_quietly()
+
+    def source(self) -> int:
+        return Operation.source(self) if self.status is None else int(self.status.Get_source())
+
+    def test(self) -> bool:
+        """Test MPI's request, unless another thread does just now; return whether it is done."""
+        if not self.is_done and self.polling.acquire(blocking=False):
+            try:
+                if not self.is_done:  # a second test after the end gets an empty status
+                    self.is_done = self.request.Test(self.status)
+            finally:
+                self.polling.release()
+        return self.is_done
+
+    def test_quietly(self) -> bool:
+        """Return ``test()``, or True if that raises MPI's error, which ``finish`` raises again."""
+        try:
+            return self.test()
+        except self.link.MPI.Exception:
+            return True
+
+
+@dataclass(eq=False)
+class MpiConnection:
+    """Part of one member in a group over MPI, with its operations in flight."""
+
+    MPI: Any
+    comm: Any
+    opening: Opening
+    cards: Sequence[ProcessCard]
+    is_aborted: bool = field(default=False, init=False)
+    is_closed: bool = field(default=False, init=False)
+    in_flight: dict[MpiOperation, None] = field(default_factory=dict, init=False)
+    keeping: threading.Lock = field(default_factory=threading.Lock, init=False)
+    _process_id: int = field(default_factory=os.getpid, init=False)
+
+    def __post_init__(self) -> None:
+        # How long to spin for another member, before the thread yields or sleeps.
+        self.spin_s = 0.0 if self.opening.num_local > num_cores() else _SPIN_S
+        _links.add(self)
+
+    @property
+    def is_forked(self) -> bool:
+        """Return whether this process is a fork of the process that made the connection."""
+        return self._process_id != os.getpid()
+
+    def find_dead(self) -> list[int]:
+        """Return the group ranks of members whose processes are seen to have ended."""
+        return [member for member, card in enumerate(self.cards) if is_alive(card) is False]
+
+    def start(self, operation: MpiOperation) -> MpiOperation:
+        """Keep an operation while it is in flight, even if its Work is dropped; return it."""
+        in_flight = self.in_flight
+        with self.keeping:
+            for _ in range(2):  # so that operations whose Work was dropped are freed in time
+                oldest = next(iter(in_flight), None)
+                if oldest is None:
+                    break
+                del in_flight[oldest]
+                if not oldest.test_quietly():
+                    in_flight[oldest] = None
+            in_flight[operation] = None
+        return operation
+
+    def finish_at_once(self, operation: MpiOperation, timeout: timedelta) -> None:
+        """Wait for a new collective; raise a handler's exception as an Interrupted."""
+        try:
+            test, end = operation.request.Test, time.perf_counter() + self.spin_s
+            while not test():
+                if self.in_flight or time.perf_counter() >= end:
+                    self.start(operation).finish(timeout)
+                    return
+            if operation.then is not None:
+                operation.then()
+        except self.MPI.Exception as error:
+            raise self.failure(error) from None
+        except BaseException as error:  # MPI takes no collective back, and may write its tensors
+            raise given_up_for(error, self.start(operation).test_quietly) from None
+
+    def forget(self, operation: MpiOperation) -> None:
+        """Drop the reference to an operation that is not in flight any more."""
+        with self.keeping:
+            self.in_flight.pop(operation, None)
+
+    def wait(self, operation: MpiOperation, timeout: timedelta) -> None:
+        """Test ``operation`` until it is done, yielding, then sleeping.
+
+        Raises:
+            WireFailure: it is late, aborted or closed, or a member that it awaits has ended.
+        """
+        deadline, is_over = Deadline(timeout), partial(self._check_done, operation.test)
+        look, early = self._looks(operation), Deadline(min(_LATE_S, deadline.left_s))
+        if not wait_until(
+            is_over, early, look, awake_s=_AWAKE_S, longest_pause_s=_LONGEST_PAUSE_S
+        ) and not wait_until(is_over, deadline, look, longest_pause_s=_LATE_PAUSE_S):
+            raise WireTimeout.after(timeout)
+
+    def leave(self) -> None:
+        """Store for the others that this member takes no further part; a forked child does not."""
+        if self.is_forked:  # it has no part in the group
+            return
+        with suppress(RuntimeError):  # the store is lost, as the others will see
+            self.opening.store.set(left_key(self.opening.rank), "")
+
+    def close(self) -> None:
+        """Free MPI's communicator, or keep it until the process ends if calls are in flight."""
+        if self.is_closed:
+            return
+        self.is_closed = True
+        if self.is_forked:
+            return
+        self.leave()
+        with self.keeping:
+            unfinished = [it for it in self.in_flight if not it.test_quietly()]
+            self.in_flight.clear()
+        if unfinished or self.is_aborted or self.MPI.Is_finalized():
+            _abandoned.append((self.comm, unfinished))  # MPI may write into their tensors still
+            return
+        self.comm.Free()
+
+    def check_size(self, count: int, num_bytes: int) -> None:
+        """Raise MessageMisfit unless ``count``, the bytes that came, equals ``num_bytes``."""
+        if count != num_bytes:
+            raise MessageMisfit(
+                f"a message of {count} bytes came where {num_bytes} were to be received"
+            )
+
+    def failure(self, error: Any, num_bytes: int | None = None) -> WireFailure:
+        """Return the failure for MPI's error, in a receive of ``num_bytes`` or elsewhere (None)."""
+        if num_bytes is not None and error.Get_error_class() == self.MPI.ERR_TRUNCATE:
+            return MessageMisfit(
+                f"a longer message came where {num_bytes} bytes were to be received"
+            )
+        text = first_line(error)
+        return WireAborted(text) if self.is_aborted else WireFailure(text)
+
+    def _check_done(self, is_done: Callable[[], bool]) -> bool:
+        """Return ``is_done()``; raise if the communicator is closed, or aborted before then."""
+        if self.is_closed:  # perhaps by another thread; then MPI must not be polled any more
+            raise WireFailure("the communicator was closed")
+        if is_done():
+            return True
+        if self.is_aborted:
+            raise WireAborted("aborted while waiting")
+        return False
+
+    def _looks(self, operation: MpiOperation) -> Callable[[], None]:
+        """Return a function to call often, which checks now and then whether a member is lost."""
+        next_look, num_looks = time.perf_counter() + _LOOK_S, 0
+
+        def look() -> None:
+            nonlocal next_look, num_looks
+            if time.perf_counter() > next_look:
+                next_look, num_looks = time.perf_counter() + _LOOK_S, num_looks + 1
+                self._look_for_lost(operation, queries=num_looks % _LOOKS_PER_QUERY == 0)
+
+        return look
+
+    def _look_for_lost(self, operation: MpiOperation, *, queries: bool) -> None:
+        if self.opening.look is not None:
+            self.opening.look()
+        lost, text = self.find_dead(), "has ended"
+        if not lost and queries:
+            lost, text = self._find_left(operation.awaited), "has closed this group, or ends"
+        # What it sent before may be on its way still.
+        limit = Deadline(_LOOK_S)
+        if lost and not wait_until(operation.test, limit, longest_pause_s=_LATE_PAUSE_S):
+            raise MemberLost(text, lost[0])
+
+    def _find_left(self, awaited: Sequence[list[int]]) -> list[int]:
+        """Return the first of the sets of members of which all have left, [] if there is none."""
+        with suppress(RuntimeError):  # the store is lost
+            check = self.opening.store.check
+            return next((some for some in awaited if check([left_key(k) for k in some])), [])
+        return []
+
+
+_links: weakref.WeakSet[MpiConnection] = weakref.WeakSet()
+_abandoned: list[Any] = []
+"""The operations in flight in groups that were closed, until the process ends."""
+
+
+def _all_links() -> tuple[MpiConnection, ...]:
+    """Return this process's connections, also closed; none while another thread opens a group."""
+    try:
+        return tuple(_links)
+    except RuntimeError:
+        return ()
+
+
+def left_key(member: int) -> str:
+    """Return the key that a member sets in the store when it takes no further part."""
+    return f"left/{member}"
+
+
+def report_dead_ranks_at_the_end() -> None:
+    """Install a handler of SIGTERM that prints which ranks died, as mpiexec ends this rank."""
+    is_main = threading.current_thread() is threading.main_thread()
+    if is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, _report)
+
+
+def _report(number: int, frame: object) -> None:
+    for link in _all_links():
+        dead = [] if link.is_forked or link.is_closed else link.find_dead()
+        if dead:
+            ranks = link.opening.ranks
+            them = ", ".join(f"rank {ranks[member]} ({link.cards[member]})" for member in dead)
+            verb = "has" if len(dead) == 1 else "have"
+            print(
+                f"meshdist: rank {ranks[link.opening.rank]} is ended by mpiexec: {them} {verb} "
+                "ended before, and under MPI all ranks end with one",
+                file=sys.stderr,
+                flush=True,
+            )
+            break
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)

@@ -1,0 +1,54 @@
+"""The native core (``native/``), where it was built: on Linux, where there is a compiler.
+
+And how it names dtypes and reductions.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import sys
+import warnings
+from importlib import import_module
+from pathlib import Path
+from threading import main_thread
+from typing import Any
+
+import torch
+
+from ..checking.call_sites import under_way
+from ..dtypes import DTYPES
+from ..error_text import explain
+from ..reduce_ops import PLAIN_OPS
+
+core: Any = None
+"""The module, or None."""
+
+try:
+    core = import_module(".native", __package__)
+    core.note_verbs_in(under_way, main_thread().ident)
+except ImportError:
+    _root = Path(__file__).resolve().parents[2]
+    # Python finds the sources of a clone before the installed package where it starts in the clone.
+    _is_clone = (_root / "CMakeLists.txt").is_file() and (_root / "native").is_dir()
+    if _is_clone and sys.platform == "linux" and multiprocessing.parent_process() is None:
+        warnings.warn(
+            explain(
+                "meshdist comes from its sources, without a native core: the ranks of a host talk "
+                "over Gloo, which is slower, and messages are not compared",
+                found=str(_root / "meshdist"),
+                fix="build it by `pip install -e .`, or start where the installed package is found",
+            ),
+            stacklevel=2,
+        )
+
+_known: dict[str, int] = {} if core is None else core.DTYPES
+DTYPE_CODES = {dtype: _known[row.name] for dtype, row in DTYPES.items() if row.name in _known}
+"""The core's number of each dtype that it has; others travel as bytes."""
+
+REDUCTION_CODES: dict[tuple[torch.dtype, int], tuple[int, int]] = {
+    (dtype, op.value): (code, core.OPS[op.name])
+    for op in PLAIN_OPS
+    for dtype, code in DTYPE_CODES.items()
+    if op.name in core.OPS and core.can_reduce(code, core.OPS[op.name])
+}
+"""The core's numbers for each dtype and the number of each reduction that it does of it."""

@@ -1,0 +1,304 @@
+"""One call as it is carried: the tensors that travel, and all that a wire must know of it.
+
+Tensors lie in memory without gaps; a flat tensor may hold those of several members as consecutive
+parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+from torch._C import _increment_version as increment_version, _InferenceMode
+
+from ..arrays import find_hand_back
+from ..checking.calls import Call, Note
+from ..checking.recorder import Recorder
+from ..errors import GradientError
+from ..reduce_ops import Factor, ReduceKind, multiply
+from .requests import DONE, Operation
+
+Layout: TypeAlias = "tuple[tuple[int, ...], tuple[int, ...]]"
+"""The sizes and strides of the dims that have several elements."""
+
+ROW_MAJOR: Layout = ((), ())
+"""The layout of every tensor that is contiguous."""
+
+
+Tensors: TypeAlias = Sequence[torch.Tensor]
+"""Several tensors: one for each member, or such as one verb carries together."""
+
+Sizes: TypeAlias = Sequence[int]
+"""Numbers of elements, one for each member."""
+
+_NO_TIME = timedelta()
+
+LARGEST_TAG = (1 << 30) - 3
+"""The largest tag that every wire takes; larger tags belong to the verbs and wires themselves."""
+
+EXCHANGE_TAG = (1 << 30) - 1
+"""The tag of messages that belong to an all-to-all; no program's message bears it."""
+
+Written: TypeAlias = tuple[Any, torch.Tensor, torch.Tensor]
+"""An array that a verb writes: the caller's, a tensor on its memory, and what travels."""
+
+writing = partial(_InferenceMode, True)
+"""torch.inference_mode without its Python: parameters and inference tensors can be written."""
+
+
+def find_layout(tensor: torch.Tensor) -> Layout | None:
+    """Return the layout of a tensor; None where its memory has gaps, or elements share a place.
+
+    Example:
+        >>> find_layout(torch.empty(2, 1, 3).transpose(0, 2))
+        ((3, 2), (1, 3))
+        >>> find_layout(torch.empty(4, 4)[:, :2]) is None
+        True
+    """
+    if tensor.is_contiguous():
+        return ROW_MAJOR
+    dims = [(n, step) for n, step in zip(tensor.shape, tensor.stride(), strict=True) if n > 1]
+    expected = 1
+    for step, n in sorted((step, n) for n, step in dims):
+        if step != expected:
+            return None
+        expected *= n
+    return tuple(n for n, _ in dims), tuple(step for _, step in dims)
+
+
+def flat(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the elements of a tensor that has a layout, as one dim in the order of memory."""
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def parts(tensor: torch.Tensor, sizes: Sizes) -> list[torch.Tensor]:
+    """Return flat views of consecutive parts of a contiguous tensor; sizes in elements."""
+    return list(tensor.view(-1).split_with_sizes(list(sizes)))
+
+
+def parts_like(whole: torch.Tensor, tensors: Tensors) -> list[torch.Tensor]:
+    """Return views of consecutive parts of ``whole``, each as large as one of ``tensors``."""
+    return parts(whole, [tensor.numel() for tensor in tensors])
+
+
+def blocks(tensor: torch.Tensor, num_blocks: int) -> tuple[torch.Tensor, ...]:
+    """Return flat views of ``num_blocks`` equal parts of a contiguous tensor."""
+    return tensor.view(num_blocks, tensor.numel() // num_blocks).unbind()
+
+
+def packed(tensors: Tensors) -> torch.Tensor:
+    """Return a new flat tensor with the elements of all ``tensors`` in a row."""
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+
+def write(output: torch.Tensor, data: torch.Tensor) -> None:
+    """Copy ``data`` into a contiguous ``output`` of as many elements."""
+    with writing():
+        output.view(-1).copy_(data.view(-1))
+
+
+def write_all(outputs: Tensors, data: Tensors) -> None:
+    """Copy each tensor of ``data`` into the contiguous output at the same index."""
+    with writing():
+        for output, part in zip(outputs, data, strict=True):
+            output.view(-1).copy_(part.view(-1))
+
+
+def write_blocks(outputs: Tensors, whole: torch.Tensor) -> None:
+    """Copy the equal parts of ``whole`` into the outputs, if there are any."""
+    if outputs:
+        write_all(outputs, blocks(whole, len(outputs)))
+
+
+def cuts(count: int, num_parts: int) -> list[int]:
+    """Return sizes of ``num_parts`` parts of ``count`` elements, which differ by 1 at most.
+
+    Example:
+        >>> cuts(7, 3)
+        [3, 2, 2]
+    """
+    least, more = divmod(count, num_parts)
+    return [least + (part < more) for part in range(num_parts)]
+
+
+class PreparedCall:
+    """Call that is ready to be run by a channel and started by a wire.
+
+    Args:
+        verb: its public name; "" for a call of a wire's own.
+        way: the verb of a communicator that carries it.
+        inputs: what this member brings: one tensor, a tensor for each member, or some that travel
+            together.
+        outputs: what this member's result is written into, in any of these forms.
+        noted: the tensor, or list of tensors, whose dtype and size members compare.
+        op: what the wire reduces by.
+        root: the place of its source or destination; of a message, of its other side (None: any).
+        sizes: how many elements go to and come from each member, where members may differ in that.
+    """
+
+    # Tensors have no gradient, and are contiguous; those of an elementwise verb have no gaps, where
+    # the wire takes them so. A verb in place has its tensors as inputs and as outputs.
+
+    # Of most calls these are as they stand in the class, which costs a call nothing.
+    verb: str = ""
+    way: str = ""
+    inputs: Tensors = ()
+    outputs: Tensors = ()
+    noted: Any = None
+    op: ReduceKind | None = None
+    root: int | None = None
+    sizes: tuple[Sizes, Sizes] | None = None
+    tag: int = 0
+    device: torch.device | None = None
+    """Where a barrier runs; None takes the connected device."""
+    title: str = ""
+    """The plan or verb that it is part of, equal on all members; "" where it stands alone."""
+    limit: timedelta | None = None
+    """How long it may take, in place of the group's timeout."""
+    written: Sequence[Written] = ()
+    """The arrays that it writes."""
+    foreign: Sequence[Any] = ()
+    """The arrays of other libraries than torch that it reads or writes."""
+    result: Sequence[Any] | None = None
+    """The arrays that its Work returns, where these are more than what is written."""
+    factor: Factor | None = None
+    """The factor of PREMUL_SUM, by which ``outputs`` are multiplied as the call starts."""
+    noted_op: ReduceKind | None = None
+    """The reduction that members compare."""
+    then: Callable[[], None] | None = None
+    """Completes the result, once the wire is done."""
+    lies_otherwise: bool = False
+    """Whether some of its tensors, which correspond element by element on all members, lie in
+    another order than row-major, as they may travel."""
+    shows_all: bool = True
+    """Whether way and tensors show a wire all of the call that must be equal on all members."""
+    is_message: bool = False
+    """Whether it is a send or a receive that is compared and noted as such."""
+
+    # A channel fills these in.
+    call: Call | None = None
+    """The call that members compare; None for a call of a wire's own."""
+    timeout: timedelta = _NO_TIME
+    waits: bool = False
+    """Whether its caller waits for it at once."""
+    sequence: int = 0
+    """Its number among the group's collectives, or a message's in the recorder."""
+    number: int | None = None
+    """The number under which the recorder has noted it; None for a call of a wire's own."""
+    recorder: Recorder | None = None
+    operation: Operation = DONE
+    """The operation that the wire has started."""
+    is_elsewhere: bool = False
+    """Whether something that it writes travels as another tensor than the caller's array."""
+
+    def __init__(
+        self,
+        verb: str,
+        way: str,
+        inputs: Tensors,
+        outputs: Tensors,
+        noted: Any = None,
+        op: ReduceKind | None = None,
+        root: int | None = None,
+        sizes: tuple[Sizes, Sizes] | None = None,
+        tag: int = 0,
+    ) -> None:
+        self.verb, self.way = verb, way
+        self.inputs, self.outputs, self.noted = inputs, outputs, noted
+        self.op, self.root, self.sizes, self.tag = op, root, sizes, tag
+
+    @property
+    def note(self) -> Note | None:
+        """Return the recorder's note of this call, None if it has no recorder."""
+        return None if self.recorder is None else self.recorder.find_note(self.number)
+
+    def as_own(self, timeout: timedelta) -> PreparedCall:
+        """Set ``timeout``, and that the caller waits, for a call of a wire's own; return it."""
+        self.timeout, self.waits = timeout, True
+        return self
+
+    def by(
+        self,
+        way: str,
+        inputs: Tensors,
+        outputs: Tensors,
+        op: ReduceKind | None = None,
+        root: int | None = None,
+        sizes: tuple[Sizes, Sizes] | None = None,
+        tag: int = 0,
+    ) -> PreparedCall:
+        """Return a new call by ``way`` on other tensors, with the note and timeout of this call."""
+        other = PreparedCall(self.verb, way, inputs, outputs, self.noted, op, root, sizes, tag)
+        other.shows_all, other.call = False, self.call
+        other.timeout, other.waits = self.timeout, self.waits
+        other.sequence, other.number, other.recorder = self.sequence, self.number, self.recorder
+        return other
+
+    def as_async(self) -> PreparedCall:
+        """Set that the caller does not wait at once, and return this call."""
+        self.waits = False
+        return self
+
+    def begin_here(self) -> None:
+        """Count up autograd's version of each written array; multiply outputs by the factor."""
+        # A backward that counts on what an array held before then raises, where else it would be
+        # wrong.
+        for array, data, travelling in self.written:
+            increment_version((data,))  # torch.autograd.graph's takes twice as long
+            if array is not travelling:
+                self.is_elsewhere = True
+        if self.factor is not None:
+            for output in self.outputs:
+                multiply(output, self.factor)
+
+    def travel_as(self, tensors: Tensors, *, are_copies: bool) -> None:
+        """Replace inputs and outputs by ``tensors``, flat views or, if ``are_copies``, copies."""
+        if are_copies:
+            copies = {id(x): copy for x, copy in zip(self.inputs, tensors, strict=True)}
+            self.written = [(x, data, copies[id(sent)]) for x, data, sent in self.written]
+        self.inputs = self.outputs = tensors
+
+    def find_copy_back(self) -> Callable[[], None] | None:
+        """Return a function that copies the result to the caller's arrays, None if it is there."""
+        if not self.is_elsewhere:
+            return None
+        elsewhere = [array for array in self.written if array[0] is not array[2]]
+        for _, data, _ in elsewhere:
+            if torch.is_grad_enabled() and data.requires_grad and data.grad_fn is not None:
+                # Its backward must raise: the verb destroys a value that autograd counts on.
+                _Overwritten.apply(data, self.verb)  # type: ignore[no-untyped-call]
+
+        def copy_back() -> None:
+            for _, data, buffer in elsewhere:
+                if data.data_ptr() != buffer.data_ptr() or data.stride() != buffer.stride():
+                    with writing():
+                        data.copy_(buffer)
+
+        return copy_back
+
+    def finish_here(self) -> None:
+        """Copy the result to the caller's arrays; let CuPy's streams, if used, wait for torch's."""
+        if copy_back := self.find_copy_back():
+            copy_back()
+        if self.foreign and (hand_back := find_hand_back(self.foreign)):
+            hand_back()
+
+
+class _Overwritten(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, verb: str) -> torch.Tensor:
+        ctx.mark_dirty(tensor)
+        ctx.verb = verb
+        return tensor
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise GradientError(
+            f"{ctx.verb} wrote into a tensor with gradient history, and has no gradient itself",
+            expected="a verb that differentiates",
+            fix="use meshdist.lax.psum(x, axis, mesh=mesh) in its place, whose result is new; or "
+            "call it on x.detach(): gradients then ignore the call",
+        )

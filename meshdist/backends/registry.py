@@ -1,0 +1,220 @@
+"""The protocol of all wires, and their registry.
+
+A ``Wire`` opens a ``Communicator`` among the members of one group, which starts operations. An
+``Opening`` has the terms of that; ``Needs`` counts what it takes of the process.
+"""
+
+from __future__ import annotations
+
+import difflib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed import PrefixStore, Store
+
+from ..arguments import DEFAULT_TIMEOUT
+from ..error_text import ranks_text
+from ..errors import BackendError
+from ..operation_table import REDUCING_VERBS
+from ..reduce_ops import ReduceKind, ReduceOp, find_refusal
+from ..runtime.hosts import MORE_DESCRIPTORS, find_thread_lack, make_descriptor_room
+from .communicator import Communicator
+from .requests import WireFailure
+
+_MORE = 12  # descriptors, which the opening of any groups needs for a moment
+
+
+@dataclass(frozen=True)
+class Opening:
+    """The terms under which a wire opens a communicator, equal on all members but for ``rank``.
+
+    Args:
+        store: a store whose keys belong to this communicator alone.
+        make_torch_store: returns the same keys on a connection of its own, for classes of torch's
+            that use a store in threads of theirs.
+        ranks: the members' global ranks, in group order.
+        rank: this member's place in ``ranks``.
+        timeout: bounds the opening, and each operation that names no timeout.
+        options: the wire's own options, or None.
+        name: what messages call the group that opens it.
+        num_local: how many ranks of the world run on this host.
+        hosts: the number of each member's host; () where that is not known.
+        find_lost: called now and then while members connect; says which of them have ended before
+            that, "" for none.
+        has_died: returns whether the member of a global rank, to which the connection is lost, has
+            failed or was killed; False if it left the group in good order.
+        look: called now and then, by a wire that does not compare calls, while a caller waits;
+            raises WireFailure to end the wait. None where calls are not compared for it.
+    """
+
+    store: Store
+    make_torch_store: Callable[[], Store]
+    ranks: tuple[int, ...]
+    rank: int
+    device_type: str
+    timeout: timedelta
+    is_one_host: bool = True
+    options: Any = None
+    name: str = ""
+    num_local: int = 1
+    hosts: tuple[int, ...] = ()
+    find_lost: Callable[[], str] = str
+    has_died: Callable[[int], bool] = lambda _: False
+    look: Callable[[], None] | None = None
+
+    def check_present(self) -> None:
+        """Raise WireFailure, with the text of ``find_lost``, if a member has ended."""
+        if lost := self.find_lost():
+            raise WireFailure(lost)
+
+    def below(self, prefix: str, **changes: Any) -> Opening:
+        """Return a copy whose store's keys stand below ``prefix``, with ``changes`` of fields."""
+        return replace(
+            self,
+            store=PrefixStore(prefix, self.store),
+            make_torch_store=lambda: PrefixStore(prefix, self.make_torch_store()),
+            **changes,
+        )
+
+
+class Needs(NamedTuple):
+    """Descriptors and threads that one member's part of a group takes while it opens."""
+
+    descriptors: int
+    threads: int
+
+
+def make_room(needs: Mapping[str, Needs], num_local: int) -> str:
+    """Raise this process's limit of open files for ``needs``, by group; return what lacks, or "".
+
+    Args:
+        num_local: the ranks of this host, each of which needs as many threads.
+    """
+    # Where 20 of 1,024 files are open, ``{"axis 'dp'": Needs(2047, 2)}`` gives "1004 more files can
+    # be opened of about 2059 needed; the limit is 1024 (axis 'dp': 2047)", if that limit is hard.
+    # Threads are those of ``num_local`` ranks, which share a control group.
+    descriptors, threads = (sum(of[i] for of in needs.values()) for i in (0, 1))
+    if not descriptors and not threads:
+        return ""
+    lacks = make_descriptor_room(descriptors + _MORE), find_thread_lack(threads, num_local)
+    for kind, lack in enumerate(lacks):
+        if lack:
+            return f"{lack} ({', '.join(f'{name}: {of[kind]}' for name, of in needs.items())})"
+    return ""
+
+
+def lack_error(rank: int, text: str, members: Sequence[int], found: str) -> BackendError:
+    """Return the error of members that lack files or threads to open the group ``text``.
+
+    Args:
+        members: global ranks of the group.
+        found: the lack of each member, as text.
+    """
+    return BackendError(
+        f"{text} cannot be opened: a member can open too few files and sockets, or threads",
+        where=f"rank {rank}, among {ranks_text(members)}",
+        found=found,
+        fix=f"{MORE_DESCRIPTORS} (of threads: pids.max of the control group, --pids-limit of "
+        "Docker); or close groups that are not needed any more",
+    )
+
+
+class Wire(ABC):
+    """A way to move bytes between the members of a group."""
+
+    name: str
+    device_types: frozenset[str]
+    default_timeout: timedelta = DEFAULT_TIMEOUT
+    communicator_kind: type[Communicator] = Communicator  # type: ignore[type-abstract]
+    """The class of what ``open`` returns, which knows what it does itself."""
+    replacement = ""
+    """The wire of groups that it refuses or that span hosts, if the program named none."""
+    compares_calls = False
+    """Whether it compares every call with the other members' by itself."""
+    descriptors_per_peer = 0
+    """How many files and sockets an opening takes for each other member."""
+    num_threads = 0
+    """How many threads a communicator has."""
+
+    def support(
+        self, verb: str, device_type: str, dtype: torch.dtype, op: ReduceKind | None = None
+    ) -> str:
+        """Return ``"native"``, ``"built"`` from others or in another dtype, or ``""`` for a verb.
+
+        Args:
+            verb: a verb of a communicator.
+            op: for a verb that reduces; None is SUM.
+        """
+        op = ReduceOp.SUM if op is None else op
+        if device_type not in self.device_types:
+            return ""
+        if verb in REDUCING_VERBS and find_refusal(op, dtype) is not None:
+            return ""
+        return self.communicator_kind.support(verb, device_type, dtype, op)
+
+    @abstractmethod
+    def is_available(self) -> bool:
+        """Return whether this machine can use the wire now."""
+
+    def why_unavailable(self) -> tuple[str, str]:
+        """Return why this machine cannot use the wire, and the fix."""
+        return f"the wire {self.name!r} says so", "ask whoever registered it"
+
+    def connection_for(self, device_type: str) -> str:
+        """Return a name that is equal for device types which share a communicator of a group."""
+        return self.name
+
+    def needs(self, opening: Opening) -> Needs:
+        """Return how many descriptors and threads ``open`` takes."""
+        return Needs((len(opening.ranks) - 1) * self.descriptors_per_peer, self.num_threads)
+
+    @abstractmethod
+    def open(self, opening: Opening) -> Communicator:
+        """Return a communicator, opened with all other members; raise WireFailure if that fails."""
+
+
+_wires: dict[str, Wire] = {}
+
+
+def register_wire(wire: Wire) -> None:
+    """Add ``wire`` under its name, replacing an older wire of that name."""
+    _wires[wire.name] = wire
+
+
+def wire_names() -> tuple[str, ...]:
+    """Return the names of all registered wires, sorted."""
+    return tuple(sorted(_wires))
+
+
+def find_wire(name: str) -> Wire | None:
+    """Return the wire called ``name``, or None."""
+    return _wires.get(name.lower())
+
+
+def get_wire(name: str) -> Wire:
+    """Return the available wire called ``name``; else raise BackendError, which lists the wires."""
+    name = name.lower()
+    wire = find_wire(name)
+    if wire is not None and wire.is_available():
+        return wire
+    known = [known for known in wire_names() if _wires[known].is_available()]
+    expected = f"one of: {', '.join(known)}"
+    if wire is not None:
+        found, fix = wire.why_unavailable()
+        raise BackendError(
+            f"backend {name!r} is not available on this machine",
+            expected=expected,
+            found=found,
+            fix=f"{fix}; or name another, or None for the default of each device type",
+        )
+    close = difflib.get_close_matches(name, known, n=1)
+    meant = f"did you mean {close[0]!r}? " if close else ""
+    raise BackendError(
+        f"backend {name!r} is not registered",
+        expected=expected,
+        fix=f"{meant}name one of these, or None for the default of each device type",
+    )

@@ -1,0 +1,247 @@
+"""How processes of one host come to share memory, or learn together that they cannot.
+
+The first member makes the memory and a Unix socket without a file (``door``), and writes the
+socket's address to the store. Each member connects and sends a pidfd, a handle to its own process.
+When all have connected, each gets the memory and all pidfds, and confirms that it has mapped them.
+A member that fails writes its reason to the store, where the first reason stays, and disconnects:
+so in the end all members share, or all raise the same reason.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import socket
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import cast
+
+from torch.distributed import Store
+
+from ...error_text import ranks_text
+from ...runtime.deadlines import Deadline, wait_until
+from ..requests import WireFailure, WireRefused, WireTimeout
+from .listener import OF_ANOTHER_USER, Door, close_all, enter, limit, receive, send
+
+_ADDRESS = "shared/address"
+_TROUBLE = "shared/trouble"
+_KINDS = {"refused": WireRefused, "left": WireFailure, "late": WireTimeout}
+_SLICE_S = 0.05
+_GRACE_S = 1.0  # the others wait longer than the first member, which knows the missing ones
+
+
+@dataclass(frozen=True)
+class Shared:
+    """A member's open descriptors, which it closes: of memory, and each process (-1: its own)."""
+
+    memory: int
+    processes: tuple[int, ...]
+
+
+class _Trouble(Exception):
+    """Reason why nothing is shared: one of ``_KINDS``, and a text."""
+
+    def __init__(self, kind: str, text: str) -> None:
+        super().__init__(text)
+        self.kind = kind
+
+
+def share(
+    store: Store,
+    rank: int,
+    ranks: Sequence[int],
+    make_memory: Callable[[], int],
+    attach: Callable[[Shared], None],
+    timeout_s: float,
+    find_lost: Callable[[], str] = str,
+) -> None:
+    """Share memory among the members of one group; return when all of them have attached to it.
+
+    Args:
+        store: keys of this group alone.
+        rank: this member's place.
+        ranks: the members' global ranks, for messages.
+        make_memory: makes the memory and returns its open file; called on the first member.
+        attach: begins to use it; called on every member. Raises OSError, MemoryError or
+            RuntimeError where it cannot.
+        find_lost: says which members have ended before they came, "" for none.
+    """
+    try:
+        with ExitStack() as stack:  # what is still open is closed when the reason is known to all
+            try:
+                deadline = Deadline(timeout_s + (_GRACE_S if rank else 0.0))
+                of_group = store, rank, ranks, make_memory, attach, find_lost
+                member = _Member(*of_group, deadline, stack)
+                if rank == 0:
+                    member.lead()
+                else:
+                    member.follow()
+            except _Trouble as trouble:
+                kind, text = _first_trouble(store, trouble)
+                raise _KINDS[kind](text) from None
+    except RuntimeError as error:  # as torch's stores raise it
+        raise WireFailure(f"the store is lost: {error}") from None
+
+
+@dataclass
+class _Member:
+    """A member's part in sharing the memory, with the arguments of ``share`` as fields."""
+
+    store: Store
+    rank: int
+    ranks: Sequence[int]
+    make_memory: Callable[[], int]
+    attach: Callable[[Shared], None]
+    find_lost: Callable[[], str]
+    deadline: Deadline
+    stack: ExitStack
+    next_look: Deadline = field(default_factory=lambda: Deadline(_SLICE_S))  # into the store
+
+    def lead(self) -> None:
+        """Make the memory, as the first member, and give it to the others."""
+        held: list[int] = []
+        self.stack.callback(close_all, held)
+        try:
+            with _as_trouble(self.ranks[0], "the system"):
+                memory = self.make_memory()
+                held.append(memory)
+                own = _own_handle()
+                self.stack.callback(os.close, own)
+                door = Door(len(self.ranks))
+                self.stack.callback(door.close)
+        except _Trouble as trouble:
+            _first_trouble(self.store, trouble)
+            self.store.set(_ADDRESS, "")
+            raise
+        self.store.set(_ADDRESS, door.address)
+        pidfds = {0: own}
+        connections: dict[socket.socket, int] = {}
+        while door.awaited:
+            for socket_ in self._ready([*door.watched(), *connections], door.awaited):
+                if socket_ in connections:  # no member sends anything before all have come
+                    rank = self.ranks[connections[socket_]]
+                    raise _Trouble("left", f"rank {rank} left while memory was shared")
+                with _as_trouble(self.ranks[0], "a member"):
+                    came = door.look(socket_)
+                if came is not None:
+                    member, connection, pidfd = came
+                    self.stack.enter_context(connection)
+                    held.append(pidfd)
+                    pidfds[member], connections[connection] = pidfd, member
+        door.close()
+        in_order = [pidfds[member] for member in range(len(self.ranks))]
+        with _as_trouble(self.ranks[0], "a member"):
+            for connection in connections:
+                send(connection, 0, [memory, *in_order], self.deadline)
+            held.clear()  # they are handed over
+            self.attach(Shared(memory, (-1, *in_order[1:])))
+        self._await_confirmations(connections)
+        for connection in connections:
+            with suppress(OSError):  # the first call notices a member that has left by now
+                send(connection, 0, [], self.deadline)
+
+    def _await_confirmations(self, connections: Mapping[socket.socket, int]) -> None:
+        """Wait until every other member has confirmed that it uses the memory."""
+        left = dict(connections)
+        while left:
+            for socket_ in self._ready(left, set(left.values())):
+                with _as_trouble(self.ranks[0], f"rank {self.ranks[left.pop(socket_)]}"):
+                    receive(socket_, self.deadline)
+
+    def follow(self) -> None:
+        """Receive the memory from the first member, attach to it, and confirm that."""
+        address = self._await_address()
+        with _as_trouble(self.ranks[self.rank], f"rank {self.ranks[0]}"):
+            connection = self.stack.enter_context(socket.socket(socket.AF_UNIX))
+            limit(connection, self.deadline)
+            own = _own_handle()
+            self.stack.callback(os.close, own)
+            is_of_this_user = enter(connection, address, self.rank, own, self.deadline)
+            answer, files = OF_ANOTHER_USER, list[int]()
+            if is_of_this_user:
+                answer, files = receive(connection, self.deadline, 1 + len(self.ranks))
+            if len(files) != 1 + len(self.ranks):
+                close_all(files)
+                if answer == OF_ANOTHER_USER:
+                    raise PermissionError(f"rank {self.ranks[0]} runs as another user")
+                raise OSError(f"rank {self.ranks[0]} has sent {len(files)} files")
+            memory, *pidfds = files
+            os.close(pidfds[self.rank])
+            pidfds[self.rank] = -1
+            self.attach(Shared(memory, tuple(pidfds)))
+            send(connection, self.rank, [], self.deadline)
+            receive(connection, self.deadline)
+
+    def _ready(
+        self, sockets: Iterable[socket.socket], awaited: Iterable[int]
+    ) -> list[socket.socket]:
+        """Return the readable sockets after a moment; raise _Trouble if a member failed or is late.
+
+        Args:
+            awaited: the places of the members that are late at the deadline.
+        """
+        with selectors.PollSelector() as selector:
+            for socket_ in sockets:
+                selector.register(socket_, selectors.EVENT_READ)
+            ready = [cast(socket.socket, key.fileobj) for key, _ in selector.select(_SLICE_S)]
+        self._look()
+        if self.next_look.is_over:  # another member may have written its trouble to the store
+            self.next_look = Deadline(_SLICE_S)
+            if self.store.check([_TROUBLE]):
+                raise _Trouble(*_read_trouble(self.store.get(_TROUBLE)))
+        if self.deadline.is_over:
+            missing = ranks_text(self.ranks[member] for member in sorted(awaited))
+            raise _Trouble("late", f"{missing} did not come to share memory")
+        return ready
+
+    def _await_address(self) -> str:
+        if not wait_until(lambda: self.store.check([_ADDRESS]), self.deadline, self._look):
+            raise _Trouble("late", f"rank {self.ranks[0]} did not come to share memory")
+        address = self.store.get(_ADDRESS).decode(errors="replace")
+        if not address:  # its reason is in the store
+            raise _Trouble("left", f"rank {self.ranks[0]} has made no memory")
+        return address
+
+    def _look(self) -> None:
+        """Raise _Trouble if a member for which others wait has ended."""
+        if lost := self.find_lost():
+            raise _Trouble("left", lost)
+
+
+@contextmanager
+def _as_trouble(rank: int, other: str) -> Iterator[None]:
+    """Turn errors of the body into a _Trouble that names ``rank`` and its partner ``other``."""
+    try:
+        yield
+    except ConnectionRefusedError as error:
+        raise _Trouble("refused", f"rank {rank} cannot reach {other}: {error}") from None
+    except ConnectionError:
+        raise _Trouble("left", f"{other} left while memory was shared") from None
+    except TimeoutError:
+        raise _Trouble("late", f"{other} did not answer while memory was shared") from None
+    except (OSError, MemoryError, RuntimeError) as error:
+        text = str(error) or type(error).__name__
+        raise _Trouble("refused", f"rank {rank}: {text}") from None
+
+
+def _first_trouble(store: Store, trouble: _Trouble) -> tuple[str, str]:
+    """Store ``trouble`` if it is the first; return kind and text of the stored trouble."""
+    mine = json.dumps([trouble.kind, str(trouble)])
+    return _read_trouble(store.compare_set(_TROUBLE, "", mine))
+
+
+def _read_trouble(found: bytes) -> tuple[str, str]:
+    """Return kind and text of a trouble from the store; kind "left" if it is malformed."""
+    with suppress(ValueError, TypeError, RecursionError):
+        kind, text = json.loads(found)
+        if kind in _KINDS:
+            return kind, str(text)
+    return "left", "a key of the group in the store holds what no member has written"
+
+
+def _own_handle() -> int:
+    if not hasattr(os, "pidfd_open"):
+        raise OSError("this system has no pidfd_open")
+    return os.pidfd_open(os.getpid())

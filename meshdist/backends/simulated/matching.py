@@ -1,0 +1,405 @@
+"""Where the members of a group that share a process meet: their collectives and messages.
+
+Calls are compared as they come; the last member of a collective moves its data. A message waits for
+its receive, or a receive for its message.
+
+``_writes`` reads all that a verb needs, then says what is to be written where; ``move`` writes.
+Results are the same bits on every member, since all of them are given the same result.
+"""
+
+from __future__ import annotations
+
+import copy
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
+from itertools import chain, islice, repeat
+from math import prod
+from operator import attrgetter, itemgetter
+from typing import TypeAlias
+
+import torch
+
+from ...checking.calls import Note, likeness
+from ...error_text import grouped_text, ranks_text
+from ...errors import AgreementError
+from ...operation_table import FOR_EACH, WIRE_VERBS, Form, WireVerb
+from ...reduce_ops import ReduceKind, ReduceOp
+from ..composed_collectives import reduced
+from ..operation_args import Tensors, blocks, writing
+from ..requests import Operation, WireAborted, WireFailure
+from .scheduler import Rank, find_rank_here
+
+Writes: TypeAlias = list[tuple[torch.Tensor, torch.Tensor]]
+"""Tensors of members, each with what is to be written into it."""
+
+
+@dataclass
+class MemberData:
+    """The members' parts in one collective, in group order.
+
+    Args:
+        inputs: what each member brings: a tensor, a tensor for each member, or a list.
+        outputs: what each member's results are written into.
+        root: the member that a rooted verb starts from or leads to.
+    """
+
+    inputs: Sequence[Tensors]
+    outputs: Sequence[Tensors]
+    op: ReduceKind = ReduceOp.SUM
+    root: int = 0
+
+
+def move(verb: WireVerb, round_: MemberData) -> None:
+    """Move a collective's data: read all inputs, then write each member's outputs."""
+    # Members may be in inference mode or not, and hold parameters: this mode writes to all.
+    with writing():
+        writes = _writes(verb, round_)
+        # A total has memory of its own.
+        written = () if verb.reduces else {x.untyped_storage().data_ptr() for x, _ in writes}
+        ready = []
+        for output, data in writes:
+            is_kept = not written or data.data_ptr() == output.data_ptr()
+            if not is_kept and data.untyped_storage().data_ptr() in written:
+                data = data.clone()  # else something might be written over it before it is read
+            ready.append((output, data.reshape(output.shape)))
+        for output, data in ready:
+            output.copy_(data)
+    for output, _ in ready:
+        if not output.is_cpu:
+            synchronize(output)
+
+
+def write(tensor: torch.Tensor, data: torch.Tensor) -> None:
+    """Copy ``data`` into ``tensor``, of any shape with as many elements."""
+    with writing():
+        tensor.copy_(data.reshape(tensor.shape))
+    synchronize(tensor)
+
+
+def synchronize(tensor: torch.Tensor) -> None:
+    """Wait for the current stream of the tensor's device, if that is CUDA or XPU."""
+    if tensor.device.type in ("cuda", "xpu"):
+        torch.accelerator.current_stream(tensor.device).synchronize()
+
+
+_ONE, _IN_PLACE = Form.ONE, Form.IN_PLACE
+_first, _sizes, _paired = itemgetter(0), attrgetter("sizes"), partial(zip, strict=True)
+
+
+def _writes(verb: WireVerb, round_: MemberData) -> Writes:
+    """Return pairs of an output and the data to write there, as ``verb`` moves the inputs."""
+    # All members' tensors stand in columns; a member gets one column, all, or a part of one:
+    #
+    #     scatter from member 1, of x0 x1 x2     columns (x0) (x1) (x2)      member 2: x2
+    #     all_gather of a, b, c                  column (a b c) as one       all: abc
+    #     all_reduce_list of [a d] [b e] [c f]   columns (a+b+c) (d+e+f)     all: both
+    #     reduce_scatter of a, b, c              column (a+b+c)              member 2: its third
+    outputs, root, takes = round_.outputs, round_.root, verb.takes
+    if takes is verb.gives is Form.NONE:
+        return []
+    columns: list[Tensors] = []
+    sources = [round_.inputs[root]] if verb.root == "from" else round_.inputs
+    for parts in zip(*sources, strict=True):
+        column: Tensors = parts
+        if verb.reduces:
+            column = [reduced([part.reshape(-1) for part in parts], round_.op)]
+        elif verb.gives is _ONE and len(parts) > 1:
+            column = [torch.cat([part.reshape(-1).to(parts[0].device) for part in parts])]
+        columns.append(column)
+    results: Iterable[Tensors] = columns
+    if takes is _ONE and verb.reduces:
+        results = zip(blocks(columns[0][0], len(outputs)))
+    elif takes not in FOR_EACH:
+        results = repeat(columns[0] if len(columns) == 1 else [*chain(*columns)])
+    if verb.root == "to":
+        outputs, results = outputs[root : root + 1], islice(results, root, None)
+    elif verb.root and takes is _IN_PLACE:  # it lies there
+        outputs = [*outputs[:root], *outputs[root + 1 :]]
+    if verb.gives is _ONE:
+        return [*zip(map(_first, outputs), map(_first, results), strict=False)]
+    return [*chain(*map(_paired, outputs, results))]
+
+
+_BROKEN = "; the group is broken now"
+
+
+@dataclass(eq=False)
+class PendingCall(Operation):
+    """An operation that a member has started, and that other simulated ranks can end."""
+
+    meeting: Meeting
+    member: int
+    rank: Rank
+    note: Note
+    is_done: bool = field(default=False, init=False)
+    failure: Exception | None = field(default=None, init=False)
+
+    def finish(self, timeout: timedelta) -> None:
+        """Wait without limit, while other ranks run, for the operation; raise any failure."""
+        if self.is_done:
+            self.rank.check_here()
+        else:
+            self.rank.wait(self)
+        if self.failure is not None:
+            raise copy.copy(self.failure)
+
+    def poll(self) -> bool:
+        """Return whether the operation is done or failed; if not, let other ranks run first."""
+        if not self.is_done and find_rank_here() is self.rank:
+            self.rank.poll(self)
+        return self.is_done
+
+    def is_ready(self) -> bool:
+        return self.is_done
+
+    @abstractmethod
+    def describe(self) -> str:
+        """Return the operation in words, with what it waits for."""
+
+    def end(self, failure: Exception | None = None) -> None:
+        """Mark the operation as done, with the ``failure`` that ``finish`` raises, if any."""
+        self.failure = failure
+        self.is_done = True
+
+
+@dataclass(eq=False)
+class PendingCollective(PendingCall):
+    """A member's part in a simulated collective, by the verb ``way`` of its communicator."""
+
+    way: str
+    inputs: Tensors
+    outputs: Tensors
+    op: ReduceKind | None  # of ``way``: the call's own may be done in several steps
+
+    def describe(self) -> str:
+        """Return the call in words, with the members that it waits for."""
+        note, meeting = self.note, self.meeting
+        there = meeting.rounds[note.sequence]
+        missing: dict[int, list[int]] = {}
+        for member, rank in enumerate(meeting.ranks):
+            if member not in there:
+                missing.setdefault(meeting.num_calls[member], []).append(rank)
+        made = {number: f", which made {number}" if number else "" for number in missing}
+        ranks = " and ".join(ranks_text(of) + made[number] for number, of in missing.items())
+        return (
+            f"{note.called} for {ranks}; call {note.sequence} over "
+            f"{meeting.title}, called at {note.where}"
+        )
+
+    def end(self, failure: Exception | None = None) -> None:
+        """Mark the collective as done, with its ``failure``, if any; drop its tensors."""
+        self.failure, self.inputs, self.outputs = failure, (), ()
+        self.is_done = True
+
+
+@dataclass(eq=False)
+class PendingReceive(PendingCall):
+    """A receive from member ``peer`` (None: any), which waits for its message or has it."""
+
+    peer: int | None
+    tag: int
+    tensor: torch.Tensor | None
+    _source: int | None = field(default=None, init=False)
+
+    def source(self) -> int:
+        return super().source() if self._source is None else self._source
+
+    def takes(self, message: SentMessage) -> bool:
+        """Return whether a message is meant for this receive."""
+        return self.tag == message.tag and self.peer in (None, message.source)
+
+    def accept(self, message: SentMessage) -> None:
+        """Write a message into the tensor; fail the whole group where it does not fit."""
+        tensor, data = self.tensor, message.data
+        assert tensor is not None  # a receive accepts once
+        self._source = message.source
+        if message.note.call.header == self.note.call.header:
+            self.end(_attempt(lambda: write(tensor, data)))
+            return
+        ranks = self.meeting.ranks
+        is_mine = message.source == self.member
+        failure = AgreementError(
+            "a message does not fit the tensor that receives it",
+            where=f"tag {self.tag} over {self.meeting.title}",
+            expected="equal dtype and number of elements on both sides, and objects met by objects",
+            found=f"rank {ranks[message.source]}: {message.note.text}\n"
+            f"rank {ranks[self.member]}: {self.note.text}",
+            fix="receive into a tensor like the one that is sent, or give messages of "
+            f"different kinds different tags{'' if is_mine else _BROKEN}",
+        )
+        self.end(failure)
+        if not is_mine:  # no other member has a part in what a rank sends to itself
+            self.meeting.fail(failure)
+
+    def describe(self) -> str:
+        """Return the receive in words, and the messages that came instead."""
+        note, meeting = self.note, self.meeting
+        lines = [f"{note.called} over {meeting.title}, called at {note.where}"]
+        lines += [
+            f"  rank {meeting.ranks[message.source]} called {message.note.text}, which nobody has "
+            "received"
+            for message in meeting.messages[self.member]
+            if self.peer in (None, message.source)
+        ]
+        return "\n".join(lines)
+
+    def end(self, failure: Exception | None = None) -> None:
+        """Mark the receive as done, with its ``failure``, if any; drop its tensor."""
+        super().end(failure)
+        self.tensor = None
+
+
+@dataclass
+class SentMessage:
+    """A message that a member has sent, with its note."""
+
+    source: int
+    tag: int
+    data: torch.Tensor
+    note: Note
+
+
+class Meeting:
+    """State that the members of one communicator share; ``name``, or "", is for messages."""
+
+    def __init__(self, ranks: tuple[int, ...], name: str) -> None:
+        self.ranks = ranks
+        self.title = f"{name} ({ranks_text(ranks)})" if name else ranks_text(ranks)
+        self.size = len(ranks)
+        self.num_calls = [0] * self.size
+        self.rounds: dict[int, dict[int, PendingCollective]] = {}
+        self.messages: list[list[SentMessage]] = [[] for _ in ranks]
+        self.receives: list[list[PendingReceive]] = [[] for _ in ranks]
+        self.is_aborted = False
+        self.failure: Exception | None = None
+        """The disagreement of members, if any; whatever is started after it fails with it."""
+
+    def enter(self, started: PendingCollective) -> None:
+        """Add a member's call to those of its number; move the data once all have called."""
+        number = started.note.sequence
+        there = self.rounds.setdefault(number, {})
+        there[started.member] = started
+        self.num_calls[started.member] = number
+        failure = self._find_disagreement(started, there)
+        if failure is not None:
+            self.fail(failure)
+        elif len(there) == self.size:
+            self._perform([there[member] for member in range(self.size)])
+            del self.rounds[number]
+
+    def _perform(self, parts: Sequence[PendingCollective]) -> None:
+        data = MemberData(
+            [part.inputs for part in parts],
+            [part.outputs for part in parts],
+            parts[0].op or ReduceOp.SUM,
+            parts[0].note.call.root or 0,
+        )
+        failure = _attempt(lambda: move(WIRE_VERBS[parts[0].way], data))
+        for part in parts:
+            part.end(failure)
+
+    def _find_disagreement(
+        self, started: PendingCollective, there: Mapping[int, PendingCollective]
+    ) -> AgreementError | None:
+        """Return an error if ``started`` does not fit the calls ``there`` of its round, or None."""
+        first = next(iter(there.values()))
+        fits = (started.way, started.note.call.header) == (first.way, first.note.call.header)
+        notes = {member: call.note for member, call in there.items()}
+        if fits and not any(map(_sizes, notes.values())):
+            return None
+        mismatch: str | None = None
+        if not fits:
+            expected = likeness(started.note)
+            fix = "make every member call the same verbs in the same order, on fitting tensors"
+        elif mismatch := find_mismatch(started.member, notes, self.ranks):
+            expected = "what a member sends to another is what that one takes from it"
+            fix = (
+                "give each output as many elements as its source sends; where a member cannot "
+                "know them, exchange the sizes first"
+            )
+        else:
+            return None
+        texts = dict.fromkeys(self.ranks, "not there yet")
+        texts |= {self.ranks[member]: note.text for member, note in notes.items()}
+        return AgreementError(
+            f"the members of a group disagree about their call {started.note.sequence}",
+            where=f"{self.title}; no data was moved",
+            expected=expected,
+            found="\n".join(filter(None, (mismatch, grouped_text(texts.items())))),
+            fix=f"{fix}{_BROKEN}",
+        )
+
+    def send(self, message: SentMessage, to: int) -> None:
+        """Give the message to the first receive of member ``to`` that takes it, or keep a copy."""
+        waiting = self.receives[to]
+        for place, receive in enumerate(waiting):
+            if receive.takes(message):
+                waiting.pop(place).accept(message)
+                return
+        message.data = message.data.clone()
+        synchronize(message.data)
+        self.messages[to].append(message)
+
+    def receive(self, receive: PendingReceive) -> None:
+        """Give a receive the first message that is meant for it, or let it wait."""
+        waiting = self.messages[receive.member]
+        for place, message in enumerate(waiting):
+            if receive.takes(message):
+                receive.accept(waiting.pop(place))
+                return
+        self.receives[receive.member].append(receive)
+
+    def fail(self, failure: AgreementError) -> None:
+        """Fail all unfinished and all later operations with ``failure``."""
+        self.failure = failure
+        self._end(failure)
+
+    def abort(self) -> None:
+        """Fail all unfinished and all later operations with WireAborted."""
+        self.is_aborted = True
+        self._end(WireAborted("the communicator was aborted"))
+
+    def _end(self, failure: Exception) -> None:
+        pending: list[PendingCall] = [
+            call for there in self.rounds.values() for call in there.values()
+        ]
+        pending.extend(receive for waiting in self.receives for receive in waiting)
+        for step in pending:
+            if not step.is_done:
+                step.end(failure)
+        self.rounds.clear()
+        self.messages = [[] for _ in self.ranks]
+        self.receives = [[] for _ in self.ranks]
+
+
+def find_mismatch(member: int, notes: Mapping[int, Note], ranks: Sequence[int]) -> str | None:
+    """Return words for sizes in which ``member``'s new call differs from another's, or None."""
+    sizes = {other: note.sizes or _even_sizes(note) for other, note in notes.items()}
+    for other in sorted(notes):
+        for source, target in ((member, other), (other, member)):
+            gives, wants = sizes[source][0][target], sizes[target][1][source]
+            if gives != wants:
+                receiver = "itself" if source == target else f"rank {ranks[target]}"
+                does = "and takes" if source == target else "which takes"
+                return f"rank {ranks[source]} sends {gives} to {receiver}, {does} {wants}"
+    return None
+
+
+def _even_sizes(note: Note) -> Sequence[Sequence[int]]:
+    """Return (sent, taken): for every member, the number of elements of the call's tensor."""
+    shape, _ = note.call.data or ((0,), None)
+    return ((prod(shape),) * len(note.group.ranks),) * 2
+
+
+def _attempt(action: Callable[[], None]) -> Exception | None:
+    """Run ``action``; return None, or the exception that it raised as a WireFailure."""
+    try:
+        action()
+    except Exception as failure:
+        wire_failure = WireFailure(f"moving the data failed: {type(failure).__name__}: {failure}")
+        wire_failure.__cause__ = failure
+        return wire_failure
+    return None

@@ -1,0 +1,169 @@
+"""The store of simulated ranks: a rank that waits on it lets other ranks run."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+from torch.distributed import QueueEmptyError, Store
+
+from ...checking.call_sites import Site, call_site, show_site
+from ...errors import ArgumentError, WorldError
+from .scheduler import find_rank_here
+
+
+@dataclass
+class CallWait:
+    """A simulated rank's wait in ``call``, until ``is_ready()``; ``show_more`` adds to its text."""
+
+    call: str
+    site: Site
+    is_ready: Callable[[], bool]
+    show_more: Callable[[], str] = lambda: ""
+
+    def describe(self) -> str:
+        return f"{self.call}, called at {show_site(self.site)}{self.show_more()}"
+
+
+class SimulatedStore(Store):
+    """The store of simulated ranks: waiting on it lets other ranks run."""
+
+    # Has every method that torch documents for stores, with HashStore's meaning, and serves torch's
+    # PrefixStore (which reaches all of them but ``list_keys`` and the queues: torch gives stores
+    # written in Python no place for those). Time-outs never expire; a key that no rank can set any
+    # more is a DeadlockError. Keep a reference while a PrefixStore is in use: it holds the C++ half
+    # only.
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._values: dict[str, bytes] = {}
+        self._queues: dict[str, deque[bytes]] = {}
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self._values[key] = _to_bytes(value)
+
+    def get(self, key: str) -> bytes:
+        self._wait_for([key], f"store.get({key!r})")
+        return self._values[key]
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to the number under ``key``, 0 at first, and return the sum."""
+        if amount == 0:  # a program that only reads may be polling
+            before = self._values.get(key)
+            self._poll(lambda: self._values.get(key) != before, f"store.add({key!r}, 0)")
+        present = self._values.get(key, b"0")
+        try:
+            total = int(present) + amount
+        except ValueError:
+            raise ArgumentError(
+                f"store.add cannot add to key {key!r}",
+                expected="a key that is absent or holds a whole number",
+                found=f"{present!r}",
+                fix="use different keys for texts and for counters",
+            ) from None
+        self._values[key] = str(total).encode()
+        return total
+
+    def append(self, key: str, value: str | bytes) -> None:
+        self._values[key] = self._values.get(key, b"") + _to_bytes(value)
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Return whether all ``keys`` are set; if not, let the other ranks run first."""
+        return self._poll(lambda: self._has(keys), f"store.check({list(keys)!r})")
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """Wait until all ``keys`` are set; ``timeout`` never expires."""
+        self._wait_for(keys, f"store.wait({list(keys)!r})")
+
+    def peek(self, key: str) -> bytes | None:
+        """Return the value of ``key``, None where it is not set, while no other rank runs."""
+        return self._values.get(key)
+
+    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
+        """Set ``key`` to ``desired`` if it holds ``expected``; return the value it then has."""
+        wanted = _to_bytes(expected)  # an absent key equals an empty value
+        call = f"store.compare_set({key!r})"
+        if self._poll(lambda: self._values.get(key, b"") == wanted, call):
+            self._values[key] = _to_bytes(desired)
+        return self._values.get(key, wanted)
+
+    def delete_key(self, key: str) -> bool:
+        return self._values.pop(key, None) is not None
+
+    def num_keys(self) -> int:
+        return len(self._values)
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        self._wait_for(keys, f"store.multi_get({list(keys)!r})")
+        return [self._values[key] for key in keys]
+
+    def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
+        if len(keys) != len(values):
+            raise ArgumentError(
+                "store.multi_set needs one value for each key",
+                found=f"{len(keys)} keys, {len(values)} values",
+            )
+        for key, value in zip(keys, values, strict=True):
+            self.set(key, value)
+
+    def list_keys(self) -> list[str]:
+        """Return all keys that are set, in the order in which they came."""
+        return list(self._values)
+
+    def queue_push(self, key: str, value: str | bytes) -> None:
+        self._queues.setdefault(key, deque()).append(_to_bytes(value))
+
+    def queue_pop(self, key: str, block: bool = True) -> bytes:
+        """Take the first value of queue ``key``; if empty, wait, or raise unless ``block``."""
+        act = self._wait if block else self._poll
+        if not act(lambda: bool(self._queues.get(key)), f"store.queue_pop({key!r})"):
+            raise QueueEmptyError(f"queue {key!r} is empty")
+        return self._queues[key].popleft()
+
+    def queue_len(self, key: str) -> int:
+        return len(self._queues.get(key, ()))
+
+    def has_extended_api(self) -> bool:
+        return True
+
+    def clone(self) -> SimulatedStore:
+        """Return this store itself: a rank that waits on it blocks no other."""
+        return self
+
+    # The names under which torch's PrefixStore looks for them.
+    deleteKey = delete_key
+    getNumKeys = num_keys
+
+    def _wait_for(self, keys: Sequence[str], call: str) -> None:
+        self._wait(lambda: self._has(keys), call)
+
+    def _wait(self, is_ready: Callable[[], bool], call: str) -> bool:
+        """Wait until ``is_ready()``; return True; raise on a thread that is no rank."""
+        if is_ready():
+            return True
+        rank = find_rank_here()
+        if rank is None:
+            raise WorldError(
+                f"{call} would wait, and this thread is no simulated rank",
+                where=f"called at {show_site(call_site())}",
+                expected="waits on the thread of a simulated rank",
+                fix="set the key first, or ask with store.check",
+            )
+        rank.wait(CallWait(call, call_site(), is_ready))
+        return True
+
+    def _has(self, keys: Sequence[str]) -> bool:
+        return all(key in self._values for key in keys)
+
+    def _poll(self, is_ready: Callable[[], bool], call: str) -> bool:
+        """Return ``is_ready()``; if that is false, let the other ranks run first."""
+        rank = find_rank_here()
+        if rank is not None and not is_ready():
+            rank.poll(CallWait(call, call_site(), is_ready))
+        return is_ready()
+
+
+def _to_bytes(value: str | bytes) -> bytes:
+    return value.encode() if isinstance(value, str) else bytes(value)

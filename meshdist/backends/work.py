@@ -1,0 +1,494 @@
+"""The result of ``async_op=True``: one verb in flight."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
+from threading import get_ident, main_thread
+from typing import Any, NoReturn, TypeAlias
+
+import torch
+from torch._C._distributed_c10d import WorkResult  # type: ignore[attr-defined]
+
+from ..arguments import check_timeout
+from ..arrays import StreamPlace, cuda_devices, follow, record_event
+from ..checking.call_sites import end_here, is_nested, run_unnested, under_way
+from ..error_text import without_frames
+from ..errors import BackendError, CollectiveTimeoutError, MeshdistError, NestedVerbError
+from ..runtime.deadlines import Deadline, wait_until
+from .futures import WorkFuture, find_deferral, get_watcher, watched_future
+from .requests import Chain, Operation, WireFailure, WireTimeout
+from .simulated.scheduler import find_rank_here
+
+__all__ = [
+    "WatchedWork",
+    "Work",
+    "bound",
+    "is_ready",
+    "joined",
+    "may_be_dropped",
+]
+
+_Step: TypeAlias = Callable[[timedelta], "bool | None"]
+
+_MAIN_THREAD = main_thread().ident
+_UNSET = timedelta(0)
+_AT_ONCE = timedelta(milliseconds=1)
+
+
+@dataclass(eq=False, repr=False, slots=True)
+class Work:
+    """One verb in flight. Until ``wait`` returns, leave its tensors alone.
+
+    On NCCL ``wait()`` lets the current stream wait for the verb, and the CPU goes on: the Work is
+    in flight until the device has done it. A wait with another current stream orders that, too.
+
+    Args:
+        operation: the verb, started.
+        timeout: bounds a wait that names none.
+        explain: makes the error to raise of a wire's failure, and of ``note``.
+        result: the tensors that hold the result.
+        copy_back: copies the result to where it belongs, once the wire is done.
+        verb, group: what messages call the verb, and its group.
+        is_transfer: whether this is a send or a receive, which have no future.
+        hand_back: hands the arrays back to their library, in each thread that has waited.
+        note: under which the verb was noted.
+        warn_dropped: called with the note where nothing has waited for the verb, nor seen it done,
+            nor taken a future of it, as long as the Work is there; None where that is as meant.
+        user: its group, which is not collected as long as the Work is there.
+        uses_streams: whether streams may have to wait for it, since a device has a part in it.
+    """
+
+    _operation: Operation
+    _timeout: timedelta
+    _explain: Callable[[WireFailure, int], Exception]
+    _result: list[Any]
+    _copy_back: Callable[[], None] | None = None
+    _verb: str = "verb"
+    _group: str = "a group"
+    _is_transfer: bool = False
+    _hand_back: Callable[[], None] | None = None
+    _note: int = 0
+    _warn_dropped: Callable[[int], None] | None = None
+    _user: object = None
+    _uses_streams: bool = True
+    # One thread at a time ends the verb.
+    _guard: threading.Lock = field(default_factory=threading.Lock, init=False)
+    _done: bool = field(default=False, init=False)
+    _error: Exception | None = field(default=None, init=False)
+    _future: torch.futures.Future[list[Any]] | None = field(default=None, init=False)
+    _ordered: list[StreamPlace] = field(default_factory=list, init=False)
+    _deadline: Deadline | None = field(default=None, init=False)
+    # Of a StartedWork, also once it has become another: a thread may be about to wait for it.
+    _started: Any = field(init=False)
+
+    def __repr__(self) -> str:
+        """The verb and its state, without a poll of the wire."""
+        state = "not known to be finished"
+        if self._done:
+            error = self._error
+            state = "finished" if error is None else f"failed with {type(error).__name__}"
+        return f"<Work: {self._verb} on {self._group}, {state}>"
+
+    def wait(self, timeout: timedelta = _UNSET) -> bool:
+        """Return True when the verb is done; zero means the group's timeout.
+
+        On NCCL: when the current stream waits for it; with a timeout, when the device has done it.
+
+        Raises:
+            CollectiveTimeoutError: not done in time; the group is broken then.
+            AbortedError: the group was aborted.
+            BackendError: the wire failed, for example because a member died.
+            NestedVerbError: not done, and a signal's handler calls it inside another verb.
+        """
+        self._warn_dropped = None
+        try:
+            if timeout:
+                check_timeout(timeout)
+            operation: Any = self._operation
+            is_over = self._done
+            is_plain = operation.is_plain and not (timeout or is_over or self._copy_back)
+            if is_plain and under_way[0] is None and get_ident() == _MAIN_THREAD:
+                try:  # in no function of its own, which would cost each wait a frame
+                    under_way[0] = f"wait() of {self._verb}"
+                    if operation.on_stream:
+                        with self._guard:
+                            adds_to_stream = operation.adds_to_stream
+                            is_over = operation.wait(0.0) == 0
+                            if is_over and adds_to_stream:
+                                self._ordered += map(record_event, cuda_devices(self._result))
+                    elif not self._uses_streams:
+                        is_over = operation.wait(self._timeout.total_seconds()) == 0
+                        self._done = is_over
+                finally:
+                    under_way[0] = None
+            if not is_over:
+                run_unnested(f"wait() of {self._verb}", self._go_on, timeout)
+            if self._future is not None:
+                self._complete()
+            if self._error is not None:
+                raise without_frames(self._error)  # which a kept Work does not hold
+            if self._ordered or self._hand_back is not None:
+                self._order_streams()
+            return True
+        except MeshdistError as error:
+            __tracebackhide__ = True
+            end_here(error)
+            raise
+
+    def is_completed(self) -> bool:
+        """Return whether the verb is done, without waiting.
+
+        Its results are in place then, as after ``wait``. A verb that is not done a timeout after it
+        was first asked has failed, and so is done too. On NCCL this asks the device.
+        """
+        if self._poll():
+            if self._future is not None:
+                self._complete()
+            if self._error is None:
+                self._order_streams()
+        return self._done
+
+    def is_success(self) -> bool:
+        """Return whether the verb is done and did not fail."""
+        return self.is_completed() and self._error is None
+
+    def exception(self) -> Exception | None:
+        """The error of a verb that is done, or None."""
+        self.is_completed()
+        return self._error
+
+    def result(self) -> list[Any]:
+        """Wait, and return the tensors that hold the verb's result."""
+        self.wait()
+        return self._result
+
+    def source_rank(self) -> int:
+        """The group rank that a finished receive came from.
+
+        Raises:
+            BackendError: this is no receive.
+        """
+        return self._operation.source()
+
+    def synchronize(self) -> None:
+        """The same as ``wait()``."""
+        self.wait()
+
+    def block_current_stream(self) -> None:
+        """Let what is enqueued on the current CUDA stream from now on come after the verb.
+
+        Raises:
+            BackendError: the result lies on the CPU, where there is no stream to order.
+        """
+        if not cuda_devices(self._result):
+            raise BackendError(
+                "no stream can be made to wait for a verb whose result lies on the CPU",
+                expected="a verb on CUDA arrays",
+                fix="call wait(), which returns when the result is there",
+            )
+        self.wait()
+
+    def get_future(self) -> torch.futures.Future[list[Any]]:
+        """A torch Future of the result's tensors; ``then`` chains callbacks.
+
+        It is completed when the verb is done, also where nothing waits for it: callbacks run in the
+        thread that finds it done, on a simulated rank after one of its waits or at its end. Those
+        of a communication hook run where the reducer waits for its bucket. On NCCL the future is
+        torch's own: complete at once, with callbacks on streams that come after the verb.
+
+        Raises:
+            BackendError: this is a send or a receive.
+        """
+        if self._is_transfer:
+            raise BackendError(
+                "a send or a receive has no future",
+                expected="the Work of a collective",
+                fix="call wait() or is_completed() on it",
+            )
+        self._warn_dropped = None
+        if self._is_in_flight_on_stream():
+            return self._future_on_stream()
+        with self._guard:
+            is_new = self._future is None
+            future = self._future = self._future or WorkFuture(
+                self._wait_quietly,
+                self.is_completed,
+                *self._ordering_of_waits(),
+            )
+        deferral = find_deferral()
+        if is_new and deferral is not None:
+            deferral.add(future)
+        elif is_new:
+            self._start_deadline()
+            if self._done:
+                self._complete()
+            else:
+                (find_rank_here() or get_watcher()).watch(self._poll, self._complete_beside)
+        return future
+
+    def get_future_result(self) -> torch.futures.Future[int]:
+        """A torch Future of how the verb ended, as the number of a WorkResult; it never raises.
+
+        SUCCESS is 0, TIMEOUT 1; COMM_ERROR, 2, stands for every other failure.
+
+        Raises:
+            BackendError: this is a send or a receive.
+        """
+        self._warn_dropped = None
+        if self._is_transfer or not self._is_in_flight_on_stream():
+            return self.get_future().then(lambda _: int(self._ending()))
+
+        return watched_future(self._has_ended, lambda: int(self._ending()))
+
+    def boxed(self) -> NoReturn:
+        """Raise BackendError: only works of torch's own can be boxed for its dispatcher."""
+        raise BackendError(
+            "a Work of meshdist cannot be boxed for torch's dispatcher",
+            expected="a Work that torch.distributed made, which lives in C++",
+            fix="hand on the Work itself, or its get_future()",
+        )
+
+    @staticmethod
+    def unbox(arg0: object) -> NoReturn:
+        """Raise BackendError: see ``boxed``."""
+        raise BackendError(
+            "no box holds a Work of meshdist",
+            found=type(arg0).__name__,
+            fix="open a box of torch's with torch.distributed.Work.unbox",
+        )
+
+    def _complete(self) -> None:
+        """Complete the future, once, with the result or the error of the finished verb."""
+        if isinstance(self._future, WorkFuture):
+            self._future.complete(self._result, self._error)
+
+    def _ordering_of_waits(self) -> tuple[list[torch.device], Callable[[], None] | None]:
+        """Return the devices on which torch orders a future's waits, or a function that orders."""
+        # The function is for other libraries' arrays: torch would look for tensors in them by
+        # pickling them.
+        if self._hand_back is None:
+            return cuda_devices(self._result), None
+        return [], self._order_streams
+
+    def _complete_beside(self) -> None:
+        """Complete the future in another thread, whose current device is not the program's."""
+        devices = cuda_devices(self._result)
+        with torch.cuda.device(devices[0]) if devices else nullcontext():
+            self._complete()
+
+    def _wait_quietly(self) -> None:
+        try:
+            self.wait()
+        except Exception as error:  # the future has it, whatever it is
+            with self._guard:
+                if not self._done:
+                    self._fail(error)
+            self._complete()
+
+    def _is_in_flight_on_stream(self) -> bool:
+        return self._operation.on_stream and not (self._has_ended() and self._error is not None)
+
+    def _future_on_stream(self) -> torch.futures.Future[list[Any]]:
+        """Return a future that is complete at once, on streams that come after the verb."""
+        # Where arrays are other libraries', each wait orders their streams in its own thread.
+
+        def finish(_: object) -> list[Any]:  # on streams of the future's own
+            self._go_on(_UNSET, self._finish)
+            self._raise_error()
+            return self._result
+
+        with self._guard:
+            if self._future is not None:
+                return self._future
+            enqueued = torch.futures.Future[None](devices=[*cuda_devices(self._result)])
+            future = self._future = enqueued.then(finish)
+            if self._hand_back is not None:
+                future = self._future = WorkFuture(lambda: None, lambda: None, (), self.synchronize)
+                future.complete(self._result)
+        enqueued.set_result(None)
+        return future
+
+    def _has_ended(self) -> bool:
+        """Return whether the verb is done or has failed, without asking a device."""
+        found = not self._done and self._ask(lambda _: self._operation.has_ended())
+        return self._done or bool(found)
+
+    def _ask(self, step: _Step) -> bool | None:
+        """Run ``step``, which never blocks, on the verb, unless another thread holds the guard."""
+        if not self._guard.acquire(blocking=False):
+            return False
+        try:
+            return self._go_on(_UNSET, step, is_polled=True)
+        finally:
+            self._guard.release()
+
+    def _go_on(
+        self, timeout: timedelta, step: _Step | None = None, *, is_polled: bool = False
+    ) -> bool | None:
+        """Let ``step``, or a wait, go on with the verb; return its answer, None once it ends."""
+        # What a wire raises ends the verb, too. The caller has the guard, if it is polled.
+        if step is None:
+            is_plain = self._copy_back is None and not self._uses_streams
+            step = self._operation.finish if is_plain else self._how_to_finish(timeout)
+        timeout = timeout or self._timeout
+        with threading.Lock() if is_polled else self._guard:
+            try:
+                if not self._done:
+                    found = step(timeout)
+                    self._done = found is None
+                    return found
+            except WireFailure as failure:
+                if is_polled and isinstance(failure, WireTimeout):  # it is late
+                    failure = WireTimeout.after(timeout)
+                failure.limit = timeout
+                self._fail(self._explain(failure, self._note))
+            except Exception as error:
+                # No caller waits for what is polled: wait() and exception() raise it. An error of a
+                # signal's handler, such as that of a nested verb, is none of this verb's.
+                is_own = is_polled or isinstance(error, MeshdistError)
+                if not is_own or isinstance(error, NestedVerbError):
+                    raise
+                self._fail(error)
+        return None
+
+    def _how_to_finish(self, timeout: timedelta) -> _Step:
+        """The step that waits for a verb with a part on a device, or copies its result home."""
+        if not timeout or not self._operation.on_stream:
+            return self._finish
+        is_over = bool(wait_until(self._operation.poll, Deadline(timeout)))
+        return partial(self._finish, is_late=not is_over, is_over=is_over)
+
+    def _finish(
+        self, timeout: timedelta, *, is_late: bool = False, is_over: bool = False
+    ) -> bool | None:
+        """Finish the operation, at once if ``is_late``; copy its result; False if it goes on."""
+        # On a stream the verb has ended only if it ``is_over``.
+        operation, copy_back = self._operation, self._copy_back
+        adds_to_stream = copy_back is not None or operation.adds_to_stream
+        if is_late and operation.on_stream and not operation.poll():
+            raise WireTimeout.after(timeout)  # the device has not done it
+        operation.finish(_AT_ONCE if is_late else timeout)
+        self._copy_back = None
+        if copy_back is not None:
+            try:
+                copy_back()
+            except Exception as failure:
+                self._fail(failure)
+                return None
+        if adds_to_stream and self._uses_streams:
+            self._ordered += map(record_event, cuda_devices(self._result))
+        return None if is_over or not operation.on_stream else False
+
+    def _order_streams(self) -> None:
+        """Let this thread's current streams, those of the arrays' library too, follow the verb."""
+        for place in self._ordered:
+            follow(place)
+        if self._hand_back is not None:
+            self._hand_back()
+
+    def _fail(self, error: Exception) -> None:
+        self._error = error
+        self._copy_back = None
+        self._done = True
+
+    def _poll(self) -> bool:
+        """Finish the verb if it is over or late, without blocking; return whether it has ended."""
+        if not self._done and not is_nested():  # else a handler asks inside another verb
+            self._ask(self._finish_if_over)
+        return self._done
+
+    def _finish_if_over(self, timeout: timedelta) -> bool | None:
+        if self._operation.poll():
+            return self._finish(timeout, is_over=True)
+        is_late = find_rank_here() is None and self._start_deadline().is_over
+        return self._finish(timeout, is_late=True) if is_late else False  # no clock in simulate
+
+    def _start_deadline(self) -> Deadline:
+        """The deadline: a timeout after the verb was first polled."""
+        if self._deadline is None:
+            self._deadline = Deadline(self._timeout)
+        return self._deadline
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            raise without_frames(self._error)
+
+    def _may_be_dropped(self) -> None:
+        self._warn_dropped = None
+
+    def _ending(self) -> WorkResult:
+        if self._error is None:
+            return WorkResult.SUCCESS
+        is_late = isinstance(self._error, CollectiveTimeoutError)
+        return WorkResult.TIMEOUT if is_late else WorkResult.COMM_ERROR
+
+
+class WatchedWork(Work):
+    """Work that warns if it is collected while its verb is not done and nothing waited for it."""
+
+    __slots__ = ()
+
+    def __del__(self) -> None:
+        if self._warn_dropped is not None and not self._done:
+            self._warn_dropped(self._note)
+
+
+def is_ready(work: Work) -> bool:
+    """Return whether a wait would return at once; no other simulated rank runs meanwhile."""
+    return work._done or work._operation.is_ready()
+
+
+def bound(work: Work, timeout: timedelta) -> None:
+    """Set the timeout of the operation of ``work``, and of waits for ``work`` that name none."""
+    work._operation.bound(timeout)  # first, since it makes the fields of a StartedWork
+    work._timeout = timeout
+
+
+def joined(works: Sequence[Work]) -> Work:
+    """Return a Work that ends when all ``works`` have; a failure is explained by its own Work."""
+    first = works[0]
+    if len(works) == 1:
+        return first
+    names = first._verb, first._group
+    dropped = first._note, first._warn_dropped
+    parts = Chain([_OfWork(may_be_dropped(work)) for work in works])
+    return WatchedWork(
+        parts, first._timeout, first._explain, [], None, *names, False, None, *dropped
+    )
+
+
+def may_be_dropped(work: Work) -> Work:
+    """Return ``work``, marked so that no warning follows if nothing waits for it."""
+    work._may_be_dropped()
+    return work
+
+
+@dataclass(eq=False, slots=True)
+class _OfWork(Operation):
+    """A Work as an Operation: it ends with the result in place, or raises the Work's own error."""
+
+    work: Work
+
+    @property
+    def on_stream(self) -> bool:
+        return self.work._operation.on_stream
+
+    def finish(self, timeout: timedelta) -> None:
+        self.work._go_on(_UNSET)
+        self.work._raise_error()
+
+    def poll(self) -> bool:
+        return self.work._operation.poll()
+
+    def has_ended(self) -> bool:
+        has_ended = self.work._has_ended()
+        self.work._raise_error()
+        return has_ended
+
+    def bound(self, timeout: timedelta) -> None:
+        bound(self.work, timeout)

@@ -1,0 +1,128 @@
+"""From the place where ranks meet, a host and a port, to the store there: served or found."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable, Hashable
+from contextlib import suppress
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch.distributed
+
+from ..error_text import first_line
+from ..errors import RendezvousError
+from ..runtime.deadlines import Deadline
+from .launch_environment import Surroundings
+from .mpi_library import store_by_mpi
+from .store_cache import has_kept
+from .stores import (
+    NamedPrefixStore,
+    Store,
+    bind_listener,
+    check_can_serve,
+    connect_store,
+    find_number,
+    inherited_listener,
+    is_loopback,
+    numeric_loopback,
+    root_of,
+    serve_store,
+)
+
+_FORMER_STORE_S = 10.0
+_PROBE_S = 1.0
+_PAUSE_S = 0.01
+
+
+def open_by_url(
+    address: str, port: int, rank: int, size: int, timeout: timedelta, *, is_named: bool
+) -> Store:
+    """Return the store at a URL's address, which rank 0, or else the first process, serves.
+
+    Args:
+        rank: -1 where ranks follow the order of arrival.
+        is_named: whether worlds of several names meet there, each with a rank 0.
+    """
+    if rank > 0:
+        return connect_store(address, port, timeout)
+    if rank == 0:
+        check_can_serve(size)
+    if rank == 0 and not is_named:
+        return _serve_or_find(address, port, timeout)
+    # The first process serves the others: any rank, or another job at this address.
+    listener = None
+    with suppress(RendezvousError):
+        listener = bind_listener(address, port)
+    if listener is None:
+        return connect_store(address, port, timeout)
+    return serve_store(listener, address, port, timeout)
+
+
+def place_by_environment(
+    surroundings: Surroundings, timeout: timedelta
+) -> tuple[Hashable, Callable[[], Store]]:
+    """Return the key of a launcher's meeting place, and a function that opens its store."""
+    port, address = surroundings.port, surroundings.address or ""
+    if port is None:
+        return ("mpiexec", surroundings.job), partial(store_by_mpi, surroundings, timeout)
+    if surroundings.has_agent_store:
+        return ("agent", address, port), partial(_store_of_agent, address, port, timeout)
+
+    def make() -> Store:
+        if surroundings.rank > 0:
+            return connect_store(address, port, timeout)
+        check_can_serve(surroundings.size)
+        return _serve_or_find(address, port, timeout)
+
+    return place_of(address, port), make
+
+
+def place_of(address: str, port: int) -> Hashable:
+    """Return the key under which ``keep_store`` has the store at a host's port."""
+    return "tcp", numeric_loopback(address), port
+
+
+def _serve_or_find(address: str, port: int, timeout: timedelta) -> Store:
+    """Return rank 0's new store, or the store that another process has left open there."""
+    # Ranks may have changed, and the process that was rank 0 closes its store a moment later.
+    host, grace = numeric_loopback(address or "127.0.0.1"), Deadline(_FORMER_STORE_S)
+    while True:
+        try:
+            listener = inherited_listener(os.environ.get("MESHDIST_LISTEN_FD"), port)
+            if listener is None and address:
+                listener = _listener_at(address, port)
+            return serve_store(listener, address or host, port, timeout)
+        except RendezvousError:
+            if not has_kept(place_of(address, port)) or grace.is_over:
+                raise
+        with suppress(RendezvousError, OSError):
+            socket.create_connection((host, port), _PROBE_S).close()  # else it has closed just now
+            return connect_store(host, port, min(timeout, timedelta(seconds=grace.left_s)))
+        time.sleep(_PAUSE_S)
+
+
+def _store_of_agent(address: str, port: int, timeout: timedelta) -> Store:
+    # Torch finds the store of torchrun's agent, which no rank serves, below a prefix that counts
+    # restarts, and that it does not tell.
+    found = torch.distributed.rendezvous("env://", timeout=timeout)
+    try:
+        store: Store = root_of(next(found)[0])
+    except (RuntimeError, ValueError) as error:
+        raise RendezvousError(
+            f"torchrun's store does not answer: {first_line(error)}",
+            where=f"env://, started by torchrun, store at {address}, port {port}",
+            fix="look at the output of torchrun on its first host",
+        ) from error
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return NamedPrefixStore(f"attempt {restarts}", store)
+
+
+def _listener_at(address: str, port: int) -> Any:
+    """Return a socket that listens at a loopback or numeric address of this host; else None."""
+    # A host's name may mean loopback to itself and another interface to other hosts.
+    is_safe = is_loopback(address) or find_number(address) is not None
+    return bind_listener(address, port) if is_safe else None

@@ -1,0 +1,171 @@
+"""The ranks that save or load together: what they tell each other, and how all raise one error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from .. import errors
+from ..bootstrap.world import World, find_unjoined_place, find_world
+from ..collectives.objects import broadcast_object_list, gather_from_all
+from ..collectives.value_comparison import agree
+from ..error_text import fields_among, first_line, ranks_text
+from ..errors import AgreementError, CheckpointError, KindError, MeshdistError
+from ..groups.process_group import ProcessGroup, resolve_group
+from ..mesh.device_mesh import DeviceMesh, coordinate_in
+from .files import FAILURES
+
+RANKS = "ranks"
+"""The axis of the mesh of all members, where the program has no mesh."""
+
+
+class Members:
+    """The ranks that take part in a save or load: a mesh's, the world's, or this process."""
+
+    def __init__(self, mesh: DeviceMesh | None, call: str) -> None:
+        self.call = call
+        self.mesh = mesh
+        self.group: ProcessGroup | None = None
+        if mesh is not None and not isinstance(mesh, DeviceMesh):
+            raise KindError(
+                f"{call}: mesh= is the mesh of the ranks that take part",
+                expected="a DeviceMesh, or None",
+                found=f"{mesh!r}, a {type(mesh).__name__}",
+            )
+        if mesh is not None:
+            coordinate_in(mesh, call)
+        if find_world() is not None or find_unjoined_place() is not None:
+            # A mesh of all ranks is that of the arrays, maybe, which a rank may lack that fails:
+            # it meets the others all the same, in the group of the world.
+            self.group = resolve_group(None)
+            if mesh is not None and set(mesh.layout.ranks().flat) != set(self.group.ranks):
+                self.group = mesh.open_group()
+        self.ranks: Sequence[int] = (0,) if self.group is None else self.group.ranks
+        self.rank = 0 if self.group is None else self.group.world.rank
+        self.place = self.ranks.index(self.rank)
+        self.is_first = self.place == 0
+
+    @property
+    def world(self) -> World | None:
+        """The members' world, None for a process without a world."""
+        return None if self.group is None else self.group.world
+
+    def any_mesh(self) -> DeviceMesh | None:
+        """Return the members' mesh, made of their group if they have none; None without a world."""
+        if self.mesh is None and self.group is not None:
+            device_type = self.group.first_device_type()
+            self.mesh = DeviceMesh.from_group(self.group, device_type, mesh_dim_names=(RANKS,))
+        return self.mesh
+
+    def all_do(self, step: Callable[[], Any]) -> Any:
+        """Return ``step()`` of this member; raise on all members what any raises; collective."""
+        return self.all_agree(lambda: (step(), {}, {}))
+
+    def all_agree(
+        self, read: Callable[[], tuple[Any, Mapping[str, str], Mapping[str, torch.Tensor]]]
+    ) -> Any:
+        """Return the value that ``read`` returns here; raise on all members what it raises on any.
+
+        Args:
+            read: returns a value, and texts and tensors, by label, equal on all members, else
+                AgreementError.
+        """
+        found: Any = (None, {"error": f"on rank {self.rank}"}, {})  # unlike all other members'
+        error: Exception | None = None
+        try:
+            found = read()
+        except Exception as raised:  # whatever an object of the state raises
+            error = raised
+        value, texts, tensors = found
+        if self.group is None and error is not None:
+            raise as_ours(error, self.call)
+        group = self.group
+        difference = None if group is None else agree(group, texts, tensors, title=self.call)
+        if group is None or (difference is None and error is None):
+            return value
+        told = None if error is None else told_error(error, self.call)
+        of_all = gather_from_all(told, group)
+        failures = [(rank, each) for rank, each in zip(self.ranks, of_all, strict=True) if each]
+        if failures:
+            raise told_again(failures, self.ranks) from error
+        assert difference is not None
+        raise AgreementError(
+            f"{self.call}: ranks have other names, arrays or values",
+            expected="the same on every rank",
+            found=difference.found,
+            fix="give all ranks the same, as by md.distributed.broadcast_object_list; a part of a "
+            "global array needs a spec: md.checkpoint.State(model=model), or md.annotate(x, spec)",
+        )
+
+    def first_does(self, step: Callable[[], Any]) -> Any:
+        """Return on all members the first's ``step()``; raise its error on all; collective."""
+        box: list[Any] = [None]
+        if self.is_first:
+            try:
+                box = [(step(), None)]
+            except Exception as error:
+                box = [(None, told_error(error, self.call))]
+        if self.group is not None:
+            broadcast_object_list(box, group=self.group, group_src=0)
+        result, failure = box[0]
+        if failure is not None:
+            raise told_again([(self.ranks[0], failure)], self.ranks)
+        return result
+
+    def is_last(self, name: str) -> bool:
+        """Count this member under ``name``; return whether it is the last; no member waits."""
+        if self.group is None:
+            return True
+        store = self.group.world.store
+        is_last = store.add(name, 1) == len(self.ranks)
+        if is_last:
+            store.delete_key(name)
+        return is_last
+
+
+@contextmanager
+def errors_as_ours(call: str) -> Iterator[None]:
+    """Raise the block's file errors as CheckpointErrors of ``call``."""
+    try:
+        yield
+    except FAILURES as error:
+        raise as_ours(error, call) from error
+
+
+def as_ours(error: Exception, call: str) -> Exception:
+    """Return a file error as a CheckpointError, any other error unchanged."""
+    if isinstance(error, MeshdistError) or not isinstance(error, FAILURES):
+        return error
+    path = getattr(error, "filename", None)
+    found = CheckpointError(
+        f"{call}: the disk or the file system failed",
+        where=None if path is None else str(path),
+        found=f"{type(error).__name__}: {first_line(error)}",
+    )
+    found.__cause__ = error
+    return found
+
+
+def told_error(error: Exception, call: str) -> dict[str, Any]:
+    """Return an error as JSON, the inverse of ``told_again``."""
+    ours = as_ours(error, call)
+    if not isinstance(ours, MeshdistError):
+        ours = CheckpointError(f"{call}: {type(error).__name__}: {first_line(error)}")
+    fields = {"summary": ours.summary, **fields_among(vars(ours))}
+    return {"kind": type(ours).__name__, "fields": fields}
+
+
+def told_again(
+    failures: Sequence[tuple[int, dict[str, Any]]], ranks: Sequence[int]
+) -> MeshdistError:
+    """Return the first error of ``failures``, (rank, error) pairs, naming the ranks that had it."""
+    _, told = failures[0]
+    fields = dict(told["fields"])
+    if len(ranks) > 1:
+        same = [rank for rank, each in failures if each["fields"]["summary"] == fields["summary"]]
+        fields["where"] = ", ".join(filter(None, [ranks_text(same), fields.get("where")]))
+    error: MeshdistError = getattr(errors, told["kind"], CheckpointError)(**fields)
+    return error

@@ -1,0 +1,295 @@
+"""Calls of the plain verbs on tensors, made from their rows.
+
+A row says what a verb's parameters are for, and the verb of a communicator that carries it which
+tensors a member brings and gets. ``prepare`` reads the arguments by these, and checks them; the
+call that it returns is run by its ``run``. ``run_titled`` does both for a call that is a part of
+something: a plan, or a verb of ``lax``.
+
+Members whose titles differ raise the AgreementError of calls that differ, as if they had called
+different verbs, and reports name the title. All else is as the verb of the same name says: a call
+waits for its result, takes the fast path where it can, and is shown by
+torch's profiler.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+import torch.autograd.profiler as profiler
+
+from ..arguments import find_whole_numbers
+from ..arrays import apart, apart_from_all, shape_text
+from ..backends.work import Work
+from ..checking.call_sites import run_unnested
+from ..errors import KindError, ShapeError
+from ..groups.process_group import ProcessGroup
+from ..operation_table import VERBS, Form, Verb
+from ..runtime.graph_breaks import untraced
+from .collective import Collective
+from .registration import num_bytes, recorded
+
+
+@lru_cache(maxsize=4096)  # the native core knows a title by its address, too
+def lax_title(verb: str, leaf_name: str, shape: torch.Size) -> str:
+    """Return the title of a call of lax: "lax.psum((2, 3) at tree['w'])"."""
+    return f"lax.{verb}({tuple(shape)} at {leaf_name})"
+
+
+def prepare(verb: str, group: Any, *given: Any, title: str = "") -> Collective:
+    """Return the checked call of a verb, not yet run.
+
+    Args:
+        given: its arguments, as its row of the table of verbs has them; a root is a place.
+        title: the name of what the call is a part of.
+    """
+    recipe = _RECIPES[verb]
+    call = Collective(verb, group, given[-1] if recipe.root else None, title, recipe.is_elementwise)
+    call.way = recipe.way
+    recipe.prepare(call, recipe, *given)
+    return call
+
+
+@untraced
+def run_titled(
+    verb: str, group: ProcessGroup, title: str, *given: Any, async_op: bool = False
+) -> Work | None:
+    """Run a verb on plain tensors, compared by ``title``; return None, or the Work of async_op."""
+    if not profiler._is_profiler_enabled:
+        for path in (group.fast_path, group.fast_path_on_device):
+            if async_op and path is not None:
+                path = path.starting
+            if path is not None and (work := getattr(path, verb)(*given, title)) is not False:
+                return work  # type: ignore[no-any-return]
+        return run_unnested(verb, _run, verb, group, title, given, async_op)
+    count = sum(map(num_bytes, given))
+    with recorded(f"meshdist::{verb} of {title} {group.name} {count} bytes"):
+        return run_unnested(verb, _run, verb, group, title, given, async_op)
+
+
+def _run(
+    verb: str, group: ProcessGroup, title: str, given: Sequence[Any], async_op: bool
+) -> Work | None:
+    return prepare(verb, group, *given, title=title).run(async_op)
+
+
+class _Recipe(NamedTuple):
+    """The facts by which ``prepare`` makes a call of a verb."""
+
+    prepare: Callable[..., None]  # reads the arguments of a call, and checks them
+    way: str  # the verb of a communicator that carries it; the next two are of that verb
+    reduces: bool
+    root: str
+    names: tuple[str, str]  # the parameters that it writes, and that it reads beside
+    is_elementwise: bool  # whether its tensors correspond element by element on all members
+
+
+def _in_place(call: Collective, recipe: _Recipe, tensor: Any, *op_and_root: Any) -> None:
+    root = recipe.root
+    buffer = call.take(tensor, recipe.names[0], writes=root != "to" or call.is_root)
+    if recipe.reduces:
+        call.take_op(op_and_root[0], buffer)
+    if root:
+        call.result = [tensor]
+        if root == "to":  # the others' must not be written to
+            buffer = call.scaled(buffer)
+            call.written = [(x, data, buffer) for x, data, _ in call.written]
+        elif call.is_root:  # what is sent stays as it is
+            call.written.clear()
+    call.inputs = call.outputs = [buffer]
+    call.noted = buffer
+
+
+def _several_in_place(call: Collective, recipe: _Recipe, tensors: Any, op: Any) -> None:
+    tensors = [tensors] if isinstance(tensors, torch.Tensor) else tensors
+    (name, _), given = recipe.names, call.check_list(tensors, recipe.names[0])
+    buffers = [call.take(x, name, writes=True) for x in given]
+    call.take_op(op, *buffers)
+    check_devices(call, buffers, name)
+    call.inputs = call.outputs = call.noted = buffers
+
+
+def _blocks(call: Collective, recipe: _Recipe, output: Any, input: Any, *op: Any) -> None:
+    names = recipe.names
+    buffer = call.take(output, names[0], writes=True)
+    tensor = call.take(input, names[1])
+    if op:
+        call.take_op(op[0], buffer)
+    call.check_alike(buffer, tensor, names)
+    if op:
+        call.check_blocks(tensor, buffer, names[::-1])
+        sent = call.scaled(tensor)
+    else:
+        call.check_blocks(buffer, tensor, names)
+        sent = tensor
+        if sent.data_ptr() != buffer.data_ptr() + call.group.rank() * sent.nbytes:
+            sent = apart(sent, buffer)  # but for its own place there, where it may lie
+    call.inputs, call.outputs, call.noted = [sent], [buffer], tensor
+
+
+def _to_each(call: Collective, recipe: _Recipe, outputs: Any, tensor: Any) -> None:
+    written, read = recipe.names
+    block = call.take(tensor, read)
+    buffers = call.take_list(outputs, written, block, read, writes=True)
+    mine = buffers[call.group.rank()]
+    call.check_same_size(mine, block, (f"my {written}", read))
+    call.sizes = [block.numel()] * len(buffers), [buffer.numel() for buffer in buffers]
+    call.inputs, call.outputs, call.noted = [block], buffers, block
+
+
+def _to_root(call: Collective, recipe: _Recipe, tensor: Any, outputs: Any, _: int) -> None:
+    written, read = recipe.names
+    block = call.take(tensor, read)
+    buffers = call.take_list(outputs, written, block, read, "destination", writes=True)
+    call.result = outputs or [tensor]
+    call.inputs, call.outputs, call.noted = [block], buffers, block
+
+
+def _from_each(call: Collective, recipe: _Recipe, output: Any, inputs: Any, op: Any) -> None:
+    written, read = recipe.names
+    buffer = call.take(output, written, writes=True)
+    call.take_op(op, buffer)
+    tensors = call.take_list(inputs, read, buffer, written)
+    mine = tensors[call.group.rank()]
+    call.check_same_size(mine, buffer, (f"my {read}", written))
+    call.inputs, call.outputs, call.noted = list(map(call.scaled, tensors)), [buffer], tensors
+
+
+def _from_root(call: Collective, recipe: _Recipe, output: Any, inputs: Any, _: int) -> None:
+    written, read = recipe.names
+    buffer = call.take(output, written, writes=True)
+    tensors = call.take_list(inputs, read, buffer, written, "source")
+    call.inputs, call.outputs, call.noted = [apart(x, buffer) for x in tensors], [buffer], buffer
+
+
+def _exchanged_lists(call: Collective, recipe: _Recipe, outputs: Any, inputs: Any) -> None:
+    written, read = recipe.names
+    first = call.check_list(inputs, read, call.group.size())[0]
+    like = call.take(first, read)
+    sent = call.take_list(inputs, read, like, read)
+    buffers = call.take_list(outputs, written, like, read, writes=True)
+    me = call.group.rank()
+    call.check_same_size(buffers[me], sent[me], ("my output", "my input for myself"))
+    call.sizes = [part.numel() for part in sent], [buffer.numel() for buffer in buffers]
+    call.inputs, call.outputs, call.noted = apart_from_all(sent, buffers), buffers, like
+
+
+def _exchanged_parts(
+    call: Collective, recipe: _Recipe, output: Any, input: Any, output_sizes: Any, input_sizes: Any
+) -> None:
+    names = recipe.names
+    buffer = call.take(output, names[0], writes=True)
+    source = call.take(input, names[1])
+    call.check_alike(buffer, source, names)
+    taken = _sizes(call, buffer, output_sizes, names[0])
+    sent = _sizes(call, source, input_sizes, names[1])
+    is_flat = buffer.dim() == source.dim() == 1
+    if not is_flat and buffer.shape[1:].numel() != source.shape[1:].numel():
+        raise ShapeError(
+            f"{call.verb}: the rows of output and input have different sizes",
+            where=call.here,
+            found=f"output {shape_text(buffer.shape)}, input {shape_text(source.shape)}",
+            fix="give both the same shape but for dim 0",
+        )
+    me = call.group.rank()
+    if taken[me] != sent[me]:
+        raise ShapeError(
+            f"{call.verb}: what this rank takes from itself is not what it sends to itself",
+            where=call.here,
+            found=f"{taken[me]} elements taken, {sent[me]} sent",
+            fix=f"make entry {me} of both split sizes equal",
+        )
+    source = apart(source, buffer)
+    call.sizes = sent, taken
+    call.inputs, call.outputs, call.noted = [source], [buffer], source
+
+
+_Forms: TypeAlias = tuple[Form, Form]
+_PREPARE: dict[_Forms, Callable[..., None]] = {
+    (Form.IN_PLACE, Form.ONE): _in_place,
+    (Form.IN_PLACE, Form.ANY): _several_in_place,
+    (Form.ONE, Form.ONE): _blocks,
+    (Form.ONE, Form.EACH): _to_each,
+    (Form.ONE, Form.AT_ROOT): _to_root,
+    (Form.EACH, Form.ONE): _from_each,
+    (Form.AT_ROOT, Form.ONE): _from_root,
+    (Form.EACH, Form.EACH): _exchanged_lists,
+    (Form.PARTS, Form.PARTS): _exchanged_parts,
+}
+
+
+def _make_recipe(row: Verb) -> _Recipe:
+    carrier = row.carrier
+    names = row.writes, "".join(row.reads)
+    is_elementwise = carrier.takes is Form.IN_PLACE
+    prepare = _PREPARE[carrier.takes, carrier.gives]
+    return _Recipe(prepare, carrier.name, carrier.reduces, carrier.root, names, is_elementwise)
+
+
+_RECIPES = {
+    row.name: _make_recipe(row)
+    for row in VERBS.values()
+    if row.is_plain and (row.carrier.takes, row.carrier.gives) in _PREPARE
+}
+
+
+def check_devices(call: Collective, tensors: Sequence[torch.Tensor], argument: str) -> None:
+    """Raise unless all tensors lie on one device."""
+    names = (f"an entry of {argument}", f"{argument}[0]")
+    for tensor in tensors:
+        call.check_same_device(tensor, tensors[0], names)
+
+
+def _sizes(
+    call: Collective, tensor: torch.Tensor, rows: Sequence[int] | None, role: str
+) -> list[int]:
+    """Return ``tensor``'s elements per member, by ``rows`` or equal; raise, naming it ``role``."""
+    name, size = call.verb, call.group.size()
+    if rows is None and tensor.dim() and not tensor.shape[0] % size:
+        return [tensor.numel() // size] * size  # the common case
+    where = f"{call.here} of {size} ranks"
+    if tensor.dim() == 0:
+        raise ShapeError(
+            f"{name} cuts along dim 0, and {role} has none",
+            where=where,
+            found=f"{role} {shape_text(tensor.shape)}",
+            fix=f"pass {role}.view(1), or a tensor with a row per member",
+        )
+    num_rows = tensor.shape[0]
+    row = math.prod(tensor.shape[1:])
+    rows = _whole_numbers(rows, f"{role}_split_sizes", name)
+    if not rows:
+        if num_rows % size:
+            raise ShapeError(
+                f"{name} cannot cut {role} into {size} equal parts",
+                where=where,
+                expected=f"{role}.shape[0] a multiple of {size}",
+                found=f"{role} {shape_text(tensor.shape)}",
+                fix=f"give {role}_split_sizes, or pad dim 0 to {-(-num_rows // size) * size}",
+            )
+        return [num_rows // size * row] * size
+    if len(rows) != size or sum(rows) != num_rows or any(count < 0 for count in rows):
+        raise ShapeError(
+            f"{name}: {role}_split_sizes do not cut {role} into one part per member",
+            where=where,
+            expected=f"{size} numbers, none negative, whose sum is {num_rows}",
+            found=f"{rows}, whose sum is {sum(rows)}; {role} {shape_text(tensor.shape)}",
+        )
+    return [count * row for count in rows]
+
+
+def _whole_numbers(given: Any, argument: str, name: str) -> list[int]:
+    """Return ``given`` split sizes as a list of ints, [] for None; else raise."""
+    if given is None:
+        return []
+    numbers = find_whole_numbers(given.tolist() if hasattr(given, "tolist") else given)
+    if numbers is not None:
+        return numbers
+    raise KindError(
+        f"{name}: {argument} must be whole numbers",
+        found=repr(given),
+        fix="for example [2, 1, 1], one number per member",
+    )

@@ -1,0 +1,108 @@
+"""Which backward is meant: gradients that come before outputs have theirs, and those beside them.
+
+Of ``model(x).sum() + w.square().sum()`` the gradient of the second term comes first: it is kept
+until its backward reaches an output, and counts then. Where none is reached the backward is local.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+
+from ..groups.process_group import ProcessGroup
+from .autograd_engines import NO_TASK, at_end_of_task, current_task, is_made_within, next_number
+from .gradient_errors import Reports
+
+_NUM_FORWARDS = 64
+
+_MANY = 8
+"""So many local backwards, and none between them that is averaged, are warned of."""
+
+
+class LocalBackwards:
+    """The gradients of backwards that have reached no output yet, and may never do."""
+
+    def __init__(self) -> None:
+        self.is_averaged_expected = False  # a synchronised forward waits for its backward
+        self.takes_any = False  # the next backward counts, as nothing tells which is meant
+        self.has_sums = False  # a backward since the last average was local
+        self._early: list[int] = []  # indices of gradients, by arrival
+        self._early_task: int | None = None  # which may yet reach an output
+        self._num_local = 0  # since the last backward that was averaged
+        self._local_task: int | None = None  # the backward that reached an output under no_sync
+        self._is_local_running: Callable[[], bool] = bool  # whether that backward has not ended
+        self._has_warned = False
+        self._has_warned_of_complete = False
+        self._first_number = 0
+        # The numbers of the nodes that the last synchronised forwards made.
+        self._forwards: deque[range] = deque(maxlen=_NUM_FORWARDS)
+
+    def forward_begins(self) -> None:
+        """Note the first node of a synchronised forward."""
+        self._first_number = next_number()
+
+    def passes_forward(self) -> bool:
+        """Return whether this backward passes a synchronised forward, until a gradient is kept."""
+        return self._early_task != current_task() and is_made_within(self._forwards)
+
+    def forward_ends(self, *, sees_outputs: bool) -> None:
+        """Expect an averaged backward, of outputs if ``sees_outputs``."""
+        self.takes_any = not sees_outputs
+        if current_task() == NO_TASK:
+            self.is_averaged_expected = True
+            self._forwards.append(range(self._first_number, next_number()))
+
+    def output_is_reached(self, ends: Callable[[], None]) -> None:
+        """Note that this backward reached a ``no_sync`` output; call ``ends`` as it ends."""
+        if self._local_task != current_task():
+            self._local_task = current_task()
+            self._is_local_running = at_end_of_task(ends)
+
+    def keep(self, index: int, reports: Reports) -> None:
+        """Keep gradient ``index`` until its backward reaches an output, or ends without."""
+        self.has_sums = True
+        task = current_task()
+        if task != self._early_task:
+            self._early_task = task
+            self._early.clear()
+            at_end_of_task(partial(self._end, task, reports))
+        self._early.append(index)
+
+    def backward_begins(self, task: int) -> list[int]:
+        """Reset counts for averaged backward ``task``; return its gradients that came already."""
+        self.takes_any = self.is_averaged_expected = False
+        self._num_local = 0
+        if task != self._early_task:
+            return []
+        early, self._early, self._early_task = self._early, [], None
+        return early
+
+    def warn(self, reports: Reports, num_local: int = 0) -> None:
+        """Warn, once, of ``num_local`` local backwards in a row, 0 if a forward awaits its own."""
+        if not self._has_warned:
+            self._has_warned = True
+            reports.warn_of_local(num_local=num_local)
+
+    def warn_of_complete(self, task: int, group: ProcessGroup, reports: Reports) -> None:
+        """Warn, once, if the loss of autograd task ``task`` was reduced over ``group`` before."""
+        noted, ranks, group_and_line = group.world.complete
+        if noted == task and group_and_line and not self._has_warned_of_complete:
+            self._has_warned_of_complete = len({*ranks} & {*group.ranks}) > 1
+            if self._has_warned_of_complete:
+                reports.warn_of_complete(group_and_line)
+
+    def _end(self, task: int, reports: Reports) -> None:
+        """Drop the gradients of ``task``, which reached no output; warn if that looks wrong."""
+        if task != self._early_task:
+            return
+        self._early_task = None  # it reached no output
+        self._early.clear()
+        # It reached an output made under ``no_sync``, or so did the backward around it.
+        if current_task() == self._local_task or self._is_local_running():
+            return
+        self._num_local += 1
+        if self.is_averaged_expected:
+            self.warn(reports)
+        elif self._num_local == _MANY:  # the program trains so: it does not look only
+            self.warn(reports, _MANY)

@@ -1,0 +1,403 @@
+"""The demands on a model that is wrapped, and the parts of it that the wrapper takes care of."""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from ..arguments import get_whole_number
+from ..bootstrap.world import Closable, find_world
+from ..dtypes import dtype_name
+from ..errors import ArgumentError, DtypeError, GradientError, KindError, MeshdistError
+from ..groups.process_group import ProcessGroup, resolve_group, world_group
+from ..mesh.device_mesh import DeviceMesh
+from ..typed_mode.module_annotations import restore_marks
+from .gradient_hooks import find_reducing_world
+from .precision import CastParameters
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+_PREFIX = "module."
+_BOUND = {
+    "process_group",
+    "device_mesh",
+    "reducer",
+    "_buffers_of_model",
+    "_owner",
+    "_parting",
+    "_join_config",
+}
+"""Attributes that belong to this process, and are made anew for a copy."""
+
+
+class WrappedModel(nn.Module, ABC):
+    """The methods of ``DistributedDataParallel`` as a module around a module."""
+
+    module: nn.Module
+    process_group: ProcessGroup
+    device_mesh: Any
+    _cast: CastParameters | None
+
+    @abstractmethod
+    def _adopt(self, module: nn.Module) -> None:
+        """Take ``module`` as the model; nothing is sent."""
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Load a state of this wrapper (names begin with ``module.``) or of the module alone.
+
+        Load the same state on every rank; nothing is sent.
+
+        Raises:
+            ArgumentError: ``assign`` is true, which would replace the parameters.
+        """
+        if assign:
+            raise ArgumentError(
+                "load_state_dict(assign=True) would replace the parameters whose gradients are "
+                "averaged",
+                expected="assign=False, which copies into them",
+                fix="load into the module before it is wrapped",
+            )
+        own = self.state_dict().keys()
+        num_wrapped = sum(name in own for name in state_dict)
+        num_bare = sum(_PREFIX + name in own for name in state_dict)
+        if num_bare > num_wrapped:
+            return self.module.load_state_dict(state_dict, strict=strict)
+        return super().load_state_dict(state_dict, strict=strict)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        def kinds() -> list[tuple[torch.dtype, torch.device]]:
+            return [(p.dtype, p.device) for p in self.module.parameters()]
+
+        before = kinds()
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if kinds() != before:
+            raise GradientError(
+                "the parameters were converted after the model was wrapped",
+                where=f"rank {self.process_group.world.rank}, {type(self.module).__name__}",
+                expected="the dtype and device that they had, in which gradients are reduced",
+                fix="convert first, then wrap: DDP(module.to(...)); this wrapper is unusable now",
+            )
+        return self
+
+    # -- copies -----------------------------------------------------------------------------------
+
+    def _portable_state(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name not in _BOUND}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Return a copy over the same group, with a copy of the module; nothing is sent."""
+        clone = type(self).__new__(type(self))
+        memo[id(self)] = clone
+        state = copy.deepcopy(self._portable_state(), memo)
+        clone.__setstate__(
+            {**state, "process_group": self.process_group, "device_mesh": self.device_mesh}
+        )
+        return clone
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self.process_group is not world_group(self.process_group.world):
+            raise KindError(
+                "a DistributedDataParallel over a part of the world cannot be pickled",
+                where=f"its group is {self.process_group.group_name}",
+                expected="the world as its group, or the model alone",
+                fix="save ddp.state_dict() or ddp.module, and wrap again after loading",
+            )
+        return self._portable_state()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        if self._cast is not None:
+            self._cast.close()  # its hooks are on the copied modules, too
+        if "process_group" not in state:
+            self.process_group, self.device_mesh = resolve_group(None), None
+        restore_marks(self.module)
+        self._adopt(self.module)
+
+
+_IGNORED = "_ddp_params_and_buffers_to_ignore"
+"""Where torch's wrapper looks for the names, and ours."""
+
+
+def module_state(
+    module: nn.Module, ignored: Iterable[str] = (), *, with_buffers: bool = True
+) -> dict[str, torch.Tensor]:
+    """Return the parameters and buffers that are not ignored, once each, by name."""
+    state: dict[str, torch.Tensor] = dict(module.named_parameters())
+    if with_buffers:
+        state.update(module.named_buffers())
+    left_out = set(ignored)
+    return {name: tensor for name, tensor in state.items() if name not in left_out}
+
+
+def trainable_parameters(module: nn.Module, ignored: Iterable[str] = ()) -> dict[str, nn.Parameter]:
+    """Return the parameters that require a gradient and are not ignored, by name."""
+    left_out = set(ignored)
+    return {
+        name: parameter
+        for name, parameter in module.named_parameters()
+        if parameter.requires_grad and name not in left_out
+    }
+
+
+def ignored_names(module: nn.Module, names: Iterable[str] | None = None) -> frozenset[str]:
+    """Store ``names``, if given, as ignored on ``module``; return its ignored names."""
+    if names is not None:
+        names = list(names)
+        known = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+        known |= {name for name, _ in module.named_buffers(remove_duplicate=False)}
+        unknown = [name for name in names if name not in known]
+        if unknown:
+            raise ArgumentError(
+                f"{type(module).__name__} has no parameter or buffer named {unknown[0]!r}",
+                expected="names as named_parameters() and named_buffers() give them",
+                found=f"{len(unknown)} of {len(names)} names unknown",
+                fix=f"pass {str(unknown[0]).lstrip('.')!r}"
+                if str(unknown[0]).lstrip(".") in known
+                else "take the names from dict(module.named_parameters())",
+            )
+        setattr(module, _IGNORED, names)
+    return frozenset(getattr(module, _IGNORED, ()))
+
+
+def sparse_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """Return the weights of embeddings that make sparse gradients."""
+    return [
+        cast("nn.Parameter", child.weight)
+        for child in module.modules()
+        if isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.sparse
+    ]
+
+
+def check_module(module: object, *, with_buffers: bool = True) -> frozenset[str]:
+    """Raise unless a module, with its buffers if asked, can be wrapped; return ignored names."""
+    if not isinstance(module, nn.Module):
+        raise KindError(
+            f"module is of type {type(module).__name__}", expected="a torch.nn.Module to train"
+        )
+    ignored = ignored_names(module)
+    for name, child in module.named_modules():
+        if isinstance(child, nn.SyncBatchNorm) and not torch.distributed.is_initialized():
+            raise KindError(
+                f"{name or 'the module'} is torch's SyncBatchNorm, which sees no ranks but those "
+                "of torch's world",
+                expected="meshdist's SyncBatchNorm",
+                fix="convert with "
+                "md.distributed.SyncBatchNorm.convert_sync_batchnorm(module, mesh['dp'])",
+            )
+    refuse_wrapped(module, ignored)
+    for name, parameter in module.named_parameters():
+        if name in ignored:
+            continue
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise GradientError(
+                f"{name} has no shape yet",
+                expected="parameters that are initialized",
+                fix="run one forward on the module before it is wrapped",
+            )
+        if is_traceable_wrapper_subclass(parameter):
+            is_dtensor = type(parameter).__name__ == "DTensor"
+            raise KindError(
+                f"{name} is a {type(parameter).__name__}",
+                expected="plain parameters: each rank's own shard as an ordinary tensor",
+                fix="let torch's fully_shard(module, mesh=mesh.to_torch()['dp']), or replicate, "
+                "take it"
+                if is_dtensor
+                else "wrap a module whose parameters are local shards",
+            )
+    for name, tensor in module_state(module, ignored, with_buffers=with_buffers).items():
+        _check_tensor(name, tensor)
+    if not trainable_parameters(module, ignored):
+        raise GradientError(
+            f"{type(module).__name__} has no parameter that requires a gradient",
+            expected="a module to train",
+            fix="use the module itself: there is nothing to average",
+        )
+    return ignored
+
+
+def refuse_wrapped(module: nn.Module, ignored: frozenset[str]) -> None:
+    """Raise if a wrapper averages gradients of ``module`` already, save those ignored."""
+    for name, parameter in module.named_parameters():
+        if name in ignored:
+            continue
+        world = find_reducing_world(parameter)
+        if world is not None and world is not find_world() and not world.is_closed:
+            raise GradientError(
+                f"{name} belongs to the DistributedDataParallel of rank {world.rank}",
+                expected="a module of its own: simulated ranks share what the function closes over",
+                fix="make it inside the function, or let each rank have a copy: "
+                "md.simulate(function, ranks, args=(module,))",
+            )
+        if world is not None:
+            is_whole = all(map(find_reducing_world, trainable_parameters(module, ignored).values()))
+            raise GradientError(
+                f"{name} belongs to another DistributedDataParallel",
+                expected="a parameter whose gradient one wrapper averages",
+                fix="wrap the module once; or let go of the first wrapper and of its outputs on a "
+                "line before that one, where the wrapper still lives: module = ddp.module; del ddp"
+                if is_whole
+                else "let one module hold all models that share it, with a forward that runs the "
+                "one that is asked for, and wrap that; find_unused_parameters=True where a loss is "
+                "of one of them alone",
+            )
+
+
+def _check_tensor(name: str, tensor: torch.Tensor) -> None:
+    """Raise for a tensor that cannot be copied between ranks, or whose gradients have no mean."""
+    if tensor.layout is not torch.strided:
+        raise KindError(
+            f"{name} is a sparse tensor, or laid out in another way of its own",
+            expected="dense parameters and buffers; their gradients may be sparse",
+            found=f"layout {str(tensor.layout).removeprefix('torch.')}",
+            fix=f"make it dense; or leave it to each rank: "
+            f"md.DDP._set_params_and_buffers_to_ignore_for_model(module, [{name!r}])",
+        )
+    dtype = tensor.dtype
+    if tensor.requires_grad and dtype.is_floating_point and dtype.itemsize == 1:
+        raise DtypeError(
+            f"{name} has gradients of {dtype_name(dtype)}, in which torch computes no averages",
+            expected="trainable parameters of 16 bits or more",
+            found=f"{tuple(tensor.shape)} {dtype_name(dtype)}",
+            fix="keep it in bfloat16, and cast it in the forward; or freeze it",
+        )
+
+
+def check_period(verify_every: object) -> int:
+    """Return ``verify_every``; raise unless it is a whole number, 0 or more."""
+    return get_whole_number(
+        verify_every,
+        "verify_every",
+        0,
+        expected="0 or more: after how many backwards replicas are compared",
+        fix="pass for example 1000; 0 for never",
+    )
+
+
+def let_go(*rooms: Closable | None) -> None:
+    """Close each of ``rooms``, which removes hooks and marks from the wrapped module."""
+    for room in rooms:
+        if room is not None:
+            room.close()
+
+
+def refuse_both(kind: type[MeshdistError], **arguments: object) -> None:
+    """Raise an error of ``kind`` unless at least one of the two arguments is None."""
+    if None not in arguments.values():
+        first, second = arguments
+        raise kind(
+            f"{first} and {second} were both given",
+            expected="one of them, or neither",
+            fix=f"pass {second} alone",
+        )
+
+
+def refuse_unfrozen(frozen: Iterable[tuple[str, nn.Parameter]], group: ProcessGroup) -> None:
+    """Raise if a parameter of ``frozen``, frozen at wrapping, now requires a gradient."""
+    for name, parameter in frozen:
+        if parameter.requires_grad:
+            raise GradientError(
+                f"{name} requires a gradient, and did not when the model was wrapped",
+                where=f"rank {group.world.rank}",
+                expected="parameters that are trained to be so when the model is wrapped",
+                fix="del ddp, and wrap the model again; or wrap first, and freeze then",
+            )
+
+
+def delayed_indices(
+    parameters: Sequence[nn.Parameter],
+    delayed: Iterable[tuple[str, nn.Parameter]] | None,
+    behind: nn.Parameter | None,
+) -> tuple[frozenset[int], int | None]:
+    """Return where ``delayed`` and ``behind`` are in ``parameters``; raise if any is not there.
+
+    Args:
+        delayed: (name, parameter) pairs, reduced once ``behind`` has its gradient; None if that is.
+    """
+    if delayed is None and behind is None:
+        return frozenset(), None
+    if delayed is None or behind is None:
+        given, lacking = ["delay_all_reduce_named_params", "param_to_hook_all_reduce"][
+            :: 1 if behind is None else -1
+        ]
+        raise ArgumentError(
+            f"{given} was given without {lacking}",
+            expected="both, or neither",
+            fix=f"pass {lacking} too",
+        )
+    places = {id(parameter): index for index, parameter in enumerate(parameters)}
+    pairs = [*delayed]
+    if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
+        raise KindError(
+            f"delay_all_reduce_named_params is of type {type(delayed).__name__}",
+            expected="pairs of a name and a parameter",
+            fix="pass for example list(module.named_parameters())",
+        )
+    for name, parameter in [*pairs, ("param_to_hook_all_reduce", behind)]:
+        if id(parameter) not in places:
+            raise ArgumentError(
+                f"{name} is no parameter of the module that requires a gradient",
+                expected="delayed parameters, and the one that they wait for, in the module",
+                fix="take them from module.named_parameters()",
+            )
+    return frozenset(places[id(parameter)] for _, parameter in pairs), places[id(behind)]
+
+
+def find_devices(
+    module: nn.Module,
+    device_ids: Sequence[int | torch.device] | None,
+    output_device: int | torch.device | None,
+) -> tuple[list[torch.device] | None, torch.device | None]:
+    """Return ``device_ids`` and ``output_device``, checked, as devices; None, None without ids."""
+    if isinstance(device_ids, (ProcessGroup, DeviceMesh, str)):
+        raise KindError(
+            "the second argument of DistributedDataParallel is device_ids",
+            found=f"{device_ids!r}",
+            fix="name the axis: DistributedDataParallel(module, device_mesh=mesh['dp'])",
+        )
+    if device_ids is not None and not isinstance(device_ids, Sequence):
+        raise _no_device("device_ids", device_ids, "a list of one device, or None")
+    devices = sorted({str(p.device) for p in module.parameters()})
+    if not device_ids:
+        if output_device not in (None, 0):  # torch takes 0 for none, too
+            raise ArgumentError(
+                "output_device was given without device_ids",
+                expected="output_device only with the one device of a CUDA module in device_ids",
+                fix="drop output_device, or pass device_ids too",
+            )
+        return None, None
+    given = [_as_device(f"device_ids[{index}]", entry) for index, entry in enumerate(device_ids)]
+    if len(given) != 1 or devices != [str(given[0])] or given[0].type == "cpu":
+        raise ArgumentError(
+            f"device_ids={device_ids} does not fit the module",
+            expected="one entry, the device of a CUDA module; None for CPU modules and for "
+            "modules on several devices",
+            found=f"parameters on {', '.join(devices)}",
+            fix="drop device_ids, or move the module: module.to(device)",
+        )
+    return given, given[0] if output_device is None else _as_device("output_device", output_device)
+
+
+def _as_device(what: str, entry: Any) -> torch.device:
+    try:
+        return torch.device("cuda", entry) if isinstance(entry, int) else torch.device(entry)
+    except (TypeError, RuntimeError):
+        raise _no_device(what, entry, "the index of a CUDA device, or a torch.device") from None
+
+
+def _no_device(what: str, entry: object, expected: str) -> KindError:
+    return KindError(
+        f"{what} is {entry!r}",
+        expected=expected,
+        found=f"an object of type {type(entry).__name__}",
+        fix="drop device_ids on the CPU; on CUDA pass device_ids=[torch.cuda.current_device()]",
+    )

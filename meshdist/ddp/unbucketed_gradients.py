@@ -1,0 +1,121 @@
+"""Gradients that are sent alone: large and dense in their own memory, or sparse by their rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from ..collectives.flat_sums import dense_stride, sum_rows
+from ..collectives.tensor_collectives import all_gather_into_tensor, all_reduce
+from ..collectives.torch_private import storage_uses
+from ..groups.process_group import ProcessGroup
+from ..reduce_ops import ReduceOp
+from .buckets import Filling, Pending, Taking
+
+
+class _Single(Taking):
+    """A bucket's way to send a gradient that lies in no flat tensor."""
+
+    def take(self, filling: Filling, slot: int | None = None) -> None:
+        """Record the parameter's ``.grad``, which may be None, for sending; ignore ``slot``."""
+        filling.read = [filling.bucket.members[0].grad]
+
+    def clear(self, filling: Filling) -> None:
+        """Record None for the gradient, so that this rank adds zeros; leave ``.grad`` alone."""
+        filling.read = [None]
+
+    def give(
+        self, filling: Filling, is_used: Sequence[bool] | None, *, is_complete: bool, share: float
+    ) -> None:
+        """Set ``.grad`` to the average times ``share``, unless no rank used the parameter."""
+        average, index = filling.average, filling.bucket.indices[0]
+        if average is not None and (is_complete or is_used is None or is_used[index]):
+            filling.bucket.members[0].grad = average if share == 1.0 else average * share
+
+
+class InPlace(_Single):
+    """Averages a large dense gradient in its own memory."""
+
+    # Where ranks share no memory, to copy it into a bucket would only cost time and memory.
+
+    def buffer(self, filling: Filling) -> torch.Tensor:
+        """Return the scaled gradient (a copy if its memory is shared), or zeros for None."""
+        mine, like = filling.read[0], filling.bucket.views[0]
+        scale = filling.bucket.averaging.scale or 1.0
+        stride = dense_stride(like.shape, like.stride())
+        # Autograd lets a gradient share memory with that of a view, or of another parameter, which
+        # a backward may still read.
+        has_own = mine is not None and storage_uses(mine) == 1 and not mine._is_zerotensor()
+        if mine is not None and has_own and mine.stride() == stride:
+            return mine.mul_(scale)
+        apart = like.new_empty_strided(like.shape, stride)
+        return apart.zero_() if mine is None else torch.mul(mine, scale, out=apart)
+
+    def start(self, filling: Filling) -> Pending:
+        """Start to average the gradient in place; return the reduction."""
+        filling.average = self.buffer(filling)
+        return filling.bucket.averaging.start(filling.average)
+
+
+_DENSE = -1
+_NONE = -2
+
+
+class Sparse(_Single):
+    """Averages a sparse gradient, of which each rank sends the rows that it has."""
+
+    def buffer(self, filling: Filling) -> torch.Tensor:
+        """Return a copy of this rank's gradient; without a gradient, a sparse tensor of no rows."""
+        mine, like = filling.read[0], filling.bucket.views[0]
+        filling.average = _no_rows(like) if mine is None else mine.detach().clone()
+        return filling.average
+
+    def start(self, filling: Filling) -> Pending:
+        """Return a reduction that starts when it is waited for."""
+        return _SparseReduction(filling.bucket.averaging.group, filling)
+
+
+class _SparseReduction(NamedTuple):
+    """A reduction of a sparse gradient that runs inside ``wait``."""
+
+    group: ProcessGroup
+    filling: Filling
+
+    def wait(self) -> None:
+        """Average the gradient over the group, and store it in the filling; collective."""
+        # What is sent depends on the gradient. Waits come in the same order on every rank.
+        self.filling.average = self._average()
+
+    def _average(self) -> torch.Tensor | None:
+        """Return the average: dense if any rank's gradient is, None if no rank has any."""
+        mine, like, group = self.filling.read[0], self.filling.bucket.views[0], self.group
+        rows = None if mine is None or mine.layout is torch.strided else mine.detach().coalesce()
+        count = _NONE if mine is None else _DENSE if rows is None else rows._nnz()
+        counts = torch.empty(group.size(), dtype=torch.int64, device=like.device)
+        all_gather_into_tensor(counts, torch.tensor([count], device=like.device), group)
+        sizes = counts.tolist()
+        if _DENSE in sizes:
+            if mine is None:
+                dense = torch.zeros_like(like)
+            else:
+                dense = (mine.to_dense() if rows is not None else mine.clone()).contiguous()
+            all_reduce(dense, ReduceOp.AVG, group)
+            return dense
+        if all(size == _NONE for size in sizes):
+            return None
+        sizes = [max(size, 0) for size in sizes]
+        if rows is None:
+            rows = _no_rows(like)
+        return sum_rows(group, rows / group.size(), sizes) if any(sizes) else rows
+
+
+def _no_rows(like: torch.Tensor) -> torch.Tensor:
+    """Return a sparse tensor without rows, of the shape, dtype and device of ``like``."""
+    return torch.sparse_coo_tensor(
+        torch.empty(1, 0, dtype=torch.int64, device=like.device),
+        like.new_empty(0, *like.shape[1:]),
+        like.shape,
+        check_invariants=False,
+    ).coalesce()

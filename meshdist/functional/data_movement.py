@@ -1,0 +1,431 @@
+"""Verbs that move values between members, each beside its transpose.
+
+    verb          from -> to   backward
+    all_to_all    V -> V       all_to_all, the dims exchanged
+    pswapaxes     V -> V       itself
+    ppermute      V -> V       ppermute, the pairs turned round
+    pshuffle      V -> V       the inverse permutation
+    pbroadcast    V -> I       the gradient at the source, zero elsewhere (free)
+
+What ``functional`` says of its verbs holds here too. ``ragged_all_to_all`` exchanges slices of
+sizes of their own, V -> V. Its transpose is itself with offsets and sizes exchanged; the gradient
+of ``output`` is zero where rows arrived. It is made of a selection of rows, an exchange and a
+placing of rows, each with a derivative, of which the exchange alone sends anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from ..arguments import find_whole_numbers, get_whole_number
+from ..arrays import describe
+from ..collectives import list_collectives
+from ..collectives.normalize_args import lax_title, run_titled
+from ..collectives.tensor_collectives import all_gather_into_tensor
+from ..collectives.torch_private import call_function, outside_transforms
+from ..error_text import ranks_text
+from ..errors import ArgumentError, DtypeError, KindError, ShapeError
+from ..groups.process_group import ProcessGroup
+from ..runtime.memory import new_like
+from .linear_function import LinearFunction, cut, get_dim, stack_blocks
+from .reductions import InvariantFunction, check_gradient
+
+_NUMBERS = ("input_offsets", "send_sizes", "output_offsets", "recv_sizes")
+_FAULTS = (
+    "recv_sizes are not what is sent to it",
+    "rows sent to it end beyond its output",
+    "rows sent to it overlap in its output",
+)
+
+
+def ragged_all_to_all(
+    operand: torch.Tensor,
+    output: torch.Tensor,
+    input_offsets: Any,
+    send_sizes: Any,
+    output_offsets: Any,
+    recv_sizes: Any,
+    group: ProcessGroup,
+) -> torch.Tensor:
+    """Every member holds ``output``, with the rows in it that the members have sent.
+
+    Args:
+        operand, output: rows along dim 0, of one shape and dtype.
+        input_offsets, send_sizes: where in ``operand`` each slice begins, and its number of rows;
+            k slices, k a multiple of the group's size, the first slices for its first member.
+        output_offsets: where in the *receiver's* output each slice goes.
+        recv_sizes: the number of rows of each slice that arrives here, in the order of senders.
+
+    Raises:
+        KindError, ShapeError, DtypeError, ArgumentError: the arguments do not fit one another;
+            nothing was sent. Where they do not fit another member's, every member raises the same
+            ArgumentError.
+    """
+    given = (input_offsets, send_sizes, output_offsets, recv_sizes)
+    lists = []
+    for numbers, name in zip(given, _NUMBERS, strict=True):
+        plain = numbers.tolist() if hasattr(numbers, "tolist") else numbers
+        lists.append(_whole_numbers(plain, "ragged_all_to_all", name, "a one-dim array or a list"))
+    _check_here(operand, output, lists, group)
+    starts, sent, places, taken = lists
+    with outside_transforms():
+        arriving_sizes, offsets = _exchange_sizes(sent, places, group)
+        _check_everywhere(output, arriving_sizes, offsets, taken, group)
+    count = len(sent) // group.size()
+    rows = operand.index_select(0, _rows(starts, sent, operand.device))
+    title = f"lax.ragged_all_to_all(rows of {tuple(rows.shape[1:])})"
+    arrived = exchange_rows(rows, group, _sums(sent, count), _sums(taken, count), title)
+    return output.index_copy(0, _rows(offsets, taken, output.device), arrived)
+
+
+def _check_here(
+    operand: torch.Tensor, output: torch.Tensor, lists: Sequence[list[int]], group: ProcessGroup
+) -> None:
+    """Raise unless operand, output and the four ``lists`` of offsets and sizes fit together."""
+    where = f"rank {group.world.rank}, {group.name}"
+    shown = f"operand {describe(operand)}; output {describe(output)}"
+    if not operand.dim() or not output.dim() or operand.shape[1:] != output.shape[1:]:
+        raise ShapeError(
+            "ragged_all_to_all: operand and output must hold rows of one shape",
+            where=where,
+            expected="equal shapes but for dim 0",
+            found=shown,
+        )
+    if operand.dtype != output.dtype or operand.device != output.device:
+        raise DtypeError(
+            "ragged_all_to_all: operand and output must have one dtype and device",
+            where=where,
+            found=f"{shown}; on {operand.device} and {output.device}",
+        )
+    lengths = {name: len(numbers) for name, numbers in zip(_NUMBERS, lists, strict=True)}
+    count = lengths["send_sizes"]
+    if len(set(lengths.values())) > 1 or count % group.size() or not count:
+        raise ShapeError(
+            "ragged_all_to_all: offsets and sizes must be as many, a multiple of the group's size",
+            where=where,
+            expected=f"four lists of k numbers, k a multiple of {group.size()}",
+            found=", ".join(f"{length} {name}" for name, length in lengths.items()),
+        )
+    starts, sent, places, taken = lists
+    ends = [start + size for start, size in zip(starts, sent, strict=True)]
+    if min(map(min, lists)) < 0 or max(ends) > operand.shape[0]:
+        raise ArgumentError(
+            "ragged_all_to_all: slices must lie in operand",
+            where=where,
+            expected=f"no negative number, and no slice beyond row {operand.shape[0]}",
+            found=f"input_offsets {starts}, send_sizes {sent}, output_offsets {places}, "
+            f"recv_sizes {taken}",
+        )
+
+
+def _exchange_sizes(
+    sent: list[int], places: list[int], group: ProcessGroup
+) -> tuple[list[int], list[int]]:
+    """Send each slice's size and first row in the output; return those of slices that come."""
+    mine = torch.tensor([sent, places], device="cpu").T.contiguous()
+    theirs = torch.empty_like(mine)
+    device = group.first_device_type()
+    mine, theirs = mine.to(device), theirs.to(device)
+    list_collectives.all_to_all_single(theirs, mine, group=group)
+    sizes, offsets = theirs.T.tolist()
+    return sizes, offsets
+
+
+def _check_everywhere(
+    output: torch.Tensor,
+    arriving_sizes: list[int],
+    offsets: list[int],
+    expected_sizes: list[int],
+    group: ProcessGroup,
+) -> None:
+    """Raise the same error on every member unless the slices that come fit every output.
+
+    Args:
+        arriving_sizes: the rows of each slice, as its sender gave them.
+        offsets: the first row of each slice in ``output``, likewise.
+    """
+    spans = sorted(
+        (start, start + size) for start, size in zip(offsets, arriving_sizes, strict=True) if size
+    )
+    fault = 0
+    if arriving_sizes != expected_sizes:
+        fault = 1
+    elif spans and max(end for _, end in spans) > output.shape[0]:
+        fault = 2
+    elif any(end > start for (_, end), (start, _) in pairwise(spans)):
+        fault = 3
+    mine = torch.tensor([fault], device=group.first_device_type())
+    faults = mine.new_empty(group.size())
+    all_gather_into_tensor(faults, mine, group=group)
+    found = dict(zip(group.ranks, faults.tolist(), strict=True))
+    if any(found.values()):
+        lines = [
+            f"{ranks_text([rank for rank in found if found[rank] == kind])}: {text}"
+            for kind, text in enumerate(_FAULTS, 1)
+            if kind in found.values()
+        ]
+        raise ArgumentError(
+            f"ragged_all_to_all over {group.name}: offsets and sizes do not fit between ranks",
+            expected="recv_sizes as the senders' send_sizes, and slices that lie apart in output",
+            found="\n".join(lines),
+            fix="recv_sizes = lax.all_to_all(send_sizes, axis, 0, 0, tiled=True)",
+        )
+
+
+def _rows(starts: list[int], sizes: list[int], device: torch.device) -> torch.Tensor:
+    """Return the indices of the rows of all slices, in their order."""
+    slices = zip(starts, sizes, strict=True)
+    return torch.cat(
+        [torch.arange(start, start + size, device="cpu") for start, size in slices]
+    ).to(device)
+
+
+def _sums(sizes: list[int], count: int) -> tuple[int, ...]:
+    """Return the sums of each run of ``count`` sizes, which are the rows to or from each member."""
+    return tuple(sum(sizes[at : at + count]) for at in range(0, len(sizes), count))
+
+
+def exchange_rows(
+    rows: torch.Tensor,
+    group: ProcessGroup,
+    sent: tuple[int, ...],
+    taken: tuple[int, ...],
+    title: str,
+) -> torch.Tensor:
+    """Return the rows that have come, by sender, where both sides know how many; V -> V.
+
+    Args:
+        sent, taken: how many of ``rows``, in their order, go to each member; how many come.
+        title: what the members compare, and reports show.
+    """
+    return call_function(_RowExchange, rows, group, sent, taken, title)
+
+
+class _RowExchange(LinearFunction):
+    """The autograd function of an uneven all-to-all of rows; backward swaps the sizes."""
+
+    takes_blocks = gives_blocks = True
+
+    @staticmethod
+    def forward(
+        rows: torch.Tensor,
+        group: ProcessGroup,
+        sent: tuple[int, ...],
+        taken: tuple[int, ...],
+        title: str,
+    ) -> torch.Tensor:
+        arrived = new_like(rows, (sum(taken), *rows.shape[1:]))
+        run_titled("all_to_all_single", group, title, arrived, rows, list(taken), list(sent))
+        return arrived
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
+        group, sent, taken, title = ctx.rest
+        return call_function(_RowExchange, grad, group, taken, sent, title), None, None, None, None
+
+
+Pairs = tuple[tuple[int, int], ...]
+
+
+def all_to_all(
+    x: torch.Tensor,
+    group: ProcessGroup,
+    split_axis: int = 0,
+    concat_axis: int = 0,
+    *,
+    tiled: bool = False,
+    leaf_name: str = "x",
+) -> torch.Tensor:
+    """Member j holds block j, along ``split_axis``, of every member's ``x``, joined; V -> V.
+
+    Args:
+        tiled: whether both axes are dims of the result; else the first goes, the second is new.
+        leaf_name: the name of ``x`` in reports.
+    """
+    blocks, concat = blocks_to_exchange(x, group, split_axis, concat_axis, tiled)
+    title = lax_title("all_to_all", leaf_name, x.shape)
+    return stack_blocks(call_function(_AllToAll, blocks, group, title), concat, tiled=tiled)
+
+
+def pswapaxes(
+    x: torch.Tensor, group: ProcessGroup, axis: int = 0, *, leaf_name: str = "x"
+) -> torch.Tensor:
+    """Return ``x`` with dim ``axis`` and the group's members swapped; V -> V."""
+    blocks, dim = blocks_to_swap(x, group, axis)
+    title = lax_title("pswapaxes", leaf_name, x.shape)
+    return stack_blocks(call_function(_AllToAll, blocks, group, title), dim, tiled=False)
+
+
+def blocks_to_exchange(
+    x: torch.Tensor, group: ProcessGroup, split_axis: int, concat_axis: int, tiled: bool
+) -> tuple[torch.Tensor, int]:
+    """Return the blocks of ``x``, stacked in dim 0, and ``concat_axis`` counted from 0; or raise.
+
+    Args:
+        tiled: whether blocks keep the split dim; else it counts the members, and becomes dim 0.
+    """
+    split = get_dim(split_axis, x.dim(), "split_axis", "all_to_all")
+    concat = get_dim(concat_axis, x.dim(), "concat_axis", "all_to_all")
+    return cut(x, split, group, "all_to_all", "split_axis", tiled=tiled), concat
+
+
+def blocks_to_swap(x: torch.Tensor, group: ProcessGroup, axis: int) -> tuple[torch.Tensor, int]:
+    """Return the blocks of ``x`` that ``pswapaxes`` sends, and the dim that was cut; or raise."""
+    dim = get_dim(axis, x.dim(), "axis", "pswapaxes")
+    return cut(x, dim, group, "pswapaxes", "axis", tiled=False), dim
+
+
+def ppermute(
+    x: torch.Tensor, group: ProcessGroup, perm: Sequence[Any] = (), *, leaf_name: str = "x"
+) -> torch.Tensor:
+    """Each destination in ``perm`` holds the ``x`` of its source, other members zeros; V -> V.
+
+    Args:
+        perm: pairs (source, destination) of places in the group.
+        leaf_name: the name of ``x`` in reports.
+    """
+    title = lax_title("ppermute", leaf_name, x.shape)
+    return call_function(_Ppermute, x, group, _checked_pairs(perm, group), title)
+
+
+def pshuffle(
+    x: torch.Tensor, group: ProcessGroup, perm: Sequence[int] = (), *, leaf_name: str = "x"
+) -> torch.Tensor:
+    """Member i holds the ``x`` of member ``perm[i]``, a permutation of all members; V -> V."""
+    sources = _whole_numbers(perm, "pshuffle", "perm")
+    if sorted(sources) != list(range(group.size())):
+        raise ArgumentError(
+            f"pshuffle over {group.name}: perm is no permutation of its places",
+            expected=f"each of 0 to {group.size() - 1} once",
+            found=repr(perm),
+            fix="ppermute takes pairs that leave places out",
+        )
+    pairs = tuple((source, place) for place, source in enumerate(sources))
+    return call_function(_Ppermute, x, group, pairs, lax_title("pshuffle", leaf_name, x.shape))
+
+
+def pbroadcast(
+    x: torch.Tensor, group: ProcessGroup, source: int = 0, *, leaf_name: str = "x"
+) -> torch.Tensor:
+    """Every member holds the ``x`` of member ``source``; V -> I."""
+    last = group.size() - 1
+    place = get_whole_number(source, "pbroadcast: source", 0, last, where=group.name)
+    return call_function(_Pbroadcast, x, group, place, lax_title("pbroadcast", leaf_name, x.shape))
+
+
+def _whole_numbers(
+    given: Any, verb: str, argument: str, takes: str = "a list or tuple"
+) -> list[int]:
+    numbers = find_whole_numbers(given)
+    if numbers is None:
+        raise KindError(
+            f"{verb}: {argument} must be {takes} of whole numbers",
+            found=f"{given!r}, a {type(given).__name__}",
+        )
+    return numbers
+
+
+def _checked_pairs(perm: Any, group: ProcessGroup) -> Pairs:
+    """Return ``perm`` as pairs; raise if a place is a source, or a destination, twice."""
+    pairs: list[tuple[int, int]] = []
+    is_list = isinstance(perm, (list, tuple))
+    for pair in perm if is_list else [perm]:
+        if not is_list or not isinstance(pair, (list, tuple)) or len(pair) != 2:
+            raise KindError(
+                "ppermute: perm must be a list of pairs (source, destination)",
+                found=f"{perm!r}, a {type(perm).__name__}",
+                fix="for example [(0, 1), (1, 0)]; "
+                "pshuffle takes a permutation as a list of places",
+            )
+        source, destination = _whole_numbers(pair, "ppermute", "each pair of perm")
+        pairs.append((source, destination))
+    size = group.size()
+    for places, role in zip(zip(*pairs, strict=True), ("source", "destination"), strict=False):
+        if len({*places}) < len(places) or not 0 <= min(places) <= max(places) < size:
+            outside = [place for place in places if not 0 <= place < size]
+            twice = [place for place in places if places.count(place) > 1]
+            wrong = (outside or twice)[0]
+            raise ArgumentError(
+                f"ppermute over {group.name}: {role} {wrong} "
+                + ("is outside it" if outside else "stands twice"),
+                expected=f"places from 0 to {size - 1}"
+                if outside
+                else "each place once as a source and once as a destination, at most",
+                found=repr(perm),
+            )
+    return tuple(pairs)
+
+
+class _AllToAll(LinearFunction):
+    """The autograd function of an all-to-all of equal blocks, its own transpose."""
+
+    takes_blocks = gives_blocks = True
+
+    @staticmethod
+    def forward(blocks: torch.Tensor, group: ProcessGroup, title: str) -> torch.Tensor:
+        arrived = new_like(blocks)
+        run_titled("all_to_all_single", group, title, arrived, blocks, None, None)
+        return arrived
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return call_function(_AllToAll, grad, *ctx.rest), None, None
+
+
+class _Ppermute(LinearFunction):
+    """The autograd function of ``ppermute``: each member sends and receives once at most."""
+
+    # A collective, since its calls are compared: no member waits for a member with other pairs.
+    @staticmethod
+    def forward(x: torch.Tensor, group: ProcessGroup, pairs: Pairs, title: str) -> torch.Tensor:
+        me, size, count = group.rank(), group.size(), x.numel()
+        sent, taken = [0] * size, [0] * size
+        for source, destination in pairs:
+            if source == me:
+                sent[destination] = count
+            if destination == me:
+                taken[source] = count
+        arrived = new_like(x)
+        parts = arrived.view(-1)[: sum(taken)], x.reshape(-1)[: sum(sent)]
+        run_titled("all_to_all_single", group, title, *parts, taken, sent)
+        return arrived if any(taken) else arrived.zero_()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        group, pairs, title = ctx.rest
+        inverse = tuple((destination, source) for source, destination in pairs)
+        return call_function(_Ppermute, grad, group, inverse, title), None, None, None
+
+
+class _Pbroadcast(InvariantFunction):
+    """The autograd function of a broadcast from a source to all members."""
+
+    @staticmethod
+    def forward(x: torch.Tensor, group: ProcessGroup, source: int, title: str) -> torch.Tensor:
+        result = new_like(x)
+        if group.rank() == source:
+            result.copy_(x)
+        run_titled("broadcast", group, title, result, source)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        check_gradient(ctx, grad, ctx.rest[0], "pbroadcast")
+        return call_function(_KeptAt, grad, *ctx.rest), None, None, None
+
+
+class _KeptAt(LinearFunction):
+    """Autograd function I -> V: the member at ``place`` keeps the value, others get zeros; free."""
+
+    @staticmethod
+    def forward(x: torch.Tensor, group: ProcessGroup, place: int, title: str) -> torch.Tensor:
+        result = new_like(x)
+        return result.copy_(x) if group.rank() == place else result.zero_()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return call_function(_Pbroadcast, grad, *ctx.rest), None, None, None

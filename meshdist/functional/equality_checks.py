@@ -1,0 +1,251 @@
+"""Compare tensors between the members of a group, and gradients that must be equal on all.
+
+The result of a call such as psum is equal on all ranks, so its gradient must be, too. It is not if
+the result met a varying value without a cast (``lax.pvary``), whose backward sums. So each backward
+compares a sketch of this gradient: its norm and two products, in which rounding changes as few
+digits as in the gradient itself. A sketch has the key of the forward's call, by its number on the
+communicator, and of the backward, by its number on the node. No rank waits: the first rank leaves
+its sketch under the key, and each later rank compares its own with it and raises.
+
+For example, y = x.exp() / psum(x.exp().sum()) on 2 ranks, call 7 of the communicator "tp".
+
+    rank    the gradient that reaches psum    under tp/gradient/7/1
+    0       -0.8                              leaves "0 0.8 -0.8 -0.43"
+    1       -2.1                              finds it, and raises at the end of its backward
+
+Simulated ranks compare all gradients, in memory that they share. Processes compare the first
+gradients of each shape, by one request to the store each.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from types import FrameType
+from typing import Any
+
+import optree
+import torch
+from torch.autograd import Variable
+
+from ..arrays import describe
+from ..bootstrap.world import World
+from ..checking.call_sites import call_site, show_site
+from ..checking.debug_levels import DebugLevel, get_debug_level
+from ..collectives.torch_private import are_transforms_active, hidden_from_modes, keeps_graph
+from ..collectives.value_comparison import agree, tolerance
+from ..errors import GradientError, StoreError, UnequalError
+from ..groups.process_group import ProcessGroup
+from ..mesh.device_mesh import DeviceMesh
+
+
+def check_invariant(
+    x: torch.Tensor,
+    group: ProcessGroup,
+    what: str,
+    *,
+    where: str,
+    expected: str,
+    fix: str | Callable[[Collection[int]], str],
+) -> None:
+    """Raise the same GradientError on every member unless all hold the same ``x``.
+
+    Args:
+        x: dense, without gradient.
+        what: names ``x`` in the error; ``where`` and ``expected`` are fields of the error.
+        fix: may be made of the ranks that differ from the group's first member.
+    """
+    if are_transforms_active():  # there are no plain numbers in a transform of torch.func
+        return
+    difference = agree(group, {}, {"": x}, title="a check of equal values", device=x.device)
+    if difference and not difference.is_rounding:
+        raise GradientError(
+            f"{what} over {group.name} is not the same on every rank",
+            where=where,
+            expected=expected,
+            found=difference.found,
+            fix=fix if isinstance(fix, str) else fix(difference.far),
+        )
+
+
+def is_compared(world: World) -> bool:
+    """Return whether ranks compare values unasked: simulated, or debug level DETAIL."""
+    if are_transforms_active():  # there are no plain numbers in a transform of torch.func
+        return False
+    return world.is_simulated or get_debug_level() == DebugLevel.DETAIL
+
+
+@hidden_from_modes
+def check_replicas(
+    x: torch.Tensor,
+    mesh: DeviceMesh,
+    axes: Collection[str],
+    call: str,
+    check: bool | None,
+    *,
+    has_argument: bool = True,
+) -> None:
+    """Raise the same UnequalError on every rank along ``axes`` unless all hold the same ``x``.
+
+    Args:
+        check: whether to compare; None compares on simulated ranks, and at debug level DETAIL.
+        has_argument: whether the public call has an argument ``check``, which the error names.
+    """
+    if check is None:
+        check = is_compared(mesh.world)
+    sizes = mesh.axis_sizes if check else {}
+    names = tuple(axis for axis in sizes if axis in axes and sizes[axis] > 1)
+    if not names or are_transforms_active():
+        return
+    group = mesh[names].open_group()
+    difference = agree(group, {"call": call}, {"": x.detach()}, title="a comparison of replicas")
+    if difference and not difference.is_rounding:
+        raise UnequalError(
+            f"the array is not the same on every rank over {group.name}",
+            where=f"{call}, {describe(x)}, called at {show_site(call_site())}",
+            expected="equal arrays along an axis that the source, or the left side, does not name",
+            found=difference.found,
+            fix="md.seed(0) on every rank before it is drawn; or send one rank's: md.device_put(x, "
+            "sharding, root=0)"
+            + ("; or check=False, where each rank's own is meant" if has_argument else ""),
+        )
+
+
+_CONTAINERS = (dict, list, tuple)
+_LARGEST_CONTAINER = 1000
+"""Entries up to which a container is looked into: those of data sets are not."""
+
+
+def names_of(tensors: Iterable[torch.Tensor], frame: FrameType) -> dict[int, str]:
+    """Return variables' names of tensors, by ``id``, in ``frame`` and its callers."""
+    # Such as `weight` of a variable, `model.0.bias` of a parameter, `params['head']` in a tree.
+    wanted = {id(tensor) for tensor in tensors}
+    found: dict[int, str] = {}
+    here: FrameType | None = frame
+    while here is not None and len(found) < len(wanted):
+        for name, tensor in _held(here.f_locals):
+            if id(tensor) in wanted:
+                found.setdefault(id(tensor), name)
+        here = here.f_back
+    return found
+
+
+def _held(variables: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (name, tensor) for tensors in variables, their attributes, modules and trees."""
+    values = dict(variables)
+    for owner, value in variables.items():  # the attributes of an object, such as a trainer
+        attributes = getattr(value, "__dict__", None)
+        if isinstance(attributes, dict) and not isinstance(value, (torch.nn.Module, torch.Tensor)):
+            values.update({f"{owner}.{name}": attribute for name, attribute in attributes.items()})
+    yield from ((name, x) for name, x in values.items() if isinstance(x, torch.Tensor))
+    for name, value in values.items():
+        if isinstance(value, torch.nn.Module):
+            yield from _parameters(name, value)
+    for name, value in values.items():
+        if isinstance(value, _CONTAINERS) and len(value) <= _LARGEST_CONTAINER:
+            yield from _parts(name, value)
+
+
+def _parameters(name: str, module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for path, parameter in module.named_parameters():
+        yield f"{name}.{path}", parameter
+
+
+def _parts(name: str, tree: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    try:
+        paths, leaves, _ = optree.tree_flatten_with_accessor(tree)
+    except Exception:  # a tree that holds itself, or a class whose own flattening raises
+        return
+    for path, leaf in zip(paths, leaves, strict=True):
+        if isinstance(leaf, torch.Tensor):
+            yield path.codify(name), leaf
+        elif isinstance(leaf, torch.nn.Module):
+            yield from _parameters(path.codify(name), leaf)
+
+
+PVARY_FIX = (
+    "where a result of {verb} meets values that vary along the axis, as a shard of weights does, "
+    "cast it first: y = lax.pvary(y, axis)"
+)
+
+_COMPARED_OF_EACH = 64
+"""How many gradients of one call, shape and dtype processes compare at most."""
+_COMPARED_IN_ALL = 4096
+"""How many gradients processes compare at most, and simulated ranks note at a time."""
+
+
+def keep_number(node: Any, x: torch.Tensor, group: ProcessGroup) -> None:
+    """Store on ``node`` the number of the call that it has just made, equal on all members."""
+    if x.requires_grad and group.size() > 1 and not are_transforms_active():
+        channel = group.open_channel(x.device.type)
+        node.number = f"{channel.opened.label}/gradient/{channel.recorder.sequence}"
+
+
+def compare_reached(node: Any, grad: torch.Tensor, group: ProcessGroup, verb: str) -> None:
+    """Raise at the end of this backward if another rank's gradient of ``node``'s result differs."""
+    # No rank waits for another: each asks for the sketch of the first rank, or leaves its own. So
+    # operands that need no gradient on some ranks, and backwards of some ranks alone, hang nothing.
+    number, world = getattr(node, "number", None), group.world
+    if number is None or are_transforms_active():
+        return
+    if grad.is_cuda and torch.cuda.is_current_stream_capturing():
+        return
+    if world.compared is None:
+        counts, kind = world.num_compared, (verb, grad.shape, grad.dtype)
+        if counts[kind] >= _COMPARED_OF_EACH or counts["all"] >= _COMPARED_IN_ALL:
+            return
+        counts.update((kind, "all"))
+    node.times = getattr(node, "times", 0) + 1
+    what = f"{verb}, gradient of {describe(grad)}"
+    # The pass of a retained graph that is this rank's alone is compared with none that frees it.
+    key = f"{number}/{node.times}/{keeps_graph()}/{what}"
+    sketch = _sketch(grad)
+    mine = " ".join(map(repr, (world.rank, *sketch)))
+    if world.compared is None:
+        try:
+            first = world.store.compare_set(key, "", mine).decode()
+        except StoreError:  # open groups outlive the process that serves the store
+            return
+    else:
+        first = world.compared.setdefault(key, mine)
+        if len(world.compared) > _COMPARED_IN_ALL:
+            del world.compared[next(iter(world.compared))]
+    rank, *numbers = first.split()
+    far = _sketch_distance(sketch, [*map(float, numbers)])
+    if far <= tolerance(grad):
+        return
+    error = GradientError(
+        f"the gradient that reaches {verb} over {group.name} is not the same on every rank",
+        where=f"backward of {what}",
+        expected=f"equal gradients, since the result of {verb} is equal on every rank",
+        found=f"rank {world.rank} differs from rank {rank}, by {far:.2g} of its norm",
+        fix=PVARY_FIX.format(verb=verb),
+    )
+
+    def report() -> None:
+        raise error
+
+    # What wrappers do and raise at the end of a backward is queued before its second round begins.
+    engine = Variable._execution_engine
+    engine.queue_callback(lambda: engine.queue_callback(report))
+
+
+def _sketch(x: torch.Tensor) -> list[float]:
+    """Return the norm of a tensor, and its products with two vectors: equal tensors' are equal.
+
+    Example:
+        >>> [round(number, 3) for number in _sketch(torch.tensor([3.0, 4.0]))]
+        [5.0, 7.0, -0.044]
+    """
+    line = (torch.view_as_real(x) if x.is_complex() else x).reshape(-1).double()
+    waves = torch.arange(1, len(line) + 1, dtype=line.dtype, device=line.device).cos()
+    found: list[float] = torch.stack([line.norm(), line.sum(), line @ waves]).tolist()
+    return found
+
+
+def _sketch_distance(mine: Sequence[float], first: Sequence[float]) -> float:
+    """Return how far two sketches differ, relative to the first's norm; NaN and infinity equal."""
+    if mine == first or not (math.isfinite(mine[0]) or math.isfinite(first[0])):
+        return 0.0
+    gap = max(abs(here - there) for here, there in zip(mine, first, strict=True))
+    return gap / first[0] if first[0] and math.isfinite(gap) else math.inf

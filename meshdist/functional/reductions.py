@@ -1,0 +1,323 @@
+"""Reductions and free casts with derivatives, each beside its transpose.
+
+Over the ranks of a group a value is varying, invariant, unreduced or reduced (V, I, U, R: see
+``axis_types``). The verbs take one kind to another:
+
+    verb           from -> to          backward
+    psum           V -> I; U -> I      pvary: the gradient reaches each summand (free); pcast I -> R
+    pmean          V -> I              psum's, divided by the size
+    pmax, pmin     V -> I              an even split among the ranks that attain it
+    pvary          I -> V (free)       psum: the ranks' gradients of what was one value are summed
+    pcast          I -> R (free)       psum, U -> I
+    pcast          V -> U, R -> V      R -> V, V -> U (all free)
+    all_gather     V -> V, V -> R      psum_scatter
+    all_gather     V -> I              own slice (free)
+    psum_scatter   V -> V; U -> V      all_gather, V -> V; V -> R
+
+"Free" means that nothing is sent. The verbs trust the caller about the kinds; the backward of an
+invariant result compares its gradient between ranks (``value_checks``). A kind is what the program
+means, not a property of the numbers: verbs that differ in kinds alone share a function.
+
+Every verb returns a new tensor that shares no memory with its argument, also where this rank is
+alone in the group. Backward uses the group that forward used, whatever mesh is in force by then,
+and is itself made of these verbs, so that it can be differentiated again. A verb whose backward
+communicates must be run backward on every rank of the group. Each message, also of a backward, has
+a title, by which members compare the verb, ``leaf_name`` (where ``x`` stands in its tree) and its
+shape.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.autograd import Function
+
+from ..annotations.axis_types import CASTS, GATHERED, KINDS
+from ..arrays import describe
+from ..checking.debug_levels import DebugLevel, get_debug_level
+from ..collectives.argument_checks import check_reducible
+from ..collectives.normalize_args import lax_title, run_titled
+from ..collectives.torch_private import call_function
+from ..errors import ArgumentError
+from ..groups.process_group import ProcessGroup
+from ..reduce_ops import ReduceKind, ReduceOp
+from ..runtime.memory import new_like
+from .equality_checks import PVARY_FIX, check_invariant, compare_reached, keep_number
+from .linear_function import LinearFunction, cut, get_dim, keep_line, note_complete, stack_blocks
+
+
+def psum(x: torch.Tensor, group: ProcessGroup, *, leaf_name: str = "x") -> torch.Tensor:
+    """Every member holds the sum of all ``x``, as int32 for bool; V, U -> I."""
+    return call_function(_Psum, x, group, lax_title("psum", leaf_name, x.shape))
+
+
+def pmean(x: torch.Tensor, group: ProcessGroup, *, leaf_name: str = "x") -> torch.Tensor:
+    """Every member holds the mean of all members' ``x``, of integers in a float dtype; V -> I."""
+    title = lax_title("pmean", leaf_name, x.shape)
+    return call_function(_Psum, x, group, title) / group.size()
+
+
+def pmax(x: torch.Tensor, group: ProcessGroup, *, leaf_name: str = "x") -> torch.Tensor:
+    """Every member holds the elementwise largest of all members' ``x``; V -> I."""
+    return _extreme("pmax", x, group, ReduceOp.MAX, leaf_name)
+
+
+def pmin(x: torch.Tensor, group: ProcessGroup, *, leaf_name: str = "x") -> torch.Tensor:
+    """Every member holds the elementwise smallest of all members' ``x``; V -> I."""
+    return _extreme("pmin", x, group, ReduceOp.MIN, leaf_name)
+
+
+def pvary(x: torch.Tensor, group: ProcessGroup, *, leaf_name: str = "x") -> torch.Tensor:
+    """Every member holds its own copy of ``x``, equal so far; I -> V."""
+    return call_function(_Pvary, x, group, lax_title("pvary", leaf_name, x.shape))
+
+
+def pcast(
+    x: torch.Tensor, group: ProcessGroup, *, to: str, source: str = "", leaf_name: str = "x"
+) -> torch.Tensor:
+    """Every member holds a copy of ``x`` as a value of another kind; raises for unknown casts.
+
+    Args:
+        to: "varying", "reduced" or "unreduced".
+        source: the kind of ``x``; the first that the cast takes, where it is not given.
+        leaf_name: the path of ``x`` in a tree, which members' titles compare.
+    """
+    kinds = {KINDS[kind]: kind for kind in CASTS.get(to, ())}
+    if not kinds or source not in ("", *kinds):
+        raise ArgumentError(
+            f"pcast has no cast{source and f' from {source}'} to {to!r}",
+            where=f"rank {group.world.rank}, {group.name}",
+            expected="invariant to 'varying' or 'reduced', varying to 'unreduced', or reduced to "
+            "'varying'",
+            fix=_TO_INVARIANT if to in ("invariant", "invarying") else None,
+        )
+    kind = kinds[source] if source else next(iter(kinds.values()))
+    function = _Pvary if kind == "I" else _Recast
+    return call_function(function, x, group, lax_title("pcast", leaf_name, x.shape))
+
+
+_TO_INVARIANT = "psum, pmean or all_gather(..., to='invarying') make a value invariant"
+
+
+def all_gather(
+    x: torch.Tensor,
+    group: ProcessGroup,
+    *,
+    axis: int = 0,
+    tiled: bool = False,
+    to: str = "varying",
+    leaf_name: str = "x",
+) -> torch.Tensor:
+    """Every member holds all members' ``x``, stacked or concatenated; V -> V, V -> R, V -> I.
+
+    Args:
+        axis: the new dim that counts the members; where ``tiled``, the dim of the concatenation.
+        to: the kind of the result: "varying", "reduced" or "invarying".
+    """
+    if to not in GATHERED:
+        raise ArgumentError(
+            f"all_gather cannot give a result that is {to!r}",
+            where=f"rank {group.world.rank}, {group.name}",
+            expected=f"to as one of {', '.join(map(repr, GATHERED))}",
+        )
+    dim = get_dim(axis, x.dim() + (not tiled), "axis", "all_gather")
+    gather = _AllGatherInvariant if to == "invarying" else _AllGather
+    title = lax_title("all_gather", leaf_name, x.shape)
+    return stack_blocks(call_function(gather, x, group, title), dim, tiled=tiled)
+
+
+def psum_scatter(
+    x: torch.Tensor,
+    group: ProcessGroup,
+    *,
+    scatter_dimension: int = 0,
+    tiled: bool = False,
+    leaf_name: str = "x",
+) -> torch.Tensor:
+    """Each member holds its own block of the sum of all members' ``x``; V -> V, U -> V."""
+    x = x.to(torch.int32) if x.dtype is torch.bool else x
+    blocks = blocks_to_scatter(x, group, scatter_dimension, tiled)
+    return call_function(_PsumScatter, blocks, group, lax_title("psum_scatter", leaf_name, x.shape))
+
+
+def blocks_to_scatter(
+    x: torch.Tensor, group: ProcessGroup, scatter_dimension: int, tiled: bool
+) -> torch.Tensor:
+    """Return the blocks to sum, stacked in dim 0, without the cut dim unless ``tiled``."""
+    dim = get_dim(scatter_dimension, x.dim(), "scatter_dimension", "psum_scatter")
+    return cut(x, dim, group, "psum_scatter", "scatter_dimension", tiled=tiled)
+
+
+def _extreme(
+    verb: str, x: torch.Tensor, group: ProcessGroup, op: ReduceKind, leaf_name: str
+) -> torch.Tensor:
+    check_reducible(op, x, verb)
+    title = lax_title(verb, leaf_name, x.shape)
+    return call_function(_Extreme, x, group, op, verb, title)
+
+
+class InvariantFunction(LinearFunction):
+    """A linear verb whose result is equal on every rank, and so must its gradient be."""
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        """Store what any linear verb stores, and the number of the call."""
+        LinearFunction.setup_context(ctx, inputs, output)
+        keep_number(ctx, *inputs[:2])
+
+
+class _Psum(InvariantFunction):
+    @staticmethod
+    def forward(x: torch.Tensor, group: ProcessGroup, title: str) -> torch.Tensor:
+        if x.dtype is torch.bool:  # the sum is a count
+            x = x.to(torch.int32)
+        # Contiguous, as the wires want it: all_reduce would copy anything else once more.
+        total = new_like(x).copy_(x)
+        run_titled("all_reduce", group, title, total, ReduceOp.SUM)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        check_gradient(ctx, grad, ctx.rest[0], "psum")
+        # Only a backward that will be differentiated again needs the verb; else the gradient
+        # itself passes on, without a copy.
+        again = torch.is_grad_enabled()
+        return call_function(_Pvary, grad, *ctx.rest) if again else grad, None, None
+
+
+class _Recast(LinearFunction):
+    """Autograd function that copies for the casts V -> U and R -> V, transposes of each other."""
+
+    @staticmethod
+    def forward(x: torch.Tensor, group: ProcessGroup, title: str) -> torch.Tensor:
+        return new_like(x).copy_(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        again = torch.is_grad_enabled()
+        return call_function(_Recast, grad, *ctx.rest) if again else grad, None, None
+
+
+class _Pvary(_Recast):
+    """Autograd function that copies for the cast I -> V; its backward is a psum."""
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        note_complete(ctx, ctx.rest[0], is_sum=True)
+        return call_function(_Psum, grad, *ctx.rest), None, None
+
+
+class _Extreme(Function):
+    """Autograd function of pmax and pmin; ranks that hold the extreme share its gradient evenly."""
+
+    @staticmethod
+    def forward(
+        x: torch.Tensor, group: ProcessGroup, op: ReduceKind, verb: str, title: str
+    ) -> torch.Tensor:
+        extreme = new_like(x).copy_(x)
+        run_titled("all_reduce", group, title, extreme, op)
+        return extreme
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        x, ctx.group, _, ctx.verb, ctx.title = inputs
+        keep_line(ctx, x, ctx.group)
+        keep_number(ctx, x, ctx.group)
+        ctx.save_for_backward(x, output)
+        ctx.save_for_forward(x, output)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
+        check_gradient(ctx, grad, ctx.group, ctx.verb)
+        if torch.is_grad_enabled():
+            grad = call_function(_Pvary, grad, ctx.group, ctx.title)
+        return grad * _share(ctx), None, None, None, None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, x: torch.Tensor, *rest: Any) -> tuple[Any, int]:
+        return call_function(_Extreme, x, *rest), in_dims[0]
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: torch.Tensor, *_: None) -> torch.Tensor:
+        return call_function(_Psum, tangent * _share(ctx), ctx.group, ctx.title)
+
+
+def _share(ctx: Any) -> torch.Tensor:
+    """Return, per element, 1 / n if this rank is among n ranks that hold the extreme, else 0."""
+    saved: tuple[torch.Tensor, ...] = ctx.saved_tensors
+    x, extreme = (tensor.detach() for tensor in saved)
+    attains = (x == extreme) | (x.isnan() & extreme.isnan())
+    return attains.to(x.dtype) / call_function(_Psum, attains, ctx.group, ctx.title)
+
+
+class _AllGather(LinearFunction):
+    """Autograd function that gathers all members' tensors as blocks of dim 0."""
+
+    gives_blocks = True
+
+    @staticmethod
+    def forward(x: torch.Tensor, group: ProcessGroup, title: str) -> torch.Tensor:
+        blocks = new_like(x.unsqueeze(0).expand(group.size(), *x.shape))
+        run_titled("all_gather_into_tensor", group, title, blocks, x)
+        return blocks
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return call_function(_PsumScatter, grad, *ctx.rest), None, None
+
+
+class _PsumScatter(LinearFunction):
+    """Autograd function that returns the sum of all members' blocks for this member."""
+
+    takes_blocks = True
+
+    @staticmethod
+    def forward(blocks: torch.Tensor, group: ProcessGroup, title: str) -> torch.Tensor:
+        total = new_like(blocks[0])
+        run_titled("reduce_scatter_tensor", group, title, total, blocks, ReduceOp.SUM)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return call_function(_AllGather, grad, *ctx.rest), None, None
+
+
+class _AllGatherInvariant(InvariantFunction, _AllGather):
+    """An ``_AllGather`` whose result is invariant, so that its gradient is equal on every rank."""
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        check_gradient(ctx, grad, ctx.rest[0], "all_gather")
+        return call_function(_OwnSlice, grad, *ctx.rest), None, None
+
+
+class _OwnSlice(LinearFunction):
+    """Autograd function that returns this member's block of equal blocks; I -> V, free."""
+
+    takes_blocks = True
+
+    @staticmethod
+    def forward(blocks: torch.Tensor, group: ProcessGroup, title: str) -> torch.Tensor:
+        mine = blocks[group.rank()]
+        return new_like(mine).copy_(mine)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return call_function(_AllGatherInvariant, grad, *ctx.rest), None, None
+
+
+def check_gradient(node: Any, grad: torch.Tensor, group: ProcessGroup, verb: str) -> None:
+    """Note that a backward reached ``verb``'s ``node``; compare ``grad`` between ranks."""
+    note_complete(node, group)
+    if get_debug_level() != DebugLevel.DETAIL:
+        compare_reached(node, grad.detach(), group, verb)
+    else:
+        check_invariant(
+            grad.detach(),
+            group,
+            f"the gradient that reaches {verb}",
+            where=f"backward of {verb}, gradient of {describe(grad)}",
+            expected=f"equal gradients, since the result of {verb} is equal on every rank",
+            fix=PVARY_FIX.format(verb=verb),
+        )

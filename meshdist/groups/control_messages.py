@@ -1,0 +1,355 @@
+"""Messages between the processes of a world that arrive while they wait in a verb, or have left it.
+
+Each process has one signal thread. On each host that of the lowest rank that is alive learns of a
+signal by an alarm of the store's server, or looks eight times a second where there is none; the
+others look as often at its shared words. A signal is of one of two kinds:
+
+* ``abort`` frees the ranks that wait in the named groups;
+* ``ask`` asks what each rank called last; the thread answers even while its rank is stuck
+  elsewhere. So a timeout can name the ranks that are missing, and where they are.
+
+A rank that leaves in good order, or by an exception, writes so to the store. A rank that is killed
+cannot, but processes of one host see that its process has ended.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import logging
+import os
+import threading
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from typing import Any, TypedDict, TypeVar
+from uuid import uuid4
+
+from torch.distributed import Store
+
+from ..bootstrap.store_liveness import AlarmLost, KeyAlarm, find_readable
+from ..bootstrap.timeout_store import BoundedStore, read_json, read_jsons, read_number
+from ..bootstrap.world import World
+from ..checking.shared_flags import SignsOfLife
+from ..errors import StoreError
+from ..runtime.deadlines import Deadline, wait_until
+from ..runtime.hosts import IN_GOOD_ORDER, ProcessCard, is_alive, is_stopped, my_card
+
+_log = logging.getLogger("meshdist.signals")
+T = TypeVar("T")
+
+_PERIOD_S = 0.125
+SURE_S = 30.0  # after which the store is asked though no alarm rings: its connection may be lost
+_LENT_S = 0.5  # between looks while a wait of this process has the alarm
+SETTLE_S = 1.0  # before the process that looks makes an alarm: a lower rank may be about to start
+_ANSWER_S = 2.0
+_MOST_NAMED = 64  # ranks that a question names; where it is for more, it names none, and all answer
+_END_S = 20.0  # a request to the store ends in a few seconds
+_NUM_LEFT = "ended"
+
+
+class SignalReply(TypedDict):
+    """Fields of a rank's answer to another rank's question about its calls."""
+
+    calls: list[dict[str, Any]]
+    """Its last call on each communicator (label, sequence, text), the most recent last."""
+    about: str | None
+    """The one call that was asked about; None where it has not come there yet."""
+    now: str
+    """The place of the program where it is; "" where that is in its last call."""
+
+
+def last_call_text(answer: SignalReply | None) -> str:
+    """Return the text of a rank's last call and place, or that it gives no answer (None)."""
+    if answer is None:
+        return "gives no answer: it has ended or is stopped"
+    calls = answer["calls"]
+    text = f"last {calls[-1]['text']}" if calls else "runs, and has called no verb"
+    return f"{text}; now at {answer['now']}" if answer["now"] else text
+
+
+class SignalThread:
+    """A daemon thread that acts on the signals (messages in the store) of other ranks.
+
+    Args:
+        answer: answers a question, given what it is about.
+        abort: acts on an abort, given its message.
+        look: called eight times a second at least; it may make requests to the
+            store, but must not wait for other ranks.
+        signs: the heartbeats of this host's processes.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        handle: BoundedStore,
+        answer: Callable[[dict[str, Any]], SignalReply],
+        abort: Callable[[dict[str, Any]], None],
+        look: Callable[[], None],
+        signs: SignsOfLife,
+    ) -> None:
+        self._world = world
+        self._signs = signs
+        self._alarm: KeyAlarm | None = None  # while this process looks for others
+        self._awaited, self._is_proven = "", False
+        self._next_alarm, self._next_look = Deadline(SETTLE_S), Deadline(0.0)
+        self._look = look
+        self._store = world.store
+        self._rank = world.rank
+        self._answer = answer
+        self._abort = abort
+        self._handle = handle
+        self._seen = 0
+        self._woken, self._wake = os.pipe()
+        self._process_id = os.getpid()
+        self._is_stopped = False
+        self._thread = threading.Thread(target=self._run, name="meshdist-signals", daemon=True)
+        self._thread.start()
+        # A thread that Python ends inside torch's C++ would take the process down with it.
+        atexit.register(self.stop)
+
+    def stop(self) -> None:
+        """End the thread; in a forked child, where it does not run, do nothing."""
+        atexit.unregister(self.stop)
+        if self._process_id != os.getpid() or self._is_stopped:
+            return
+        self._is_stopped = True
+        os.write(self._wake, b"x")  # closing would not do: a forked child holds this end, too
+        if self._thread is not threading.current_thread():
+            self._thread.join(_END_S)
+        if not self._thread.is_alive():
+            os.close(self._wake)
+            os.close(self._woken)
+
+    def _run(self) -> None:
+        has_ended = False
+        while not (has_ended or self._is_stopped):
+            self._act_on_all(self._signs.find_published())
+            self._look()
+            alarms = [self._alarm.connection] if self._alarm is not None else []
+            ready = find_readable([self._woken, *{*self._handle.ends, *alarms}], _PERIOD_S)
+            if self._woken in ready:
+                os.read(self._woken, 1 << 16)
+            has_ended = self._handle.has_ended()
+        if not has_ended:  # another rank may be waiting for this one's receipt
+            self._drop_alarm(SETTLE_S)
+            self._act_on_all(None)
+        else:
+            self._handle.let_server_end()
+        self._drop_alarm(SETTLE_S)
+
+    def _act_on_all(self, told: int | None) -> None:
+        """Act on new signals up to the number ``told`` by another process; None: read the store."""
+        try:
+            if told is not None:
+                self._drop_alarm(SETTLE_S)
+            latest = self._find_latest() if told is None else told
+            self._signs.beat(latest)  # before this process acts, which may take long
+            while self._seen < latest:
+                self._seen += 1
+                self._world.latest_signal = max(self._world.latest_signal, self._seen)
+                try:
+                    read_json(self._store, _signal_key(self._seen), self._act)
+                except StoreError as junk:
+                    _log.warning("rank %d ignores signal %d: %s", self._rank, self._seen, junk)
+        except (RuntimeError, OSError):  # the store may answer later, or its end ends this thread
+            self._drop_alarm(SURE_S)
+
+    def _find_latest(self) -> int:
+        """Return the latest signal's number; ask the store only after an alarm, or if due."""
+        latest, alarm = self._seen, self._alarm
+        has_rung = False if alarm is None else alarm.poll(self._awaited)
+        if has_rung is None and self._next_look.left_s > _LENT_S:
+            self._next_look = Deadline(_LENT_S)
+        if not (has_rung or self._next_look.is_over):
+            return latest
+        while self._store.check([_signal_key(latest + 1)]):
+            latest += 1
+        if has_rung:
+            self._awaited, self._is_proven = _alarm_key(self._store, latest + 1), True
+            self._next_look = Deadline(SURE_S)
+        elif has_rung is None:
+            self._next_look = Deadline(_LENT_S)
+        elif latest > self._seen:  # an alarm that has not rung is worth nothing
+            self._drop_alarm(SETTLE_S)
+        elif self._is_proven:
+            self._next_look = Deadline(SURE_S)
+        elif alarm is None and self._next_alarm.is_over:
+            self._next_alarm = Deadline(SURE_S)
+            self._awaited = _alarm_key(self._store, 0)
+            self._handle.set_bare(self._awaited)
+            self._alarm = self._handle.alarm  # rings at once if the server knows it
+        return latest
+
+    def _drop_alarm(self, pause_s: float) -> None:
+        """Give up the alarm: ask the store at each look, and make a new alarm after ``pause_s``."""
+        self._next_alarm, self._next_look = Deadline(pause_s), Deadline(0.0)
+        if self._alarm is not None:
+            with suppress(AlarmLost):
+                self._alarm.poll("")
+        self._alarm, self._is_proven = None, False
+
+    def _act(self, message: dict[str, Any]) -> None:
+        number, kind = self._seen, message["kind"]
+        if kind == "ask":
+            if self._rank in message.get("ranks", [self._rank]):
+                answer = json.dumps(self._answer(message["about"]))
+                self._store.set(f"{_signal_key(number)}/answer/{self._rank}", answer)
+                self._store.add(receipts_key(number), 1)
+        elif kind == "abort":
+            self._abort({**message, "number": number})
+            self._store.add(receipts_key(number), 1)
+
+
+def receipts_key(number: int) -> str:
+    """Return the key that counts the ranks that have acted on, or answered, signal ``number``."""
+    return f"{_signal_key(number)}/received"
+
+
+def _signal_key(number: int) -> str:
+    return f"signal/{number}"
+
+
+def _alarm_key(store: Store, number: int) -> str:
+    """Return the key, without the world's prefix, whose setting announces signal ``number``."""
+    word = store.compare_set("signal/alarms", "", uuid4().hex).decode(errors="replace")
+    return f"meshdist/alarm/{word}/{number}"
+
+
+def post(world: World, message: dict[str, Any]) -> int:
+    """Store ``message`` for all signal threads to act on; return its number, counted from 1."""
+    text = json.dumps({**message, "by": uuid4().hex})
+    number = world.latest_signal + 1
+    while world.store.compare_set(_signal_key(number), "", text) != text.encode():
+        number += 1
+    world.latest_signal = max(world.latest_signal, number)
+    if world.handle is not None:
+        world.handle.set_bare(_alarm_key(world.store, number))
+    return number
+
+
+def ask(
+    world: World,
+    ranks: tuple[int, ...],
+    about: dict[str, Any] | None = None,
+    *,
+    patience_s: float = _ANSWER_S,
+) -> dict[int, SignalReply]:
+    """Ask ``ranks`` for their last calls; return the answers, by rank, that come in time.
+
+    Args:
+        about: a call or message of which they are asked, too.
+    """
+    if not ranks:
+        return {}
+    named = {"ranks": ranks} if len(ranks) <= _MOST_NAMED else {}
+    number = post(world, {"kind": "ask", "about": about or {}, **named})
+    keys = {rank: f"{_signal_key(number)}/answer/{rank}" for rank in ranks}
+    grace, received = Deadline(patience_s), receipts_key(number)
+    wait_until(lambda: read_number(world.store, received) >= len(ranks), grace)
+    return collect(world.store, keys, grace, parse_answer)
+
+
+def parse_answer(value: Any) -> SignalReply:
+    """Return ``value``, read from the store, as a SignalReply; raise if it is malformed."""
+    calls = [
+        {"label": str(it["label"]), "sequence": int(it["sequence"]), "text": str(it["text"])}
+        for it in value["calls"]
+    ]
+    about = None if value["about"] is None else str(value["about"])
+    return {"calls": calls, "about": about, "now": str(value["now"])}
+
+
+def collect(
+    store: Store, keys: dict[int, str], deadline: Deadline, parse: Callable[[Any], T]
+) -> dict[int, T]:
+    """Wait for all ``keys``; return, by rank, the parsed JSON of those set by ``deadline``."""
+    if not wait_until(lambda: store.check([*keys.values()]), deadline):
+        keys = {rank: key for rank, key in keys.items() if store.check([key])}
+    values = read_jsons(store, [*keys.values()], parse) if keys else ()
+    return dict(zip(keys, values, strict=True))
+
+
+class Endings:
+    """Records of how ranks have left their world: by their process's end, or as they stored."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._cards: dict[int, ProcessCard] = {}
+        self._left: dict[int, tuple[str, dict[str, int]]] = {}
+        self._looked: dict[int, int] = {}  # how many had left when each was last looked for
+
+    def announce(self, **more: Any) -> None:
+        """Store this rank's process card, with ``more`` fields, for the other ranks."""
+        card = {**my_card().to_json(), **more}
+        self._world.store.set(card_key(self._world.rank), json.dumps(card))
+
+    def leave(self, how: str, num_calls: dict[str, int]) -> None:
+        """Store how this rank leaves, and its number of collectives by communicator's label."""
+        with suppress(StoreError):
+            self._world.store.set(_ending_key(self._world.rank), json.dumps([how, num_calls]))
+            self._world.store.add(_NUM_LEFT, 1)
+
+    def find(self, rank: int, label: str = "") -> str:
+        """Return ``find_all``'s text of how ``rank`` left the world, or "" if it is not seen to."""
+        return self.find_all((rank,), label).get(rank, "")
+
+    def find_all(self, ranks: Collection[int], label: str = "") -> dict[int, str]:
+        """Return, by rank, how those of ``ranks`` that left the world did so, as in "has ended".
+
+        Args:
+            label: a communicator's; then an end in good order tells how many collectives it had.
+
+        Raises:
+            StoreError: the store is lost.
+        """
+        store, found = self._world.store, dict[int, str]()
+        if not self._world.has_processes:
+            return found
+        for rank in ranks:  # first: what a process has left behind is there when it ends
+            if (card := self._find_card(rank)) is not None and is_alive(card) is False:
+                found[rank] = "has ended"
+        num_left = read_number(store, _NUM_LEFT)
+        for rank in ranks:
+            if rank not in self._left and self._looked.get(rank, 0) < num_left:
+                if store.check([key := _ending_key(rank)]):
+                    self._left[rank] = read_json(store, key, lambda it: (str(it[0]), dict(it[1])))
+                self._looked[rank] = num_left
+            if rank in self._left:
+                how, counts = self._left[rank]
+                if how in IN_GOOD_ORDER and (number := counts.get(label)) is not None:
+                    how += f"; it made {number} collective{'s' * (number != 1)} on this group"
+                found[rank] = how
+        return found
+
+    def has_died(self, rank: int) -> bool:
+        """Return whether ``rank``, to which a connection is lost, has failed or was killed."""
+        try:
+            if how := self.find(rank):
+                return not how.startswith(IN_GOOD_ORDER)
+            # A rank that was killed on another host stores nothing. One that answers has only left
+            # the group.
+            return rank not in ask(self._world, (rank,))
+        except StoreError:  # the process that serves the store has ended, too
+            return True
+
+    def is_stopped(self, rank: int) -> bool:
+        """Return whether a process of this host is stopped, as by SIGSTOP; else False."""
+        card = self._find_card(rank) if self._world.has_processes else None
+        return card is not None and is_stopped(card)
+
+    def _find_card(self, rank: int) -> ProcessCard | None:
+        world = self._world
+        if world.hosts[rank] != world.hosts[world.rank]:
+            return None
+        if rank not in self._cards and world.store.check([card_key(rank)]):
+            self._cards[rank] = read_json(world.store, card_key(rank), ProcessCard.from_json)
+        return self._cards.get(rank)
+
+
+def _ending_key(rank: int) -> str:
+    return f"ended/{rank}"
+
+
+def card_key(rank: int) -> str:
+    """Return the key under which ``announce`` stores the process card of ``rank``."""
+    return f"process/{rank}"

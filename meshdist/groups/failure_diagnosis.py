@@ -1,0 +1,329 @@
+"""The error of a call that failed: it says what every member of the group did."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from ..backends.registry import Wire
+from ..backends.requests import (
+    Interrupted,
+    MemberGaveUp,
+    MemberLost,
+    MembersDisagree,
+    MessageMisfit,
+    WireAborted,
+    WireFailure,
+    WireRefused,
+    WireTimeout,
+)
+from ..checking.calls import GroupFacts, Note, get_call, likeness
+from ..checking.recorder import Recorder
+from ..error_text import ranks_text
+from ..errors import (
+    AbortedError,
+    AgreementError,
+    BackendError,
+    CollectiveTimeoutError,
+    MeshdistError,
+)
+from ..runtime.deadlines import Deadline, wait_until
+from ..runtime.hosts import IN_GOOD_ORDER
+
+STORE_LOST = "the store is lost"
+_REASON_S = 1.0
+
+
+@contextmanager
+def explained_opening(
+    group: str,
+    ranks: Sequence[int],
+    wire: Wire,
+    where: str,
+    find_silent: Callable[[], str] = str,
+    tell: Callable[[str], None] | None = None,
+) -> Iterator[None]:
+    """Turn a WireFailure of the body, which opens ``group``, into an error that names the group.
+
+    Args:
+        find_silent: returns the text of members that give no sign of life, or "".
+        tell: given the failure's text, before the error is raised.
+    """
+    try:
+        yield
+    except WireFailure as failure:
+        kind = CollectiveTimeoutError if isinstance(failure, WireTimeout) else BackendError
+        is_refused = isinstance(failure, WireRefused)
+        usual = "check that all of these ranks make this call and that none has exited"
+        if is_refused:
+            usual = f"name another backend, for example {wire.replacement or 'gloo'!r}"
+        error = kind(
+            f"{group} could not be opened on wire {wire.name!r}",
+            where=where,
+            found="\n".join(
+                filter(None, (_text_of(failure, ranks), "" if is_refused else find_silent()))
+            ),
+            fix=failure.fix or usual,
+        )
+        if tell is not None:
+            tell(str(failure))
+        raise error from None
+
+
+class OtherMembers(ABC):
+    """The other members of a communicator: their reports of a failure, and messages to them."""
+
+    # What is not abstract does nothing here: a kind overrides what its members can do.
+
+    compare_misfits = True
+    """Whether a sender raises, too, where its message does not fit what receives it."""
+
+    @property
+    def is_closed(self) -> bool:
+        """Return whether this member has closed the communicator."""
+        return False
+
+    def compare_again(  # noqa: B027 (most compare nothing while they wait)
+        self, *, is_thorough: bool = True
+    ) -> None:
+        """Compare again the calls to which not all members had come; in most kinds do nothing.
+
+        Args:
+            is_thorough: whether to go on behind a call to which a member has still not come.
+
+        Raises:
+            MembersDisagree: calls differ.
+        """
+
+    def find_abort(self) -> dict[str, Any] | None:
+        """Return the abort's ``rank``, ``reason``, maybe ``disagreement``; None if not aborted."""
+        return None
+
+    @abstractmethod
+    def break_here(self, reason: str) -> None:
+        """Refuse every later call of this member on the communicator, with ``reason``."""
+
+    def give_up(self, reason: str) -> None:  # noqa: B027 (those in one process fail together)
+        """Abort the communicator on all members, with this member's ``reason``."""
+
+    def report(self, call: Note, but: int | None = None) -> str:
+        """Return a text of how far the others, except member ``but``, have come at ``call``."""
+        return ""
+
+    def silent(self) -> str:
+        """Return a text of the members that give no sign of life, "" if there are none."""
+        return ""
+
+    def ending(self, member: int) -> str:
+        """Return how a member has left, as in "ended by ValueError: no data"; "" if unknown."""
+        return ""
+
+    def find_first_failure(self, call: Note, text: str) -> str:
+        """Return the first failed member's report; "" if this rank is first, storing ``text``."""
+        return ""
+
+    @abstractmethod
+    def agree_on_error(
+        self, disagreement: dict[str, str], mine: Note | None, about: dict[str, Any]
+    ) -> dict[str, str]:
+        """Make all members raise the same AgreementError, and break the group; return its fields.
+
+        Args:
+            disagreement: the fields of an AgreementError, to be completed.
+            mine: this member's call, if it is still known.
+            about: the others' call, as ``Recorder.text_about`` takes it, and ``asked``, the members
+                to ask where not all are meant.
+
+        Returns:
+            The fields that the first member to see it has given.
+        """
+
+
+class Explainer:
+    """Turns failures of calls on one communicator into errors that name ranks, places, reasons."""
+
+    def __init__(self, group: GroupFacts, recorder: Recorder, others: OtherMembers) -> None:
+        self._group = group
+        self._recorder = recorder
+        self._others = others
+        self._unknown = Note(0, group, get_call("an earlier call", None))
+
+    def explain(self, failure: WireFailure, note: int | None = None) -> MeshdistError:
+        """Return the error for ``failure`` of the call noted as ``note``; None: the last call."""
+        # The first rank that fails leaves its reason in the store, which later ranks quote. What a
+        # signal's handler has raised is told to the others, and raised here as it is.
+        if isinstance(failure, Interrupted):
+            self._others.give_up(f"gave up in {self._find_call(note).heading}: {failure}")
+            wait_until(failure.is_over, Deadline(_REASON_S))
+            raise failure.error from None
+        if not isinstance(failure, MembersDisagree):
+            try:
+                self._others.compare_again()
+            except MembersDisagree as disagreement:
+                failure = disagreement
+        call = self._find_call(note)
+        text = _text_of(failure, self._group.ranks)
+        ending, lost = "", failure.member if isinstance(failure, MemberLost) else None
+        if lost is not None and (ending := self._others.ending(lost)):
+            text = f"rank {self._group.ranks[lost]} {ending}"
+        if isinstance(failure, MembersDisagree):
+            if failure.message is None:
+                return self._different_calls(failure.number or call.sequence)
+            return self._different_messages(failure.message, failure, call)
+        is_misfit = isinstance(failure, MessageMisfit) and self._others.compare_misfits
+        if is_misfit and call.is_message:
+            different = MembersDisagree("", call.number)
+            return self._different_messages(call.call.kind, different, call, text)
+        abort = self._others.find_abort()
+        if abort is None and isinstance(failure, MemberGaveUp):  # it says why in a moment
+            abort = wait_until(self._others.find_abort, Deadline(_REASON_S))
+        if abort is not None or isinstance(failure, WireAborted):
+            return self._aborted(call, text, abort)
+        if self._others.is_closed:
+            return self._failed(
+                call, text, "let the calls of all threads end before the group is destroyed"
+            )
+        is_late = isinstance(failure, WireTimeout)
+        # A rank whose timeout closes its connections is the first to fail, and says so at once. One
+        # that sees them closed asks before who is still there.
+        silent = "" if is_late or lost is not None else self._others.silent()
+        cause = "; ".join([text, *silent.splitlines()])
+        first = self._others.find_first_failure(call, cause)
+        if ending:  # others that noticed it before are no cause
+            first = ""
+        # Others may end as soon as they see the group broken: ask them before it is.
+        is_cause_known = (
+            silent or first or (lost is not None and not ending.startswith(IN_GOOD_ORDER))
+        )
+        report = "" if is_cause_known and not is_late else self._others.report(call, lost)
+        self._others.break_here(f"{call.call.name} failed before: {text}")
+        if is_late:
+            found = "\n".join(dict.fromkeys(filter(None, (report, first)))) or text
+            return self._late(call, failure, found)
+        return self._failed(
+            call,
+            "\n".join(dict.fromkeys(filter(None, (text, silent, first, report)))),
+            "look at the rank that ended or failed first; the group is broken now",
+        )
+
+    def _different_calls(self, sequence: int) -> MeshdistError:
+        """Return the error that all members raise if calls ``sequence`` differ."""
+        mine = self._recorder.find_call(sequence)
+        expected = likeness(mine)
+        if mine is not None and mine.call.layouts:
+            expected += ", and one layout in memory: x.contiguous() gives the usual one"
+        fields = {
+            "summary": f"the members of a group disagree about their call {sequence}",
+            "where": self._group.name,
+            "expected": expected,
+            "found": "",
+            "fix": "make every member call the same verbs in the same order, on fitting tensors",
+        }
+        return self._agreed_error(fields, mine, {"sequence": sequence})
+
+    def _different_messages(
+        self,
+        sides: tuple[bool, int | None, int | None],
+        failure: MembersDisagree,
+        call: Note,
+        found: str = "",
+    ) -> MeshdistError:
+        """Return the error that both sides raise since a message does not fit its receive.
+
+        Args:
+            sides: whether this rank sends, its peer and its tag.
+            call: this rank's message, where ``failure`` names none.
+            found: how the message does not fit.
+        """
+        is_send, peer, tag = sides
+        mine = self._recorder.find_note(failure.number) if failure.number else call
+        about: dict[str, Any] = {"note": failure.other_number}
+        if failure.other_number is None:
+            mine = self._recorder.find_message(is_send, peer, tag, failure.number)
+            about = {"message": [not is_send, self._group.rank, tag, failure.number]}
+        fields = {
+            "summary": "a message does not fit the tensor that receives it",
+            "where": f"{self._group.name}, tag {tag}",
+            "expected": "equal dtype and number of elements on both sides, and objects met by "
+            "objects",
+            "found": found,
+            "fix": "receive into a tensor like the one that is sent, or give messages of different "
+            "kinds different tags",
+        }
+        return self._agreed_error(fields, mine, {**about, "asked": [] if peer is None else [peer]})
+
+    def _agreed_error(
+        self, disagreement: dict[str, str], mine: Note | None, about: dict[str, Any]
+    ) -> MeshdistError:
+        call = self._find_call()
+        abort = self._others.find_abort()
+        if abort is not None:  # another member has seen it first
+            return self._aborted(call, "aborted", abort)
+        agreed = self._others.agree_on_error(disagreement, mine, about)
+        return self._agreement_error(call, agreed)
+
+    def _aborted(self, call: Note, text: str, abort: dict[str, Any] | None) -> MeshdistError:
+        if abort is None:
+            first = self._others.find_first_failure(call, text)
+            lines = (first or text, self._others.report(call))
+            reason = "\n".join(dict.fromkeys(filter(None, lines)))
+            if not call.is_message:  # the next call would wait for the member that gave up
+                self._others.break_here(f"{call.call.name} was aborted before: {text}")
+        elif abort.get("disagreement"):
+            return self._agreement_error(call, abort["disagreement"])
+        else:
+            reason = f"rank {abort['rank']}: {abort['reason']}"
+        return AbortedError(
+            f"{call.call.name} on {self._group.name} was aborted",
+            where=self._where(call),
+            found=reason,
+            fix="let the rank that serves the store end last, and start the program anew"
+            if reason.startswith(STORE_LOST)
+            else "make a new group or mesh on the ranks that are left",
+        )
+
+    def _agreement_error(self, call: Note, disagreement: dict[str, str]) -> AgreementError:
+        where = f"{disagreement['where']}\nraised on {self._where(call)}"
+        return AgreementError(**{**disagreement, "where": where})
+
+    def _late(self, call: Note, failure: WireFailure, found: str) -> MeshdistError:
+        seconds = (failure.limit or self._group.timeout).total_seconds()
+        fix = (
+            "check why these ranks did not make this call, or made it with other tensors; "
+            "the group is broken now"
+        )
+        if call.is_message:
+            fix = (
+                "a message meets a receive of its tag, dtype and number of elements alone; "
+                "the group is broken now"
+            )
+        return CollectiveTimeoutError(
+            f"{call.call.name} on {self._group.name} was not finished within {seconds:g} s",
+            where=self._where(call),
+            expected=call.waits_for or f"the same call on {ranks_text(self._group.ranks)}",
+            found=found,
+            fix=fix,
+        )
+
+    def _failed(self, call: Note, found: str, fix: str) -> MeshdistError:
+        return BackendError(
+            f"{call.call.name} on {self._group.name} failed on wire {self._group.wire!r}",
+            where=self._where(call),
+            found=found,
+            fix=fix,
+        )
+
+    def _where(self, call: Note) -> str:
+        return f"{self._group.here}, {call.heading}"
+
+    def _find_call(self, note: int | None = None) -> Note:
+        return self._recorder.find_note(note) or self._unknown
+
+
+def _text_of(failure: WireFailure, ranks: Sequence[int]) -> str:
+    """Return the text of a failure, which names a member by its global rank in ``ranks``."""
+    if isinstance(failure, (MemberLost, MemberGaveUp)):
+        return f"rank {ranks[failure.member]} {failure}"
+    return str(failure)

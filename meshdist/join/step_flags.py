@@ -1,0 +1,34 @@
+"""Exchange one number per rank before a step: who still has data, and what it does next."""
+
+from __future__ import annotations
+
+import torch
+
+from ..backends.work import Work, may_be_dropped
+from ..collectives.normalize_args import run_titled
+from ..groups.process_group import ProcessGroup
+from ..reduce_ops import ReduceOp
+
+
+class Flags:
+    """An all-reduce in flight that gathers one flag of each rank; a rank that joined sends 0.
+
+    Example: rank 1 of 3 joined, so every rank reads [1, 0, 1] from the sum of these rows:
+
+        rank 0: 1 0 0        rank 1: 0 0 0        rank 2: 0 0 1
+
+    Args:
+        title: names the exchange in errors; an exchange of another title is a mismatch.
+    """
+
+    def __init__(self, flag: int, group: ProcessGroup, device: torch.device, title: str) -> None:
+        self._rows = torch.zeros(group.size(), dtype=torch.int32, device=device)
+        self._rows[group.rank()] = flag
+        work = run_titled("all_reduce", group, title, self._rows, ReduceOp.SUM, async_op=True)
+        assert work is not None
+        self.work: Work = may_be_dropped(work)
+
+    def wait(self) -> list[int]:
+        """Return the flags of all ranks, in group order."""
+        self.work.wait()
+        return list(self._rows.tolist())

@@ -1,0 +1,94 @@
+"""Meshes of ranks in row-major order, in torch's form and in JAX's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from ..checking.call_sites import one_frame
+from .definition import AxisOptions, define_mesh
+from .device_mesh import DeviceMesh
+from .layout import Layout
+
+__all__ = ["init_device_mesh", "make_mesh"]
+
+
+@one_frame
+def init_device_mesh(
+    device_type: str,
+    mesh_shape: Sequence[int],
+    *,
+    mesh_dim_names: Sequence[str] | None = None,
+    backend_override: Mapping[str | int, Any] | None = None,
+    axis_options: Mapping[str | int, AxisOptions] | None = None,
+    timeout: timedelta | None = None,
+    open_groups: bool = True,
+) -> DeviceMesh:
+    """Arrange ranks 0, 1, 2, ... row-major in a mesh; collective over its ranks.
+
+    Starts the world when there is none. With "cuda" it selects this rank's device, unless the
+    program chose a device before.
+
+    Args:
+        device_type: "cpu", "cuda", ..., without an index.
+        mesh_shape: the size of each axis; a single size may be -1, the rest of the world.
+        mesh_dim_names: one name per axis.
+        backend_override: torch's form of per-axis wires: a name, wire options, or both.
+        axis_options: AxisOptions by axis name or index.
+        timeout: how long to wait for the ranks, and in verbs on axes that name no timeout.
+        open_groups: False leaves opening to ``warmup()`` or to the first use.
+
+    Returns:
+        The mesh, equal on every rank. A mesh smaller than the world is legal: on the ranks
+        outside it ``get_coordinate()`` is None.
+
+    Raises:
+        MeshError: a size of 0, two of -1, or more ranks than the world has.
+        KindError, ArgumentError: a wrong timeout, an axis with options twice.
+        What ``DeviceMesh`` raises.
+
+    Example:
+        >>> import meshdist as md
+        >>> def program():
+        ...     mesh = md.init_device_mesh("cpu", (2, -1), mesh_dim_names=("dp", "tp"))
+        ...     return mesh.shape, mesh.get_local_rank("tp")
+        >>> md.simulate(program, 8)[6]
+        ((2, 4), 2)
+    """
+    definition = define_mesh(
+        device_type,
+        lambda size: Layout.from_shape(mesh_shape, mesh_dim_names, world_size=size),
+        axis_options,
+        backend_override,
+        timeout,
+        open_groups=open_groups,
+    )
+    return DeviceMesh.from_definition(definition, open_groups=open_groups)
+
+
+def make_mesh(
+    axis_shapes: Sequence[int],
+    axis_names: Sequence[str],
+    *,
+    device_type: str | None = None,
+) -> DeviceMesh:
+    """JAX's form of ``init_device_mesh``; collective over the mesh's ranks.
+
+    Args:
+        axis_shapes: the size of each axis; a single size may be -1, the rest of the world.
+        axis_names: one name per axis.
+        device_type: None means "cuda" where there is a GPU, else "cpu".
+
+    Raises:
+        What ``init_device_mesh`` raises.
+
+    Example:
+        >>> import meshdist as md
+        >>> md.simulate(lambda: md.make_mesh((2, 2), ("dp", "tp")).axis_sizes, 4)[0]
+        {'dp': 2, 'tp': 2}
+    """
+    chosen = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
+    return init_device_mesh(chosen, axis_shapes, mesh_dim_names=axis_names)

@@ -1,0 +1,452 @@
+"""Torch's process groups over one of our wires: the verbs are those of our own groups.
+
+``VerbMethods`` has the methods, in the forms in which torch's front end, its C++ and its older
+versions call them; what each verb does is described in ``torch.distributed``. Verbs that their
+callers wait for run in the caller's thread. What torch's C++ starts, and messages, go on in the
+background. Tensors of a device that the wire does not serve go by a group of torch's own.
+"""
+
+from __future__ import annotations
+
+import atexit
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from functools import cache, cached_property, partial, wraps
+from inspect import unwrap
+from typing import Any, NamedTuple
+
+import torch
+import torch.autograd.profiler as profiler
+import torch.distributed as torch_distributed
+from torch._C._distributed_c10d import Backend, FakeProcessGroup
+from torch.distributed import PrefixStore, Store, distributed_c10d as c10d
+
+from ..backends.registry import Opening, Wire
+from ..backends.requests import WorkerQueue
+from ..backends.work import Work, bound, joined
+from ..checking.call_sites import never_nested, run_unnested
+from ..collectives.argument_checks import find_peer
+from ..collectives.collective import Collective
+from ..collectives.flat_sums import sum_sparse
+from ..collectives.monitored_barrier import MonitoredBarrier
+from ..collectives.normalize_args import prepare
+from ..collectives.point_to_point import open_channel, prepare_message
+from ..collectives.torch_private import num_dispatch_modes, without_dispatch_modes
+from ..errors import BackendError, CollectiveTimeoutError
+from ..groups.group_methods import Asked, VerbMethods, read_options, verbs
+from ..operation_table import VERBS, Form, Role
+from ..reduce_ops import ReduceOp, split_premul
+from .inner_group import InnerGroup
+from .works import TorchWork, begin_record, end_records, tensors_of
+
+Tensors = Sequence[torch.Tensor]
+
+_open: weakref.WeakSet[WireGroup] = weakref.WeakSet()
+_LATER = Asked()
+
+
+# Its methods take more than one form, which Python's cannot be declared to have.
+_TorchsGroup: Any = torch_distributed.ProcessGroup
+
+
+class _BackendForHooks(Backend):
+    """A backend that carries nothing, for the hooks that torch attaches to a group's backend."""
+
+    # Torch 2.15 attaches a flight recorder to each group's default backend, and a group that is a
+    # process group itself has none. The recorder stays empty: torch's dispatcher feeds it, which
+    # our verbs do not pass. Our own recorder notes them.
+    def getBackendName(self) -> str:
+        """Return "meshdist", the name of the backend in torch's errors."""
+        return "meshdist"
+
+
+def _for_its_wire(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap verb ``name``: torch runs it for devices that the wire lacks, dispatch modes see it."""
+
+    @wraps(method)
+    def called(self: WireGroup, *given: Any, **named: Any) -> Any:
+        x = given[0] if given else None
+        x = x[0] if type(x) is list and x else x
+        if not isinstance(x, torch.Tensor):  # seldom
+            x = next(tensors_of((*given, *named.values())), None)
+        if x is None or x.is_cpu or x.device.type in self._wire.device_types:
+            if not num_dispatch_modes():
+                return method(self, *given, **named)
+            # A copy, as our verb writes into the tensors, and torch's fake backend does, too.
+            with without_dispatch_modes():
+                shown = _copied(given), {key: _copied(value) for key, value in named.items()}
+                work = method(self, *given, **named)
+            if hasattr(_TorchsGroup, name):
+                getattr(self._shown, name)(*shown[0], **shown[1])
+            return work
+        return getattr(self._other(x.device.type), name)(*given, **named)
+
+    return called
+
+
+class WireGroup(_TorchsGroup):  # type: ignore[misc]
+    """A process group of torch's over a wire of ours; to make it is collective over its members.
+
+    Args:
+        kept: an object that the opening's store needs, dropped at the group's end.
+    """
+
+    supports_splitting = False
+    supports_coalescing = False
+    supports_time_estimate = False
+
+    def __init__(self, wire: Wire, opening: Opening, kept: object = None) -> None:
+        place = opening.rank, len(opening.ranks)
+        super().__init__(*place)
+        if hasattr(c10d, "FlightRecorderHook"):
+            self._for_hooks = _BackendForHooks(*place)
+            none_of_torchs = _TorchsGroup.BackendType.UNDEFINED
+            self._register_backend(torch.device("cpu"), none_of_torchs, self._for_hooks)
+        self._group_name = opening.name
+        self._kept = kept
+        self._wire = wire
+        self._opening = opening
+        self.inner = InnerGroup(wire, opening)
+        self._completer = WorkerQueue(self.inner.abort)
+        self._coalesced: list[TorchWork] | None = None
+        self.other_groups: dict[str, Any] = {}
+        _open.add(self)
+
+    # -- what it is ------------------------------------------------------------------------------
+
+    def getBackendName(self) -> str:  # torch's names, here and below
+        """Return the name of the wire."""
+        return self._wire.name
+
+    name = getBackendName
+
+    def getGroupName(self) -> str:
+        """Return torch's name of the group, which torch keeps in its own backends alone."""
+        return self._group_name
+
+    def setGroupName(self, name: str) -> None:
+        """Replace torch's name of the group."""
+        self._group_name = name
+
+    def get_group_store(self) -> Store:
+        """Return the store whose keys belong to the group."""
+        return self._opening.make_torch_store()
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        kinds = sorted(self._wire.device_types.union(self.other_groups))
+        return [torch.device(kind) for kind in kinds]
+
+    def _get_backend(self, device: torch.device) -> Any:
+        """Return this group, or torch's backend for a device that the wire does not serve."""
+        kind = torch.device(device).type
+        if kind in self._wire.device_types:
+            return self
+        return self._other(kind)._get_backend(device)
+
+    @property
+    def options(self) -> Any:
+        """Return the options that torch asks a backend for: the name and the timeout."""
+        return Backend.Options(self._wire.name, self.inner.timeout)
+
+    def supports_tensor_alloc(self, device: torch.device) -> bool:
+        """Return False: the group has no memory of its own for tensors."""
+        return False
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set the timeout of every later call."""
+        self.inner.set_timeout(timeout)
+        for group in self.other_groups.values():
+            group.set_timeout(timeout)
+
+    _set_default_timeout = set_timeout
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Do nothing: members count from the beginning."""
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self.inner.recorder.sequence
+
+    @cached_property
+    def _shown(self) -> Any:
+        """A group of torch's that carries nothing, for modes: its calls pass torch's dispatcher."""
+        # A Python group overrides the C++ methods that call the dispatcher. Behind the dispatcher
+        # only a C++ backend can follow.
+        place = self.rank(), self.size()
+        shown, none_of_torchs = _TorchsGroup(*place), _TorchsGroup.BackendType.UNDEFINED
+        for kind in self._wire.device_types:
+            backend = FakeProcessGroup._create_internal(*place)
+            shown._register_backend(torch.device(kind), none_of_torchs, backend)
+        shown._set_group_name(self._group_name)
+        return shown
+
+    # -- several as one --------------------------------------------------------------------------
+
+    def _start_coalescing(self, device_type: torch.device) -> None:
+        self._coalesced = []
+
+    def _end_coalescing(self, device_type: torch.device) -> TorchWork:
+        coalesced, self._coalesced = self._coalesced or [], None
+        return TorchWork.joined(coalesced, self._completer)
+
+    start_coalescing = _start_coalescing  # as torch's C++ calls them
+    end_coalescing = _end_coalescing
+
+    @never_nested
+    def monitored_barrier(
+        self, timeout: timedelta | None = None, wait_all_ranks: bool = False
+    ) -> None:
+        """Wait for all members; raise and name the first that is absent, or all.
+
+        Args:
+            wait_all_ranks: whether all absent members are named.
+        """
+        # It goes through the store, and breaks nothing.
+        inner, ranks = self.inner, self._opening.ranks
+        inner.check_usable()
+        rank, limit = inner.world.rank, inner.timeout if timeout is None else timeout
+        expected, fix = "a timeout above zero", None
+        failure = f"Rank {rank} timed out in monitoredBarrier: it may not wait"
+        number = inner.world.next_number("meeting")
+        if limit > timedelta(0):
+            terms = ranks, rank, number, limit, wait_all_ranks
+            failure = MonitoredBarrier(self._opening.store, "meeting", *terms).wait().failure
+            expected = "every member to call it"
+            fix = "look at what that rank did instead; the group can be used afterwards"
+        if failure:
+            where, found = f"{inner.here}, {inner.name}", None if fix else f"{limit}"
+            raise CollectiveTimeoutError(
+                failure, where=where, expected=expected, found=found, fix=fix
+            )
+
+    # -- its end ---------------------------------------------------------------------------------
+
+    def abort(self) -> None:
+        """Free every wait in the group, here and on the other members, and end its use."""
+        if self.inner.is_over:
+            return
+        for group in self.other_groups.values():
+            group.abort()
+        self.inner.abort()
+
+    def shutdown(self) -> None:
+        """End this member's part; a second call does nothing."""
+        if self.inner.is_over:
+            return
+        self._completer.end()
+        self.inner.close()
+        for group in self.other_groups.values():
+            group.shutdown()
+        self._kept = None
+
+    # -- how a verb runs -------------------------------------------------------------------------
+
+    def _start(self, verb: str, asked: Asked, given: dict[str, Any]) -> TorchWork:
+        inner, form = self.inner, _form_of(verb)
+        inner.check_unbroken()
+        written: Any = given[form.tensors[0]] if form.tensors else None
+        noted = given.get(form.noted)
+        if form.is_sum and written.layout is not torch.strided:
+            kind, factor = split_premul(asked.op)
+            sum_sparse(self, written, kind if factor is None else ReduceOp.PREMUL_SUM)
+            return self._kept_for_joining(TorchWork((), [written], self._completer))
+        for name in form.tensors:
+            x = given[name]
+            bare = x.data if type(x) is torch.Tensor else _bare(x)
+            given[name] = _flat(bare) if form.has_blocks else bare
+        waits = not (asked.is_async or asked.timeout or profiler._is_profiler_enabled)
+        start = partial(form.run, **given, group=inner, async_op=not waits)
+        result = [written] if isinstance(written, torch.Tensor) else list(written or ())
+        num_blocks = self.inner.size() if form.gathers_one else 0
+        return self._run(verb, asked, start, [noted], result, num_blocks=num_blocks)
+
+    def _run(
+        self,
+        verb: str,
+        asked: Asked,
+        start: Callable[[], Work | None],
+        noted: Sequence[Any],
+        result: list[Any],
+        title: str = "",
+        num_blocks: int = 0,
+    ) -> TorchWork:
+        """Start a verb, wait for it unless the call is asynchronous, and return its Work for torch.
+
+        Args:
+            noted: the tensors that a profile shows, some in lists.
+            result: the result of the Work.
+            title: the name of the verb in a profile, in place of ``verb``.
+            num_blocks: as in ``TorchWork``.
+        """
+        is_recorded = profiler._is_profiler_enabled
+        records = begin_record(f"{self._wire.name}:{title or verb}", noted) if is_recorded else []
+        try:
+            started = run_unnested(verb, start)
+            if started is not None and asked.timeout is not None:
+                bound(started, asked.timeout)
+            works = () if started is None else (started,)
+            work = TorchWork(works, result, self._completer, num_blocks=num_blocks)
+            if is_recorded:
+                work.end_with(records, asked.is_async)
+        except BaseException:
+            end_records(records)
+            raise
+        if not asked.is_async:
+            work.wait()
+        return work if self._coalesced is None else self._kept_for_joining(work)
+
+    def _kept_for_joining(self, work: TorchWork) -> TorchWork:
+        """Return ``work``, and keep it for ``_end_coalescing`` to join with others."""
+        if self._coalesced is not None:
+            self._coalesced.append(work)
+        return work
+
+    def _message(self, verb: str, tensor: torch.Tensor, peer: int | None, tag: int) -> TorchWork:
+        inner, row = self.inner, VERBS[verb]
+        inner.check_unbroken()
+        if type(peer) is not int or not 0 <= peer < len(inner.ranks):  # else decided fast
+            peer = find_peer(inner, None, peer, verb, *row.named(Role.PEER))
+        message = prepare_message(verb, inner, peer, _bare(tensor), tag, is_send=row.sends)
+        start = partial(open_channel(inner, message).run, message, is_async=True)
+        title = "recvAnySource" if peer is None else verb
+        return self._run(verb, _LATER, start, [tensor], [tensor], title)
+
+    def _start_pairs(self, verb: str, outputs: Tensors, inputs: Tensors, opts: Any) -> TorchWork:
+        """Check all pairs of tensors, then start a verb on each; return a single Work."""
+        self.inner.check_unbroken()
+        asked = read_options((), opts=opts)
+        ops = [asked.op] if VERBS[verb].reduces else []
+        Collective(verb, self.inner).check_list(inputs, "inputs")
+        calls = [
+            prepare(verb, self.inner, _flat(_bare(output)), _flat(_bare(tensor)), *ops)
+            for output, tensor in zip(outputs, inputs, strict=True)
+        ]
+
+        def start() -> Work | None:
+            return joined(list(filter(None, [call.run(True) for call in calls])))
+
+        return self._run(verb, asked, start, inputs, list(outputs))
+
+    def all_gather_single_coalesced(
+        self, outputs: Tensors, inputs: Tensors, opts: Any = None
+    ) -> Any:
+        """Start an ``all_gather_single`` for each output and input; return a single Work."""
+        return self._start_pairs("all_gather_into_tensor", outputs, inputs, opts)
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: Tensors, inputs: Tensors, opts: Any = None
+    ) -> Any:
+        """Start a ``reduce_scatter_single`` for each output and input; return a single Work."""
+        return self._start_pairs("reduce_scatter_tensor", outputs, inputs, opts)
+
+    # The names of torch before 2.13, by which its C++ and programs call as well.
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    # -- other devices ---------------------------------------------------------------------------
+
+    def _other(self, kind: str) -> Any:
+        """Return torch's own group of the same members for device type ``kind``, made once."""
+        # Of a text such as ``cpu:shm,cuda:nccl`` torch gives the whole group to a backend that is a
+        # process group itself, and drops the other half. So that half is opened here.
+        if kind in self.other_groups:
+            return self.other_groups[kind]
+        inner = self.inner
+        inner.check_usable()
+        has_nccl = torch_distributed.is_nccl_available() and torch.cuda.is_available()
+        if kind != "cuda" or not has_nccl:
+            raise BackendError(
+                f"{inner.name} cannot carry {kind} tensors",
+                where=inner.here,
+                expected=f"tensors that the wire {self._wire.name!r} serves, or CUDA tensors by "
+                "NCCL",
+                found="a torch without NCCL, or no GPU" if kind == "cuda" else f"a {kind} tensor",
+                fix="move the tensor to the CPU, or make a group of another backend for it",
+            )
+        store = PrefixStore(kind, self._opening.make_torch_store())
+        ranks, place, size = inner.ranks, inner.rank(), inner.size()
+        options = torch_distributed.ProcessGroupNCCL.Options()
+        fields = {"_timeout": inner.timeout, "group_name": self._group_name}
+        for name, value in {**fields, "global_ranks_in_group": list(ranks)}.items():
+            setattr(options, name, value)
+        backend = torch_distributed.ProcessGroupNCCL(store, place, size, options)
+        backend._set_sequence_number_for_group()
+        made = self.other_groups[kind] = _TorchsGroup(store, place, size)
+        nccl = _TorchsGroup.BackendType.NCCL
+        made._set_default_backend(nccl)
+        made._register_backend(torch.device(kind), nccl, backend)
+        made._set_group_name(f"{self._group_name}/{kind}")
+        return made
+
+
+# Each name alone: torch's group has the names of its version.
+_coalesced = {name: verb for name, verb in vars(WireGroup).items() if name.endswith("_coalesced")}
+for _name, _method in {**vars(VerbMethods), **_coalesced}.items():
+    if callable(_method):
+        setattr(WireGroup, _name, _for_its_wire(_name, _method))
+
+
+@atexit.register
+def _leave_all() -> None:
+    """Tell members that still wait for this process that it ends in good order."""
+    for group in list(_open):
+        with suppress(Exception):  # it may be broken already
+            group.inner.leave()
+
+
+def _bare(given: Any) -> Any:
+    """Return ``given`` with tensors, in lists too, as ``.data``, which autograd does not see."""
+    # As torch's own groups do, ours let a program write where autograd has saved values: FSDP
+    # gathers parameters again into the memory where a forward has seen them.
+    if isinstance(given, torch.Tensor):
+        return (given if type(given) is torch.Tensor else given.detach()).data
+    return list(map(_bare, given)) if isinstance(given, (list, tuple)) else given
+
+
+def _copied(given: Any) -> Any:
+    """Return ``given`` with copies of the tensors in it, which may be in lists."""
+    if isinstance(given, torch.Tensor):
+        return given.detach().clone()
+    return list(map(_copied, given)) if isinstance(given, (list, tuple)) else given
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """Return ``tensor`` as a view of one dim if it is contiguous, else as it is."""
+    # Of blocks torch compares the numbers of elements alone.
+    return tensor.view(-1) if tensor.dim() != 1 and tensor.is_contiguous() else tensor
+
+
+class _TorchForm(NamedTuple):
+    """The facts by which torch's groups call a verb of ours.
+
+    Args:
+        run: the verb, without its marks: no fast path, which is for one thread, no record of its
+            own in a profile, and nothing for typed contexts, as torch's own verbs.
+        tensors: its parameters of tensors, first the parameter that it writes.
+        noted: the parameter that a profile shows.
+        has_blocks: whether it has one larger tensor, with a block for each member.
+        gathers_one: whether it gathers into one tensor; the result is this tensor's blocks.
+        is_sum: whether it reduces one tensor for all members, which may be sparse.
+    """
+
+    run: Callable[..., Any]
+    tensors: tuple[str, ...]
+    noted: str
+    has_blocks: bool
+    gathers_one: bool
+    is_sum: bool
+
+
+@cache
+def _form_of(verb: str) -> _TorchForm:
+    row, run = VERBS[verb], unwrap(verbs[verb])
+    carrier = row.carrier
+    forms = carrier.takes, carrier.gives
+    tensors = row.named(Role.IN_PLACE, Role.OUTPUT, Role.INPUT)
+    noted = tensors[0] if carrier.root == "from" else "".join(tensors[-1:])
+    has_blocks = row.is_plain and forms == (Form.ONE, Form.ONE)
+    gathers_one = has_blocks and not row.reduces and not row.named(Role.SIZES)
+    is_sum = forms == (Form.IN_PLACE, Form.ONE) and not carrier.root
+    return _TorchForm(run, tensors, noted, has_blocks, gathers_one, is_sum)

@@ -1,0 +1,233 @@
+"""Verbs inside typed contexts: functional verbs, and torch's verbs, which write in place.
+
+The kinds that a functional verb takes and gives stand in the table of ``axis_types``: operands are
+checked, and results are marked. torch's verbs run as if there were no context; the tensors that
+they write are marked. Such a verb overwrites a tensor as a whole. Over the axes of its group the
+tensor is then invariant where all members hold the same, else varying. Over all other axes it
+takes the joined type of the tensors that the verb has read. Other views of its memory keep their
+types.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from itertools import combinations
+from typing import Any
+
+import torch
+
+from ..annotations.axis_types import (
+    INVARIANT,
+    KINDS,
+    JoinedType,
+    find_result_kind,
+    join_types,
+    kinds_in,
+    set_type,
+    type_of,
+    with_kinds,
+)
+from ..collectives.torch_private import HiddenFromModes, are_transforms_active
+from ..groups.process_group import ProcessGroup, resolve_group
+from ..mesh.device_mesh import DeviceMesh
+from ..operation_table import VERBS, Form, Verb
+from .context import ContextMode, find_context
+from .function_rules import TorchFunction, tensors_in
+from .type_errors import foreign_mesh, refused_verb
+
+
+def watch(
+    verb: Callable[..., Any],
+    call: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> Any:
+    """Return the result of ``call``, a torch verb; in a context type the written tensors."""
+    mode = find_context()
+    if mode is None:
+        return call(*args, **kwargs)
+    with HiddenFromModes():
+        result = call(*args, **kwargs)
+        row = VERBS[verb.__name__]
+        if row.writes:
+            given = _signature(verb).bind(*args, **kwargs).arguments
+            _mark(mode, row, given)
+    return result
+
+
+_signature = cache(inspect.signature)
+
+
+def _mark(mode: ContextMode, row: Verb, given: Mapping[str, Any]) -> None:
+    """Set the types of the tensors that a torch verb has written, by its arguments ``given``."""
+    group = given.get("group")
+    if row.writes == "p2p_op_list":
+        operations = given["p2p_op_list"]
+        written = [each.tensor for each in operations if VERBS[each.op.__name__].writes]
+        group = operations[0].group if operations else None
+    else:
+        written = tensors_in(given.get(row.writes))
+    # Where the source alone has a list (scatter), other ranks read the type off their outputs.
+    is_of_source = row.is_plain and row.carrier.takes is Form.AT_ROOT
+    names = (*row.reads, row.writes) if is_of_source else row.reads
+    read = tensors_in([given.get(name) for name in names])
+    kinds = kinds_over(mode.mesh, resolve_group(group), row.kind)
+    joined = _joined(read)
+    for tensor in written:
+        if isinstance(tensor, torch.Tensor):
+            before = joined if row.reads else type_of(tensor)
+            set_type(tensor, with_kinds(before, kinds))
+
+
+def _joined(tensors: Sequence[torch.Tensor]) -> str:
+    """Return the joined type of ``tensors``; if they cannot join, a type with all their kinds."""
+    found = join_types([type_of(tensor) for tensor in tensors])
+    if isinstance(found, JoinedType):
+        return found.text
+    kinds: dict[str, str] = {}
+    for tensor in tensors:
+        kinds.update(kinds_in(type_of(tensor)))
+    return with_kinds(INVARIANT, kinds)
+
+
+def kinds_over(mesh: DeviceMesh, group: ProcessGroup, kind: str) -> dict[str, str]:
+    """Return {axis: kind} of a result for the axes of ``group``: "V" if it lacks ranks of these."""
+    # A group whose members are not just all ranks along some axes makes nothing invariant: the
+    # tensor varies over each axis along which members differ.
+    places = [mesh.layout.coordinate_of(rank) for rank in group.ranks]
+    inside = [place for place in places if place is not None]
+    axes = [
+        name
+        for axis, name in enumerate(mesh.axis_names)
+        if len({place[axis] for place in inside}) > 1
+    ]
+    along = mesh.layout.ranks_of_axes(axes, mesh.world.rank) if axes else ()
+    kinds = dict.fromkeys(axes, kind if set(group.ranks).issuperset(along) else "V")
+    for name, size in mesh.axis_sizes.items():
+        if size == 1 and mesh.get_group(name) is group:
+            kinds[name] = kind
+    return kinds
+
+
+def made_equal(group: ProcessGroup, *tensors: torch.Tensor) -> None:
+    """Type tensors as invariant over ``group``, in a typed context; else do nothing."""
+    mode = find_context(is_awake=False)
+    if mode is not None and not mode.is_asleep:
+        kinds = kinds_over(mode.mesh, group, "I")
+        for tensor in tensors:
+            set_type(tensor, with_kinds(type_of(tensor), kinds))
+
+
+def find_typed_verb(verb: str, axes: DeviceMesh, to: str | None = None) -> TypedVerb | None:
+    """Return the TypedVerb of ``verb(to=to)`` over ``axes`` in the open context; None without."""
+    mode = find_context()
+    if mode is None:
+        return None
+    key = verb, to, id(axes)
+    found: TypedVerb | None = mode.verbs.get(key)
+    if found is None:
+        found = mode.verbs[key] = TypedVerb(mode, verb, axes, to)
+    return found
+
+
+class TypedVerb:
+    """A lax verb in a typed context, over axes of the context's mesh."""
+
+    def __init__(self, mode: ContextMode, verb: str, axes: DeviceMesh, to: str | None) -> None:
+        self._mode = mode
+        self._verb = verb
+        self._to = to
+        self._mesh = axes  # is kept so that its id stays its own
+        self._axes = _context_axes(mode, axes, verb)
+        self._results: dict[str, str] = {}  # the types of results by those of operands
+
+    def result_type(self, x: torch.Tensor, argument: str = "x") -> str:
+        """Return the type of the verb's result for ``x``; raise if it refuses that of ``x``."""
+        verb, to = self._verb, self._to
+        text = self._mode.type_of(x, verb)
+        if text in self._results and not are_transforms_active():
+            return self._results[text]
+        text = self._mode.operand_type(x, verb)
+        kinds, results = kinds_in(text), {}
+        for axis in self._axes:
+            kind = find_result_kind(verb, kinds.get(axis, "I"), to)
+            if kind is None:
+                taken = [other for other in KINDS if find_result_kind(verb, other, to) is not None]
+                if not taken:  # there is no such ``to``, as the verb itself will say
+                    return text
+                raise refused_verb(verb, x, axis, self._mode.mesh, taken, argument)
+            results[axis] = kind
+        self._results[text] = with_kinds(text, results)
+        return self._results[text]
+
+    def run(
+        self,
+        on_tensor: Callable[..., torch.Tensor],
+        x: torch.Tensor,
+        group: ProcessGroup,
+        text: str,
+        leaf_name: str = "x",
+    ) -> Any:
+        """Return ``on_tensor``'s result on ``x``, marked with the type ``text``.
+
+        Args:
+            leaf_name: the name of ``x`` in reports.
+        """
+        if self._verb == "pcast":
+            result = self._cast(on_tensor, x, leaf_name)
+        else:
+            result = on_tensor(x, group, leaf_name=leaf_name)
+        set_type(result, text)
+        if result.grad_fn is not None:
+            self._mode.note(result, self._verb, [x])
+        return result
+
+    def joined(self, x: Any, *others: Any) -> tuple[list[Any], str]:
+        """Return the operands cast to their joined type, and the type; raise for an unfit ``x``."""
+        given = [x, *others]
+        tensors = [operand for operand in given if isinstance(operand, torch.Tensor)]
+        if isinstance(x, torch.Tensor):
+            self.result_type(x, "operand")
+        found = self._mode.joined(TorchFunction(self._verb), tensors)
+        missing = {id(x): kinds for x, kinds in zip(tensors, found.missing, strict=True)}
+        return [
+            self._mode.cast(x, kinds_in(missing[id(x)])) if id(x) in missing else x for x in given
+        ], found.text
+
+    def _cast(self, on_tensor: Callable[..., Any], x: torch.Tensor, leaf_name: str) -> torch.Tensor:
+        """Return ``x`` cast by ``on_tensor``, for each of its types over the axes that have it."""
+        kinds = kinds_in(self._mode.operand_type(x, self._verb))
+        result = x
+        for kind, word in KINDS.items():
+            axes = tuple(axis for axis in self._axes if kinds.get(axis, "I") == kind)
+            if axes:
+                group = resolve_group(self._mode.mesh[axes])
+                result = on_tensor(result, group, source=word, leaf_name=leaf_name)
+        return result
+
+
+def _context_axes(mode: ContextMode, axes: DeviceMesh, verb: str) -> tuple[str, ...]:
+    """Return the axes of the context's mesh that span the ranks of ``axes``; raise if none do."""
+    own, names = mode.mesh, axes.axis_names
+    if all(
+        name in own.axis_names and axes.get_group(name).ranks == own.get_group(name).ranks
+        for name in names
+    ):
+        return tuple(names)
+    found = _axes_of_ranks(own, axes.layout.ranks().ravel().tolist())
+    if found is None:
+        raise foreign_mesh(verb, names, own, axes)
+    return found
+
+
+def _axes_of_ranks(mesh: DeviceMesh, ranks: Sequence[int]) -> tuple[str, ...] | None:
+    """Return the axes along which this rank's group is ``ranks``, None without any."""
+    wanted = set(ranks)
+    for count in range(mesh.ndim + 1):
+        for names in combinations(mesh.axis_names, count):
+            along = mesh[names].layout.ranks().ravel().tolist() if names else [mesh.world.rank]
+            if set(along) == wanted:
+                return names
+    return None

@@ -1,0 +1,95 @@
+"""Comparisons of typed contexts at debug level DETAIL: are invariant values equal on all ranks?
+
+Types cannot tell that data were annotated wrongly, or that a number taken out of a tensor differs.
+So each operand that is cast, each loss, and the gradients of leaves are compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+
+from ..annotations.axis_types import kinds_in, type_of
+from ..checking.debug_levels import DebugLevel, get_debug_level
+from ..functional.equality_checks import check_invariant
+from ..groups.process_group import ProcessGroup, resolve_group
+from ..mesh.device_mesh import DeviceMesh
+from .type_errors import axes_argument, tensor_text, where
+
+
+def is_checked() -> bool:
+    """Return whether the debug level is DETAIL, at which values are compared."""
+    return get_debug_level() == DebugLevel.DETAIL
+
+
+def check_cast(x: torch.Tensor, group: ProcessGroup, mesh: DeviceMesh) -> None:
+    """Raise GradientError unless all ranks of ``group`` hold equal values of ``x``; collective."""
+    check_invariant(
+        x.detach(),
+        group,
+        f"an operand that is invariant by its type, {tensor_text(x)}, and meets varying ones,",
+        where=where(mesh),
+        expected="equal values, as its type says",
+        fix=lambda far: (
+            "say what it is where it is made or enters: "
+            f"md.annotate(x, varying={_differing_axes(mesh, group, far)})"
+        ),
+    )
+
+
+def check_loss(loss: torch.Tensor, mesh: DeviceMesh) -> None:
+    """Raise GradientError unless ``loss`` is equal along its invariant axes; collective."""
+    group = _invariant_group(type_of(loss), mesh)
+    if group is not None:
+        check_invariant(
+            loss.detach(),
+            group,
+            f"a loss that is invariant by its type, {tensor_text(loss)},",
+            where=where(mesh),
+            expected="equal values, as its type says",
+            fix="annotate the data that differ between ranks, and take numbers that differ into "
+            "the program as annotated tensors",
+        )
+
+
+def check_gradient_of(
+    leaf: torch.Tensor, grad: torch.Tensor | None, text: str, mesh: DeviceMesh
+) -> None:
+    """Raise unless ``grad`` is equal along the axes invariant in its type ``text``; collective."""
+    group = _invariant_group(text, mesh)
+    if group is None:
+        return
+    # The number behind the values is 1 where there is a gradient: None is not a gradient of zeros.
+    dense = torch.zeros_like(leaf) if grad is None else grad.detach().to_dense()
+    is_there = dense.new_full((1,), grad is not None)
+    check_invariant(
+        torch.cat([dense.reshape(-1), is_there]),
+        group,
+        f"the gradient of a leaf, {tensor_text(leaf)},",
+        where=where(mesh),
+        expected="equal gradients: along these axes the gradient is invariant, as the leaf is",
+        fix=lambda far: (
+            "a value that differs between ranks entered without a type: annotate it "
+            f"where it enters, md.annotate(x, varying={_differing_axes(mesh, group, far)})"
+        ),
+    )
+
+
+def _differing_axes(mesh: DeviceMesh, group: ProcessGroup, far: Collection[int]) -> str:
+    """Return, as an argument's text, the axes along which ``far`` ranks differ from the first."""
+    # Where ranks 2 and 3 of (dp=2, tp=2) differ from rank 0: 'dp', which alone leads to rank 2.
+    first, *others = (mesh.layout.coordinate_of(rank) or () for rank in (group.ranks[0], *far))
+    ways = [
+        [axis for axis, a, b in zip(mesh.axis_names, first, other, strict=True) if a != b]
+        for other in others
+    ]
+    named = {axis for way in ways if len(way) == min(map(len, ways)) for axis in way}
+    return axes_argument([axis for axis in mesh.axis_names if axis in named])
+
+
+def _invariant_group(text: str, mesh: DeviceMesh) -> ProcessGroup | None:
+    """Return the group along the axes over which ``text`` is invariant; None if there are none."""
+    kinds = kinds_in(text)
+    axes = tuple(axis for axis in mesh.axis_names if axis not in kinds)
+    return resolve_group(mesh[axes]) if axes else None

@@ -1,0 +1,191 @@
+"""Where a value became varying: the operation that joined it over an axis, and the leaf.
+
+Until a mesh's first typed backward has begun, each node of autograd's graph is given a note of the
+operation that made it. A loss that varies is refused there, and the notes are read from the loss
+backwards; a program that has passed once runs without them. Over 'tp', where the psum behind
+``down`` was forgotten:
+
+    norm(x)  ->  up(x)       ->  gelu(h)     ->  down(h)      ->  x + y        ->  loss
+    {V:dp}       {V:dp,tp}       {V:dp,tp}       {V:dp,tp}        {V:dp,tp}        {V:dp,tp}
+                 up.weight                       down.weight
+
+All from ``up`` to the loss varies over 'tp'; the walk ends where a note says that its result does
+not, as that of ``norm`` and of every psum. ``up`` was the first to join, and ``down`` the last to
+which a leaf brought the axis: behind it the parts are complete, and ranks hold summands.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..annotations.axis_types import axes_of_kind, shown, type_of
+from ..checking.call_sites import Site, program_frame, show_site
+from ..errors import AxisTypeError
+from ..mesh.device_mesh import DeviceMesh
+from .function_rules import LINEARITY, tensors_in
+from .type_errors import axes_argument, name_of, tensor_text, where
+
+_NOTE = "meshdist: where types joined"
+"""The key of a note in the metadata of a node of autograd."""
+
+
+@dataclass(frozen=True)
+class _Operand:
+    """An operand without a history (a parameter or data) that varies over ``axes``."""
+
+    tensor: weakref.ref[torch.Tensor]
+    axes: tuple[str, ...]
+    is_trained: bool
+    text: str
+
+    def __str__(self) -> str:
+        tensor = self.tensor()
+        name = "" if tensor is None else name_of(tensor, "")
+        return f"{name}: {self.text}" if name else self.text
+
+
+@dataclass(frozen=True)
+class _MakingOperation:
+    """A note of the operation that made a value, and of the axes over which the value varies.
+
+    Args:
+        leaves: its varying operands without a history, and those of operands made of parameters.
+        is_of_leaves: whether it is made of parameters alone, as ``weight.T``: it joins nothing.
+    """
+
+    number: int
+    name: str
+    axes: tuple[str, ...]
+    leaves: tuple[_Operand, ...]
+    is_of_leaves: bool
+    site: Site
+
+    def __str__(self) -> str:
+        return f"{self.name} at {show_site(self.site)}"
+
+    def leaves_over(self, axis: str) -> list[_Operand]:
+        """Return the noted leaves that vary over ``axis``."""
+        return [leaf for leaf in self.leaves if axis in leaf.axes]
+
+
+class Notes:
+    """The notes of a mesh's contexts, which are taken until a backward has begun."""
+
+    are_taken = True
+    count = 0
+
+    def add(self, result: Any, name: str, operands: Any) -> None:
+        """Note on the autograd nodes of results the operation that made them of ``operands``."""
+        for made in tensors_in(result):
+            # A node with a note is that of an operand, which the operation has given back.
+            node: Any = made.grad_fn
+            if node is not None and _NOTE not in node.metadata:
+                leaves, is_of_leaves = _leaves(tensors_in(operands))
+                if LINEARITY.get(name) == "add" and not is_of_leaves:
+                    # In loss + penalty(shard) the parts are complete before the sum, behind
+                    # penalty's own node.
+                    leaves = [leaf for leaf in leaves if not leaf.is_trained]
+                frame = program_frame(sys._getframe())
+                node.metadata[_NOTE] = _MakingOperation(
+                    self.count,
+                    name,
+                    axes_of_kind(type_of(made), "V"),
+                    tuple(leaves),
+                    is_of_leaves,
+                    (frame.f_code.co_filename, frame.f_lineno),
+                )
+                self.count += 1
+
+
+def _leaves(operands: Sequence[torch.Tensor]) -> tuple[list[_Operand], bool]:
+    """Return the varying leaves of operands, and whether these are made of parameters alone."""
+    leaves: list[_Operand] = []
+    is_of_leaves = bool(operands)
+    for operand in operands:
+        below: Any = operand.grad_fn
+        if below is None:
+            axes = axes_of_kind(type_of(operand), "V")
+            text, is_trained = tensor_text(operand), operand.requires_grad
+            if axes:
+                leaves.append(_Operand(weakref.ref(operand), axes, is_trained, text))
+            is_of_leaves &= is_trained
+        elif _NOTE in below.metadata and below.metadata[_NOTE].is_of_leaves:
+            leaves += below.metadata[_NOTE].leaves
+        else:
+            is_of_leaves = False
+    return leaves, is_of_leaves
+
+
+def _find_joins(loss: torch.Tensor, axis: str) -> list[_MakingOperation]:
+    """Return the noted operations by which ``loss`` came to vary over ``axis``, in call order."""
+    open_nodes: list[Any] = [loss.grad_fn]
+    seen: set[Any] = set()
+    found: list[_MakingOperation] = []
+    while open_nodes:
+        node = open_nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        note: _MakingOperation | None = node.metadata.get(_NOTE)
+        if note is not None:
+            if axis not in note.axes:
+                continue
+            found.append(note)
+        open_nodes.extend(below for below, _ in node.next_functions)
+    return sorted(found, key=lambda note: note.number)
+
+
+def varying_loss(
+    loss: torch.Tensor, axes: Sequence[str], mesh: DeviceMesh, verb: str, *, is_noted: bool
+) -> AxisTypeError:
+    """Return the error of a backward from a varying loss, which names operations if noted."""
+    mesh.caches.of(Notes).are_taken = True  # by the next context
+    # For axes that data brought the fix is a mean of the loss. For axes that parameters brought a
+    # mean would train another model: there a psum is missing behind the last of them.
+    found, fixes, means = [f"loss: {tensor_text(loss)}"], [], []
+    for axis in axes:
+        joins = _find_joins(loss, axis) if is_noted else []
+        with_leaves = [join for join in joins if join.leaves_over(axis)]
+        bringing = [join for join in with_leaves if not join.is_of_leaves] or with_leaves or joins
+        of = {leaf.is_trained for join in bringing for leaf in join.leaves_over(axis)}
+        if joins:
+            first, last = bringing[0], bringing[-1]
+            by = ", by " * bool(of) + " and ".join(map(str, first.leaves_over(axis)))
+            found.append(f"varying over {axis!r} since {first}{by}")
+        if not joins or of == {False}:
+            means.append(axis)
+            continue
+        if last is not first and of:
+            leaves = " and ".join(map(str, last.leaves_over(axis)))
+            found.append(f"the last leaf that varies over {axis!r} came in {last}: {leaves}")
+        fixes.append(
+            f"behind {last}, each rank along {axis!r} holds its part; sum the parts there: "
+            f"y = lax.psum(y, {axis!r})"
+        )
+        if False in of:
+            fixes.append(f"or, if the batch differs along {axis!r}, lax.pmean(loss, {axis!r})")
+    if means:
+        unknown = "" if len(found) > 1 else "where the batch varies, "
+        fixes.append(
+            f"{unknown}say how the ranks' losses make one: "
+            f"loss = lax.pmean(loss, {axes_argument(means)}), or lax.psum; or ask for that of each "
+            "rank's own: give the gradient outright, torch.ones_like(loss)"
+        )
+    if not is_noted:
+        fixes.append(
+            "where parameters vary, a lax.psum is missing behind them: run the step once more, and "
+            "this error says where"
+        )
+    return AxisTypeError(
+        f"{verb} of a loss that varies over {shown(axes)}",
+        where=where(mesh, axes),
+        expected="one loss, equal on all ranks",
+        found="\n".join(found),
+        fix="\n".join(fixes),
+    )

@@ -1,0 +1,70 @@
+"""A world that began at its first touch, and an ``init_process_group`` that comes after it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from ..backends.backend_names import backends_text
+from ..backends.registry import get_wire
+from ..bootstrap.init_methods import Terms
+from ..bootstrap.world import World
+from ..errors import WorldError
+
+
+def take_over(
+    world: World,
+    backends: Mapping[str, str] | None,
+    terms: Terms,
+    *,
+    timeout: timedelta | None,
+    options: Any,
+    device: torch.device | None,
+) -> None:
+    """Accept ``world``, made at a first touch, for these arguments; raise if they differ.
+
+    Args:
+        timeout: stands in place of that of ``terms``: None where the program has named none.
+    """
+    defaults = {get_wire(name).default_timeout for name in world.backends.values()}
+    is_default = world.timeout is None and defaults == {timeout}
+    kept = world.timeout or "the wire's default"
+    rank, world_size, store = terms.rank, terms.world_size, terms.store
+    init_method, group_name = terms.init_method, terms.group_name
+    is_from_env = init_method == "env://" and world.origin.startswith("env://")
+    # What is said, whether it agrees, what it says, and what the world has.
+    table = (
+        ("backend", *_compared_backends(world, backends)),
+        ("rank", rank in (-1, world.rank), rank, world.rank),
+        ("world_size", world_size in (-1, world.size), world_size, world.size),
+        ("timeout", timeout in (None, world.timeout) or is_default, timeout, kept),
+        ("init_method", init_method is None or is_from_env, repr(init_method), world.origin),
+        ("store", store is None, type(store).__name__, world.origin),
+        ("group_name", not group_name, repr(group_name), "no name"),
+        ("pg_options", options is None or options == world.options, options, world.options),
+        ("device_id", device in (None, world.device), device, world.device or "no device"),
+    )
+    wrong = [(name, given, there) for name, agrees, given, there in table if not agrees]
+    if wrong:
+        raise WorldError(
+            "init_process_group came after the first touch, and says otherwise than the world that "
+            "this process joined then",
+            where=f"rank {world.rank} of {world.size}, joined by {world.first_touch}",
+            expected=", ".join(f"{name}={there}" for name, _, there in wrong),
+            found=", ".join(f"{name}={given}" for name, given, _ in wrong),
+            fix="call init_process_group before the first verb and the first mesh, or leave out "
+            + " and ".join(name for name, _, _ in wrong),
+        )
+    world.first_touch = ""
+
+
+def _compared_backends(world: World, backends: Mapping[str, str] | None) -> tuple[bool, str, str]:
+    there = backends_text(world.backends)
+    if backends is None:
+        return True, "", there
+    named = {kind: get_wire(name).name for kind, name in backends.items()}
+    is_equal = all(world.backends.get(kind) == name for kind, name in named.items())
+    return is_equal, backends_text(named), there

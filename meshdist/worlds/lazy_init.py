@@ -1,0 +1,62 @@
+"""The one rule for beginning: a process that a launcher started joins at its first verb or mesh."""
+
+from __future__ import annotations
+
+import os
+import threading
+from datetime import timedelta
+
+import torch.distributed as torch_distributed
+from torch.utils.data import get_worker_info
+
+from ..bootstrap.launch_environment import find_place
+from ..bootstrap.stores import HashStore
+from ..bootstrap.world import find_unjoined_place, find_world, join_by
+from ..checking.call_sites import call_site, show_site
+from ..errors import WorldError
+from ..runtime.fork_safe_locks import ModuleLock
+from .initialization import end_orphan, init_process_group
+
+_joining = ModuleLock(threading.RLock)
+"""Lets one thread join; others that touch the world meanwhile find it made."""
+
+
+def begin_for_mesh(timeout: timedelta | None, *, is_alone: bool) -> None:
+    """Make the world at a first mesh, if there is none; ``is_alone``: the mesh has rank 0 alone."""
+    with _joining.current:
+        end_orphan()
+        if find_world() is not None:
+            return
+        has_others = torch_distributed.is_initialized() or find_place(os.environ) is not None
+        if is_alone and not has_others:
+            init_process_group(timeout=timeout, store=HashStore(), rank=0, world_size=1)
+        else:
+            init_process_group(timeout=timeout)
+        _note("a mesh")
+
+
+def _join_for_verb() -> None:
+    """Join the ranks that a launcher has started, if it has; do nothing otherwise."""
+    with _joining.current:
+        # A world of torch's is not adopted here: only the program knows whether all of its ranks
+        # will come to this verb.
+        if torch_distributed.is_initialized() or find_unjoined_place() is None:
+            return
+        if get_worker_info() is not None:  # it has its parent's variables
+            raise WorldError(
+                "a worker of a DataLoader cannot join in the place of its rank",
+                where=f"process {os.getpid()}, called at {show_site(call_site())}",
+                expected="verbs in the process that the launcher started",
+                fix="let a worker only read get_rank() and get_world_size()",
+            )
+        init_process_group()
+        _note("a verb")
+
+
+def _note(touch: str) -> None:
+    world = find_world()
+    assert world is not None
+    world.first_touch = f"{touch} at {show_site(call_site())}"
+
+
+join_by(_join_for_verb)

@@ -1,0 +1,195 @@
+"""Questions about the process's world, its groups and their wires: torch's names."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from ..backends.backend_names import Backend, backends_text, default_wires, parse_backends
+from ..backends.registry import find_wire
+from ..bootstrap.launch_environment import read_local_rank
+from ..bootstrap.world import find_unjoined_place, find_world, get_world
+from ..error_text import first_line
+from ..errors import ArgumentError, WorldError
+from ..groups.process_group import NON_GROUP_MEMBER, GroupLike, resolve_group, world_group
+from ..runtime.graph_breaks import untraced
+
+__all__ = [
+    "get_backend",
+    "get_backend_config",
+    "get_default_backend_for_device",
+    "get_node_local_rank",
+    "get_rank",
+    "get_world_size",
+    "is_available",
+    "is_backend_available",
+    "is_gloo_available",
+    "is_initialized",
+    "is_mpi_available",
+    "is_nccl_available",
+    "is_torchelastic_launched",
+    "is_ucc_available",
+    "is_xccl_available",
+]
+
+
+def is_available() -> bool:
+    """Return whether this package can be used: always."""
+    return True
+
+
+def is_initialized() -> bool:
+    """Return whether there is a world: made by ``init_process_group``, or of simulated ranks."""
+    world = find_world()
+    return world is not None and not world.is_closed and not world.is_orphan
+
+
+@untraced
+def get_rank(group: GroupLike = None) -> int:
+    """Return this rank's number in ``group`` (None: the world); -1 outside the group.
+
+    Answers in a forked child too. Before this process has joined its world the launcher's variables
+    answer, or torch's world that is there to adopt; nothing is sent.
+
+    Raises:
+        NotInitializedError: there is no world, and no launcher.
+        GroupClosedError: the group was destroyed.
+    """
+    if group is None:
+        place = find_unjoined_place()
+        return get_world().rank if place is None else place[0]
+    if is_outsider(group):
+        return -1
+    target = resolve_group(group)
+    target.check_open()
+    return target.rank()
+
+
+@untraced
+def get_world_size(group: GroupLike = None) -> int:
+    """Return the number of ranks in ``group`` (None: the world); -1 outside the group.
+
+    Answers in a forked child too. Before this process has joined its world the launcher's variables
+    answer, or torch's world that is there to adopt; nothing is sent.
+
+    Raises:
+        NotInitializedError: there is no world, and no launcher.
+    """
+    if group is None:
+        place = find_unjoined_place()
+        return get_world().size if place is None else place[1]
+    return -1 if is_outsider(group) else resolve_group(group).size()
+
+
+def get_backend(group: GroupLike = None) -> Backend:
+    """Return the name of the wire of ``group`` (None: the world).
+
+    Where several wires serve it, by device type: the wire that AxisOptions named for the mesh's;
+    the accelerator's if there is any and no pairs were named; else the pairs as text.
+
+    Raises:
+        GroupClosedError: the group was destroyed.
+    """
+    target = world_group() if group is None else resolve_group(group)
+    target.check_open()
+    backends = target.backends
+    if target.named_for in backends:
+        return Backend(backends[target.named_for])
+    if len(set(backends.values())) == 1:
+        return Backend(next(iter(backends.values())))
+    world = get_world()
+    if world.chooses_wires and backends.keys() == world.backends.keys():
+        accelerator = torch.accelerator.current_accelerator()
+        kind = "cpu" if accelerator is None else accelerator.type
+        return Backend(backends.get(kind) or next(iter(backends.values())))
+    return Backend(backends_text(backends))
+
+
+def get_backend_config(group: GroupLike = None) -> str:
+    """Return the wire for each device type in ``group``, as in "cpu:gloo,cuda:nccl"."""
+    target = world_group() if group is None else resolve_group(group)
+    return backends_text(target.backends)
+
+
+def get_default_backend_for_device(device: str | torch.device) -> str:
+    """Return the name of the wire that serves ``device`` where none is named.
+
+    Raises:
+        ArgumentError: no such device, or none that has a wire.
+    """
+    try:
+        kind = device.type if isinstance(device, torch.device) else torch.device(device).type
+    except RuntimeError as error:
+        raise ArgumentError(f"{device!r} is no device", found=first_line(error)) from None
+    wires = default_wires()
+    if kind not in wires:
+        raise ArgumentError(
+            f"no backend is known for device type {kind!r}",
+            expected=f"one of {', '.join(wires)}",
+            fix=f"name a backend: init_process_group('{kind}:NAME')",
+        )
+    return wires[kind]
+
+
+def get_node_local_rank(fallback_rank: int | None = None) -> int:
+    """Return this rank's number on its host: LOCAL_RANK, else the fallback, else the world's.
+
+    Raises:
+        WorldError: none of the three is there. RendezvousError: LOCAL_RANK is no number.
+    """
+    world = find_world()
+    if world is not None and world.is_simulated:
+        return world.local_rank
+    if "LOCAL_RANK" in os.environ:
+        return read_local_rank(os.environ)
+    if fallback_rank is not None:
+        return int(fallback_rank)
+    if world is not None:
+        return world.local_rank
+    raise WorldError(
+        "nothing tells the rank on this host",
+        expected="LOCAL_RANK in the environment, a world, or fallback_rank",
+        fix="start with `meshdist run -n 4 script.py`, or pass get_node_local_rank(0)",
+    )
+
+
+def is_backend_available(backend: str) -> bool:
+    """Return whether every wire that ``backend`` names is there and can be used on this machine."""
+    wires = [find_wire(name) for name in set(parse_backends(backend).values())]
+    return all(wire is not None and wire.is_available() for wire in wires)
+
+
+def is_gloo_available() -> bool:
+    """Return whether the wire "gloo" can be used on this machine."""
+    return is_backend_available("gloo")
+
+
+def is_nccl_available() -> bool:
+    """Return whether the wire "nccl" can be used on this machine."""
+    return is_backend_available("nccl")
+
+
+def is_mpi_available() -> bool:
+    """Return whether the wire "mpi" can be used on this machine."""
+    return is_backend_available("mpi")
+
+
+def is_ucc_available() -> bool:
+    """Return whether the wire "ucc" can be used on this machine."""
+    return is_backend_available("ucc")
+
+
+def is_xccl_available() -> bool:
+    """Return whether the wire "xccl" can be used on this machine."""
+    return is_backend_available("xccl")
+
+
+def is_torchelastic_launched() -> bool:
+    """Return whether torchrun started this process."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def is_outsider(group: object) -> bool:
+    """Return whether ``group`` is the value that ``new_group`` returns to ranks outside of it."""
+    return isinstance(group, int) and group == NON_GROUP_MEMBER
