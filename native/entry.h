@@ -10,7 +10,7 @@
 
 #include "message_log.h"
 #include "notes.h"
-#include "plain.h"
+#include "fast_path_checks.h"
 
 namespace meshdist {
 

@@ -13,7 +13,7 @@ from torch.func import grad, jacfwd, jacrev, vjp, vmap
 import meshdist as md
 import meshdist.distributed as dist
 from meshdist.errors import GradientError, KindError
-from tests.operations.cases import WIRES
+from tests.operations.cases import BACKENDS as WORLDS
 from tests.pool import Pool
 from tests.torch_process_groups.worlds import on_torch
 

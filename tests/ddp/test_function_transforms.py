@@ -12,7 +12,7 @@ from torch.func import functional_call, grad, jacfwd, jacrev, vmap
 
 import meshdist as md
 from meshdist.errors import GradientError
-from tests.operations.cases import WIRES
+from tests.operations.cases import BACKENDS as WORLDS
 from tests.pool import Pool
 
 BACKENDS = [

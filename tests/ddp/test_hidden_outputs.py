@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import meshdist as md
-from tests.operations.cases import WIRES
+from tests.operations.cases import BACKENDS as WORLDS
 from tests.pool import Pool
 
 BACKENDS = [

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import meshdist as md
-from tests.operations.cases import WIRES
+from tests.operations.cases import BACKENDS as WORLDS
 from tests.pool import Pool
 
 BACKENDS = [

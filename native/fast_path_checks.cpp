@@ -1,4 +1,4 @@
-#include "plain.h"
+#include "fast_path_checks.h"
 
 #include <algorithm>
 
