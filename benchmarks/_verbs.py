@@ -1,4 +1,4 @@
-"""One small call of each verb, the same for the count of its frames and for its time.
+"""One small call of each collective, the same for the count of its frames and for its time.
 
 Only public names of meshdist are used, since ``before_after`` runs this beside another checkout.
 """
@@ -12,7 +12,7 @@ import torch
 
 import meshdist as md
 
-__all__ = ["BLOCKING", "IN_FLIGHT", "calls_of_verbs"]
+__all__ = ["BLOCKING", "IN_FLIGHT", "calls_of_operations"]
 
 Call = Callable[[], Any]
 
@@ -40,10 +40,10 @@ IN_FLIGHT = (
     "batch_isend_irecv",
     "coalesced",
 )
-"""Calls that start a verb and wait for its Work."""
+"""Calls that start a collective and wait for its Work."""
 
 
-def calls_of_verbs(num_bytes: int = 8, group: Any = None) -> dict[str, Call]:
+def calls_of_operations(num_bytes: int = 8, group: Any = None) -> dict[str, Call]:
     """Each call of ``BLOCKING`` and ``IN_FLIGHT`` on this rank of two; float32, plain tensors.
 
     ``group`` has both; None takes the world's, as a batch always does.
@@ -56,7 +56,7 @@ def calls_of_verbs(num_bytes: int = 8, group: Any = None) -> dict[str, Call]:
     at_root = outputs if rank == 0 else None
     largest = md.ReduceOp.MAX
 
-    def verbs(**more: Any) -> dict[str, Call]:
+    def operations(**more: Any) -> dict[str, Call]:
         return {
             "all_reduce MAX": lambda: md.all_reduce(x, largest, group, **more),
             "all_reduce": lambda: md.all_reduce(x, group=group, **more),
@@ -96,8 +96,8 @@ def calls_of_verbs(num_bytes: int = 8, group: Any = None) -> dict[str, Call]:
     def coalesced() -> None:
         md.all_reduce_coalesced(inputs, group=group)
 
-    calls = {**verbs(), "send, recv": exchange}
-    for name, call in verbs(async_op=True).items():
+    calls = {**operations(), "send, recv": exchange}
+    for name, call in operations(async_op=True).items():
         calls[f"{name}, async"] = lambda start=call: start().wait()
     calls |= {
         "isend, irecv": exchange_in_flight,

@@ -80,7 +80,7 @@ def rows_beside(num_busy: int, sizes: Sequence[int], rounds: int) -> list[dict[s
 
 
 def numbers(text: str) -> list[int]:
-    """A comma list of whole numbers."""
+    """A comma list of integers."""
     return [int(one) for one in text.split(",")]
 
 

@@ -1,14 +1,14 @@
-"""Our verbs beside mpi4py's own calls, on the same buffers, in the same processes.
+"""Our collectives beside mpi4py's own calls, on the same buffers, in the same processes.
 
-    python -m benchmarks.mpi_verbs [REPORT.json] [--mpich] [--wire mpi] [--ranks 2] [--rounds 25]
+    python -m benchmarks.mpi_verbs [REPORT.json] [--mpich] [--backend mpi] [--ranks 2] [--rounds 25]
         [--sizes 8,...]
 
-Each round times both sides of each verb and size, one after the other, each first in every other
-round. A time is that of rank 0 per call, after a barrier, and of half a send and receive; "above"
-and "ratio" are medians over rounds of the difference and of the quotient, "best above" is the least
-time of ours less the least of theirs. MPICH runs from an environment of its own (build/mpich).
-Over MPI small messages have an absolute target; over shared memory (``--wire shm``) each verb has a
-ratio of its own.
+Each round times both sides of each collective and size, one after the other, each first in every
+other round. A time is that of rank 0 per call, after a barrier, and of half a send and receive;
+"above" and "ratio" are medians over rounds of the difference and of the quotient, "best above" is
+the least time of ours less the least of theirs. MPICH runs from an environment of its own
+(build/mpich). Over MPI small messages have an absolute target; over shared memory (``--backend
+shm``) each collective has a ratio of its own.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Pair = tuple[Call, Call]
 
 
 def pairs_of(world: Any, MPI: Any, num_bytes: int) -> dict[str, Pair]:
-    """For each verb our call and mpi4py's; ``num_bytes`` is the size of the full buffer."""
+    """For each collective our call and mpi4py's; ``num_bytes`` is the size of the full buffer."""
     import torch
 
     import meshdist as md
@@ -109,21 +109,21 @@ def pairs_of(world: Any, MPI: Any, num_bytes: int) -> dict[str, Pair]:
     }
 
 
-def take_part(wire: str, rounds: int, sizes: list[int], path: Path) -> None:
+def take_part(backend: str, rounds: int, sizes: list[int], path: Path) -> None:
     """What every rank under mpiexec does; rank 0 writes the rows."""
     import torch
 
     import meshdist as md
 
     torch.set_num_threads(1)
-    if wire == "mpi":
-        md.init_process_group(wire)  # starts MPI
+    if backend == "mpi":
+        md.init_process_group(backend)  # starts MPI
     from mpi4py import MPI
 
     world = MPI.COMM_WORLD.Dup()
-    if wire != "mpi":
+    if backend != "mpi":
         place = f"file://{path}.store?rank={world.Get_rank()}&world_size={world.Get_size()}"
-        md.init_process_group(wire, init_method=place)
+        md.init_process_group(backend, init_method=place)
     rows = []
     for num_bytes in sizes:
         num_calls = max(3, min(MOST_CALLS, BYTES_PER_TIMING // num_bytes))
@@ -135,17 +135,17 @@ def take_part(wire: str, rounds: int, sizes: list[int], path: Path) -> None:
                 call()
             return (time.perf_counter() - begin) / num_calls * 1e6
 
-        for verb, pair in pairs_of(world, MPI, num_bytes).items():
-            if verb == "barrier" and num_bytes != sizes[0]:
+        for operation, pair in pairs_of(world, MPI, num_bytes).items():
+            if operation == "barrier" and num_bytes != sizes[0]:
                 continue
-            num_verbs = 2 if verb == "send, recv" else 1
+            num_operations = 2 if operation == "send, recv" else 1
             samples = []
             for turn in range(rounds + 1):
                 order = (0, 1) if turn % 2 else (1, 0)
                 times = {side: timed(pair[side]) for side in order}
-                samples.append((times[0] / num_verbs, times[1] / num_verbs))
+                samples.append((times[0] / num_operations, times[1] / num_operations))
             del samples[0]
-            row: dict[str, Any] = {"verb": verb, "bytes": num_bytes}
+            row: dict[str, Any] = {"operation": operation, "bytes": num_bytes}
             row["ours us"], row["bare us"] = (
                 statistics.median(column) for column in zip(*samples, strict=True)
             )
@@ -154,8 +154,8 @@ def take_part(wire: str, rounds: int, sizes: list[int], path: Path) -> None:
             )
             row["above us"] = statistics.median(ours - bare for ours, bare in samples)
             row["ratio"] = statistics.median(ours / bare for ours, bare in samples)
-            most = MOST_RATIO if wire == "mpi" else MOST_RATIO_OF_SHM.get(verb, 1.0)
-            is_absolute = wire == "mpi" and num_bytes < MIB
+            most = MOST_RATIO if backend == "mpi" else MOST_RATIO_OF_SHM.get(operation, 1.0)
+            is_absolute = backend == "mpi" and num_bytes < MIB
             is_met = row["above us"] <= MOST_ABOVE_US if is_absolute else row["ratio"] <= most
             rows.append({**row, "target": "met" if is_met else "MISSED"})
     if world.Get_rank() == 0:
@@ -167,27 +167,27 @@ def take_part(wire: str, rounds: int, sizes: list[int], path: Path) -> None:
 def main() -> None:
     parser = parser_of(__doc__, rounds=25)
     parser.add_argument("--mpich", action="store_true")
-    parser.add_argument("--wire", choices=("mpi", "shm"), default="mpi")
+    parser.add_argument("--backend", choices=("mpi", "shm"), default="mpi")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--sizes", default=SIZES)
     parser.add_argument("--take-part", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     sizes = [int(text) for text in arguments.sizes.split(",")]
     if arguments.take_part:
-        take_part(arguments.wire, arguments.rounds, sizes, arguments.take_part)
+        take_part(arguments.backend, arguments.rounds, sizes, arguments.take_part)
         return
-    is_shm, library = arguments.wire == "shm", "mpich" if arguments.mpich else "openmpi"
-    name = f"{'shm_beside_mpi' if is_shm else 'mpi_verbs'}_{library}_{arguments.ranks}"
+    is_shm, library = arguments.backend == "shm", "mpich" if arguments.mpich else "openmpi"
+    name = f"{'shm_beside_mpi' if is_shm else 'mpi_operations'}_{library}_{arguments.ranks}"
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "rows.json"
         words = ["--take-part", str(path), "--sizes", arguments.sizes]
         command = [*job_command(arguments.ranks, is_mpich=arguments.mpich), __file__, *words]
-        command += ["--rounds", str(arguments.rounds), "--wire", arguments.wire]
+        command += ["--rounds", str(arguments.rounds), "--backend", arguments.backend]
         subprocess.run(command, env=environment(), check=True)
         found = json.loads(path.read_text())
     notes = f"{found['library']}, {arguments.ranks} ranks, {arguments.rounds} rounds. "
     if is_shm:
-        listed = ", ".join(f"{verb} {most:g}" for verb, most in MOST_RATIO_OF_SHM.items())
+        listed = ", ".join(f"{operation} {most:g}" for operation, most in MOST_RATIO_OF_SHM.items())
         notes += f"Ours over shared memory. Target: a ratio of at most {listed}, others 1."
     else:
         notes += f"Target: at most {MOST_ABOVE_US:g} us above, and {MOST_RATIO:g} times from 1 MiB."

@@ -1,4 +1,4 @@
-"""The public names, and the home of each: what the front door loads, and type checkers read."""
+"""The public names, and the home of each: what the public API loads, and type checkers read."""
 
 from . import (
     checkpoint as checkpoint,
@@ -38,7 +38,7 @@ from .errors import (
     MeshdistError as MeshdistError,
     MeshError as MeshError,
 )
-from .groups.peer_status import wait_notice as wait_notice
+from .groups.peer_status import stall_warning as stall_warning
 from .join.uneven_loops import uneven as uneven
 from .lax.equality_checks import assert_equal as assert_equal
 from .mesh.constructors import make_mesh as make_mesh
@@ -80,7 +80,6 @@ from .worlds.spawn import spawn as spawn
 from .distributed import *  # noqa: F403
 from .errors import (
     AbortedError as AbortedError,
-    AgreementError as AgreementError,
     AxisError as AxisError,
     AxisTypeError as AxisTypeError,
     CheckpointError as CheckpointError,
@@ -93,7 +92,8 @@ from .errors import (
     JoinError as JoinError,
     LengthError as LengthError,
     MeshAttributeError as MeshAttributeError,
-    NestedVerbError as NestedVerbError,
+    MismatchError as MismatchError,
+    NestedCollectiveError as NestedCollectiveError,
     NotInGroupError as NotInGroupError,
     NotInitializedError as NotInitializedError,
     PatternError as PatternError,

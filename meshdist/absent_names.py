@@ -63,7 +63,7 @@ OURS = {
     "distributed_c10d": "the same names from meshdist.distributed; what begins with _ is torch's "
     "alone",
     "loss_parallel": "meshdist.tensor_parallel.cross_entropy",
-    "nn": "meshdist.lax, whose verbs have gradients, in place of nn.functional",
+    "nn": "meshdist.lax, whose collectives have gradients, in place of nn.functional",
     "parallelize_module": "meshdist.parallelize, by words",
     "rand": "meshdist.randn, or meshdist.make_array_from_callback",
     "run": "the command meshdist run, which takes torchrun's flags",
@@ -79,14 +79,14 @@ _INSTEAD = {
     "post_localSGD_hook powerSGD_hook quantization_perchannel_hook quantization_pertensor_hook "
     "register_ddp_comm_hook",
     "meshdist.shard_map": "pmap",
-    "torch.compile; verbs end its graphs": "jit pjit",
+    "torch.compile; collectives end its graphs": "jit pjit",
     "torch.func.{}, or backward()": "grad value_and_grad vjp",
     "torch.func.{}": "jvp vmap",
     "meshdist.make_mesh; meshdist.Layout is a mesh without processes": "AbstractMesh Mesh",
     "meshdist.get_world_size()": "device_count process_count size world_size",
     "meshdist.get_rank()": "process_index rank",
     "meshdist.distributed.get_node_local_rank()": "local_rank",
-    "meshdist.init_process_group(), or the first verb or mesh": "init",
+    "meshdist.init_process_group(), or the first collective or mesh": "init",
     "meshdist.get_current_mesh(), which raises where none is in force": "find_current_mesh",
     "meshdist.seed": "manual_seed",
     "meshdist.all_reduce": "allreduce",
@@ -99,7 +99,7 @@ _INSTEAD = {
     "typing_extensions.deprecated": "deprecated",
 }
 PLACES = {name: place for place, names in _INSTEAD.items() for name in names.split()}
-# The verb of lax that does it, for what is typed there by torch's name or MPI's.
+# The collective of lax that does it, for what is typed there by torch's name or MPI's.
 IN_LAX = {
     "all_reduce": "psum",
     "allreduce": "psum",
@@ -110,7 +110,7 @@ IN_LAX = {
     "reduce_scatter": "psum_scatter",
     "reduce_scatter_tensor": "psum_scatter",
 }
-# Torch's own that communicate in a world of torch's, which our wires can serve.
+# Torch's own that communicate in a world of torch's, which our backends can serve.
 _IN_A_WORLD = [
     "algorithms",
     "device_mesh",
@@ -131,7 +131,7 @@ def where_else(name: str, module: str = _PACKAGE) -> str | None:
     Example:
         >>> print(where_else("fully_shard"))
         meshdist has no fully_shard
-          expected: torch's own, in a world of torch's, which meshdist's wires can serve
+          expected: torch's own, in a world of torch's, which meshdist's backends can serve
           fix:      from torch.distributed.fsdp import fully_shard; the world: \
 torch.distributed.init_process_group('shm')
     """
@@ -145,7 +145,7 @@ torch.distributed.init_process_group('shm')
     expected = "torch's own"
     fix = f"from {'.'.join(filter(None, (_TORCH, home)))} import {_THERE.get(name, name)}"
     if (home or name).partition(".")[0] in _IN_A_WORLD:
-        expected += ", in a world of torch's, which meshdist's wires can serve"
+        expected += ", in a world of torch's, which meshdist's backends can serve"
         fix += f"; the world: {_TORCH}.init_process_group('shm')"
     if name in OURS:
         expected, fix = f"ours, or {expected}", f"{OURS[name]}; or torch's: {fix}"

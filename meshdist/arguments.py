@@ -1,4 +1,4 @@
-"""Arguments that many calls take, read and refused in one way: numbers, shapes, timeouts."""
+"""Arguments that many calls take, read and rejected in one way: numbers, shapes, timeouts."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 from .errors import ArgumentError, KindError, ShapeError
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
-"""torch's, for every wire but NCCL."""
+"""torch's, for every backend but NCCL."""
 
 _LONGEST = timedelta(days=36500)
 """Torch counts nanoseconds in 64 bits, which end after 292 years."""
 
 
-def find_whole_numbers(given: Any) -> list[int] | None:
-    """Return a list or tuple as ints; None if it is none, or an entry is no whole number."""
+def find_integers(given: Any) -> list[int] | None:
+    """Return a list or tuple as ints; None if it is none, or an entry is no integer."""
     if not isinstance(given, (list, tuple)):
         return None
     if {*map(type, given)} <= {int}:
@@ -47,20 +47,20 @@ def mesh_kind_error(
     )
 
 
-def get_whole_number(
+def get_integer(
     given: Any, name: str, least: int | None = None, most: int | None = None, **parts: str | None
 ) -> int:
-    """Return a whole number as a plain int; raise where it is none, or not in range.
+    """Return an integer as a plain int; raise where it is none, or not in range.
 
     Args:
         given: of any library; a bool is no number.
         name: of the argument, for messages.
         parts: more of the message, such as ``fix``; ``expected`` in place of the range.
     """
-    numbers = [given] if type(given) is int else find_whole_numbers([given])
+    numbers = [given] if type(given) is int else find_integers([given])
     if numbers is None:
         found = f"{given!r}, a {type(given).__name__}"
-        raise KindError(f"{name} must be a whole number", **{"found": found, **parts})
+        raise KindError(f"{name} must be an integer", **{"found": found, **parts})
     (number,) = numbers
     if (least is not None and number < least) or (most is not None and number > most):
         expected = f"{least} or more" if most is None else f"{least} to {most}"
@@ -84,10 +84,10 @@ def get_number(given: Any, name: str, **parts: str | None) -> float:
 
 def get_shape(given: Any, call: str) -> tuple[int, ...]:
     """Return ``given`` as a tuple of sizes, 0 or more; raise for anything else."""
-    sizes = find_whole_numbers(given.tolist() if hasattr(given, "tolist") else given)
+    sizes = find_integers(given.tolist() if hasattr(given, "tolist") else given)
     if sizes is None:
         raise KindError(
-            f"{call}: shape is that of the whole array, one whole number for each dim",
+            f"{call}: shape is that of the whole array, one integer for each dim",
             expected="for example shape=(8, 16)",
             found=repr(given),
         )

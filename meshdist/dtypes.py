@@ -47,7 +47,7 @@ class DtypeFacts:
 
     @property
     def is_whole(self) -> bool:
-        """Return whether values of the dtype are whole numbers or bool."""
+        """Return whether values of the dtype are integers or bool."""
         return self.group in ("integers", "unsigned", "bool")
 
 
@@ -95,7 +95,7 @@ SIGNED = {
 """torch adds, orders and multiplies these only as signed numbers of the same width."""
 
 IN_ORDER = {torch.float32: torch.int32, torch.float64: torch.int64}
-"""The whole numbers among which the smallest or largest of floats is found."""
+"""The integers among which the smallest or largest of floats is found."""
 
 QUANTIZED = frozenset({torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4})
 """Dtypes whose numbers need the scale of their tensor, which is not sent along."""

@@ -27,7 +27,7 @@ from .error_text import ExplainedError
 
 __all__ = [
     "AbortedError",
-    "AgreementError",
+    "MismatchError",
     "ArgumentError",
     "AxisError",
     "AxisTypeError",
@@ -49,7 +49,7 @@ __all__ = [
     "MeshAttributeError",
     "MeshError",
     "MeshdistError",
-    "NestedVerbError",
+    "NestedCollectiveError",
     "NotInGroupError",
     "NotInitializedError",
     "PatternError",
@@ -122,7 +122,7 @@ class ShapeError(ArgumentError, IndexError):
 
 
 class DtypeError(ArgumentError, TypeError):
-    """A tensor's dtype does not fit the call, the reduction or the wire."""
+    """A tensor's dtype does not fit the call, the reduction or the backend."""
 
 
 class MeshError(ArgumentError):
@@ -180,15 +180,15 @@ class StoreError(MeshdistError, DistStoreError):
 
 
 class BackendError(MeshdistError, DistBackendError):
-    """A wire failed, is missing, or cannot do what was asked."""
+    """A backend failed, is missing, or cannot do what was asked."""
 
 
-class AgreementError(BackendError, ValueError):
+class MismatchError(BackendError, ValueError):
     """Members of one group called with different definitions; all of them raise it."""
 
 
 class CollectiveTimeoutError(BackendError, TimeoutError):
-    """A verb, an opening or a rendezvous waited longer than its timeout."""
+    """A collective, an opening or a rendezvous waited longer than its timeout."""
 
 
 class AbortedError(BackendError):
@@ -199,8 +199,8 @@ class JoinError(MeshdistError, RuntimeError):
     """A rank called a collective that ranks which ran out of data do not make."""
 
 
-class NestedVerbError(MeshdistError, RuntimeError):
-    """A verb was called inside another, as by a signal's handler; nothing was sent."""
+class NestedCollectiveError(MeshdistError, RuntimeError):
+    """A collective was called inside another, as by a signal's handler; nothing was sent."""
 
 
 class RankFailedError(MeshdistError, RuntimeError):
@@ -218,7 +218,7 @@ class DeadlockError(BackendError):
 
 
 class GradientError(MeshdistError, RuntimeError):
-    """A gradient was asked of a verb that has none."""
+    """A gradient was asked of a collective that has none."""
 
 
 class UnequalError(MeshdistError, AssertionError):

@@ -1,6 +1,6 @@
 """Experts along a mesh axis: tokens travel to the experts that a router chose, and rows back.
 
-    verb      from -> to   backward
+    collective      from -> to   backward
     dispatch  V -> V       combine without weights
     combine   V -> V       dispatch of the gradient, times the weights
 
@@ -39,10 +39,10 @@ from typing import Any, TypeVar
 
 import torch
 
-from .arguments import get_whole_number
+from .arguments import get_integer
 from .arrays import as_tensor, describe, like, shape_text
 from .checking.call_sites import one_frame
-from .collectives.normalize_args import run_titled
+from .collectives.normalize_args import run_named
 from .collectives.torch_private import HiddenFromModes, call_function, outside_transforms
 from .dtypes import dtype_name
 from .error_text import grouped_text
@@ -54,7 +54,7 @@ from .lax.axes import AxisName, get_axes
 from .mesh.device_mesh import DeviceMesh
 from .mesh.placement import balanced_boundaries
 from .runtime.memory import new_like
-from .typed_mode.collective_calls import find_typed_verb
+from .typed_mode.collective_calls import find_typed_operation
 from .typed_mode.context import mark
 
 __all__ = ["Route", "combine", "dispatch"]
@@ -98,7 +98,7 @@ def dispatch(
 
     Args:
         tokens: this rank's array, shape [n, ...], any dtype; n may differ between ranks.
-        experts: which experts each token goes to, whole numbers of shape [n, k]; -1 sends nothing:
+        experts: which experts each token goes to, integers of shape [n, k]; -1 sends nothing:
             an entry that is dropped, or padding. A token may name an expert twice.
         num_experts: how many experts all ranks have together, equal on every rank.
         axis_name, mesh: as for ``lax.psum``.
@@ -117,9 +117,9 @@ def dispatch(
     Raises:
         AxisError, MeshError, NotInGroupError: as for ``lax.psum``.
         KindError, DtypeError: ``tokens`` or ``experts`` are no arrays; ``experts`` or
-        ``num_experts`` no whole numbers. ShapeError: their lengths differ.
+        ``num_experts`` no integers. ShapeError: their lengths differ.
         ArgumentError, on every rank: an expert outside -1 to num_experts - 1 on any of them.
-        AgreementError, on every rank: another ``num_experts``, dtype or shape of tokens on any.
+        MismatchError, on every rank: another ``num_experts``, dtype or shape of tokens on any.
 
     Example:
         >>> import torch, meshdist as md
@@ -137,7 +137,7 @@ def dispatch(
         without a capacity as in Gale et al., "MegaBlocks" (arXiv:2211.15841).
     """
     axes = get_axes("experts.dispatch", axis_name, mesh)
-    typed = find_typed_verb("experts.dispatch", axes)
+    typed = find_typed_operation("experts.dispatch", axes)
     if typed is None:
         return _dispatch(tokens, experts, axes, num_experts)
     (x, chosen), text = typed.joined(tokens, experts)
@@ -167,8 +167,8 @@ def combine(rows: T, route: Route, weights: Any = None) -> T:
     Gradient:
         ``rows`` get what ``dispatch`` would send of the gradient, times the weights; ``weights``
         the inner product of gradient and row, zero where nothing was sent. All ranks take part, as
-        in every verb: rows must require a gradient on all of them or on none, also where a rank has
-        no experts, and none of their parameters.
+        in every collective: rows must require a gradient on all of them or on none, also where a
+        rank has no experts, and none of their parameters.
 
     Cost:
         One all-to-all of the rows; the same in the backward.
@@ -176,7 +176,7 @@ def combine(rows: T, route: Route, weights: Any = None) -> T:
     Raises:
         KindError: ``route`` is none. ShapeError: another number of rows than ``dispatch`` gave,
         weights of another shape. GroupClosedError, MeshError: the route is of a mesh that has
-        ended, or of another rank. AgreementError, on every rank: rows of another dtype or shape.
+        ended, or of another rank. MismatchError, on every rank: rows of another dtype or shape.
 
     Example:
         >>> import torch, meshdist as md
@@ -198,7 +198,7 @@ def combine(rows: T, route: Route, weights: Any = None) -> T:
             found=f"{route!r}, a {type(route).__name__}",
             fix="rows, route = experts.dispatch(...), then experts.combine(rows, route, weights)",
         )
-    typed = find_typed_verb("experts.combine", route._axes)
+    typed = find_typed_operation("experts.combine", route._axes)
     result: T
     if typed is None:
         result = _combine(rows, route, weights)
@@ -212,15 +212,15 @@ def combine(rows: T, route: Route, weights: Any = None) -> T:
 
 def _dispatch(tokens: Any, experts: Any, axes: DeviceMesh, num_experts: int) -> tuple[Any, Route]:
     """Send rows to their experts' ranks; return those that come, by expert, and the route back."""
-    x = as_tensor(tokens, argument="tokens", verb="experts.dispatch", writable=False)
-    chosen = as_tensor(experts, argument="experts", verb="experts.dispatch", writable=False)
-    num_experts = get_whole_number(num_experts, "experts.dispatch: num_experts", 1)
+    x = as_tensor(tokens, argument="tokens", operation="experts.dispatch", writable=False)
+    chosen = as_tensor(experts, argument="experts", operation="experts.dispatch", writable=False)
+    num_experts = get_integer(num_experts, "experts.dispatch: num_experts", 1)
     group = resolve_group(axes)
     _check_here(x, chosen, group)
-    title = f"experts.dispatch(num_experts={num_experts}, {_row_text(x)})"
+    op_name = f"experts.dispatch(num_experts={num_experts}, {_row_text(x)})"
     with outside_transforms():
         flat = chosen.detach().flatten().to(x.device, torch.int64)
-        sent, theirs = _exchange_counts(flat, num_experts, group, title)
+        sent, theirs = _exchange_counts(flat, num_experts, group, op_name)
         dropped = len(flat) - sum(sent)
         entries = flat.argsort(stable=True)[dropped:]  # -1 stands before all experts
         # What has come lies by sender, in each by expert: the experts 0 1 0 1 of two senders.
@@ -232,7 +232,7 @@ def _dispatch(tokens: Any, experts: Any, axes: DeviceMesh, num_experts: int) -> 
         by_expert = of_rows.argsort(stable=True).to(x.device)
     taken = tuple(theirs.sum(1).tolist())
     rows = call_function(_Taken, x, entries // chosen.shape[1], len(x))
-    rows = exchange_rows(rows, group, sent, taken, title)
+    rows = exchange_rows(rows, group, sent, taken, op_name)
     rows = call_function(_Taken, rows, by_expert, len(rows))
     route = Route(
         counts=like(theirs.sum(0).to(x.device), tokens),
@@ -253,7 +253,7 @@ def _check_here(x: torch.Tensor, chosen: torch.Tensor, group: ProcessGroup) -> N
     is_whole = not (chosen.is_floating_point() or chosen.is_complex())
     if not is_whole or chosen.dtype == torch.bool:
         raise DtypeError(
-            "experts.dispatch: experts must be whole numbers",
+            "experts.dispatch: experts must be integers",
             where=where,
             found=f"experts {describe(chosen)}",
             fix="pass the indices that topk returns beside the weights: scores.topk(k).indices",
@@ -271,7 +271,7 @@ def _check_here(x: torch.Tensor, chosen: torch.Tensor, group: ProcessGroup) -> N
 
 
 def _exchange_counts(
-    flat: torch.Tensor, num_experts: int, group: ProcessGroup, title: str
+    flat: torch.Tensor, num_experts: int, group: ProcessGroup, op_name: str
 ) -> tuple[tuple[int, ...], torch.Tensor]:
     """Return the number of rows sent to each member, and of those that come from each, by expert.
 
@@ -296,7 +296,7 @@ def _exchange_counts(
     device = group.first_device_type()
     mine, theirs = mine.to(device), theirs.to(device)
     splits = [num_own] * size, [2 + len(block) for block in blocks]
-    run_titled("all_to_all_single", group, title, theirs, mine, *splits)
+    run_named("all_to_all_single", group, op_name, theirs, mine, *splits)
     theirs = theirs.cpu().view(size, num_own)
     ranges = dict(zip(group.ranks, theirs[:, :2].tolist(), strict=True))
     wrong = {rank: ends for rank, ends in ranges.items() if ends[0] < -1 or ends[1] >= num_experts}
@@ -315,7 +315,7 @@ def _exchange_counts(
 
 def _combine(rows: Any, route: Route, weights: Any) -> Any:
     """Send rows back along ``route``, and return their weighted sum for each token."""
-    y = as_tensor(rows, argument="rows", verb="experts.combine", writable=False)
+    y = as_tensor(rows, argument="rows", operation="experts.combine", writable=False)
     group = resolve_group(route._axes)
     num_rows = sum(route._taken)
     if y.shape[:1] != (num_rows,):
@@ -329,7 +329,7 @@ def _combine(rows: Any, route: Route, weights: Any) -> Any:
         )
     factors = None
     if weights is not None:
-        scale = as_tensor(weights, argument="weights", verb="experts.combine", writable=False)
+        scale = as_tensor(weights, argument="weights", operation="experts.combine", writable=False)
         if scale.shape != route._shape:
             raise ShapeError(
                 "experts.combine: weights must have the shape of the experts",
@@ -344,9 +344,9 @@ def _combine(rows: Any, route: Route, weights: Any) -> Any:
         # What is computed of no rows may not depend on them, as on a rank without experts. Its
         # backward must come to both exchanges all the same, since the others wait there.
         y = y + route._empty.sum().to(y.dtype)
-    title = f"experts.combine({_row_text(y)})"
+    op_name = f"experts.combine({_row_text(y)})"
     y = call_function(_Added, y, route._by_expert, num_rows)
-    y = exchange_rows(y, group, route._taken, route._sent, title)
+    y = exchange_rows(y, group, route._taken, route._sent, op_name)
     y = y if factors is None else y * factors
     num_tokens, num_chosen = route._shape
     return like(call_function(_Added, y, route._entries // num_chosen, num_tokens), rows)

@@ -1,7 +1,8 @@
-"""The facts of each verb: two tables, from which every other list of verbs is made.
+"""The facts of each collective: two tables, from which every other list of collectives is made.
 
-``VERBS`` has the public verbs, ``WIRE_VERBS`` those of a communicator that carry them. This
-module imports the standard library alone, so that the command line can use it without torch.
+``OPERATIONS`` has the public collectives, ``BACKEND_OPERATIONS`` those of a communicator that carry
+them. This module imports the standard library alone, so that the command line can use it without
+torch.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from enum import Enum
 from typing import NamedTuple
 
 
-class Form(Enum):
-    """Form of a verb's inputs or outputs on a member: a tensor, a tensor per member, or none."""
+class TensorLayout(Enum):
+    """Form of a collective's inputs or outputs on a member: a tensor, a tensor per member, or none."""
 
     NONE = "none"
     ONE = "one tensor"
@@ -23,13 +24,13 @@ class Form(Enum):
     IN_PLACE = "what it gets, which is written over"
 
 
-FOR_EACH = (Form.EACH, Form.AT_ROOT, Form.PARTS)
+FOR_EACH = (TensorLayout.EACH, TensorLayout.AT_ROOT, TensorLayout.PARTS)
 """The forms of what lies apart for each member."""
 
 
 @dataclass(frozen=True)
-class WireVerb:
-    """A verb of a communicator.
+class BackendOperation:
+    """A collective of a communicator.
 
     Args:
         takes, gives: what a member brings, and what it gets.
@@ -37,42 +38,48 @@ class WireVerb:
     """
 
     name: str
-    takes: Form
-    gives: Form
+    takes: TensorLayout
+    gives: TensorLayout
     reduces: bool = False
     root: str = ""
 
 
-WIRE_VERBS = {
-    verb.name: verb
-    for verb in (
-        WireVerb("all_reduce", Form.IN_PLACE, Form.ONE, reduces=True),
-        WireVerb("all_reduce_list", Form.IN_PLACE, Form.ANY, reduces=True),
-        WireVerb("reduce", Form.IN_PLACE, Form.ONE, reduces=True, root="to"),
-        WireVerb("reduce_scatter", Form.ONE, Form.ONE, reduces=True),
-        WireVerb("reduce_scatter_list", Form.EACH, Form.ONE, reduces=True),
-        WireVerb("broadcast", Form.IN_PLACE, Form.ONE, root="from"),
-        WireVerb("all_gather", Form.ONE, Form.ONE),
-        WireVerb("all_gather_list", Form.ONE, Form.EACH),
-        WireVerb("gather", Form.ONE, Form.AT_ROOT, root="to"),
-        WireVerb("scatter", Form.AT_ROOT, Form.ONE, root="from"),
-        WireVerb("all_to_all", Form.EACH, Form.EACH),
-        WireVerb("all_to_all_single", Form.PARTS, Form.PARTS),
-        WireVerb("barrier", Form.NONE, Form.NONE),
-        WireVerb("send", Form.ONE, Form.NONE),
-        WireVerb("recv", Form.NONE, Form.ONE),
+BACKEND_OPERATIONS = {
+    operation.name: operation
+    for operation in (
+        BackendOperation("all_reduce", TensorLayout.IN_PLACE, TensorLayout.ONE, reduces=True),
+        BackendOperation("all_reduce_list", TensorLayout.IN_PLACE, TensorLayout.ANY, reduces=True),
+        BackendOperation(
+            "reduce", TensorLayout.IN_PLACE, TensorLayout.ONE, reduces=True, root="to"
+        ),
+        BackendOperation("reduce_scatter", TensorLayout.ONE, TensorLayout.ONE, reduces=True),
+        BackendOperation("reduce_scatter_list", TensorLayout.EACH, TensorLayout.ONE, reduces=True),
+        BackendOperation("broadcast", TensorLayout.IN_PLACE, TensorLayout.ONE, root="from"),
+        BackendOperation("all_gather", TensorLayout.ONE, TensorLayout.ONE),
+        BackendOperation("all_gather_list", TensorLayout.ONE, TensorLayout.EACH),
+        BackendOperation("gather", TensorLayout.ONE, TensorLayout.AT_ROOT, root="to"),
+        BackendOperation("scatter", TensorLayout.AT_ROOT, TensorLayout.ONE, root="from"),
+        BackendOperation("all_to_all", TensorLayout.EACH, TensorLayout.EACH),
+        BackendOperation("all_to_all_single", TensorLayout.PARTS, TensorLayout.PARTS),
+        BackendOperation("barrier", TensorLayout.NONE, TensorLayout.NONE),
+        BackendOperation("send", TensorLayout.ONE, TensorLayout.NONE),
+        BackendOperation("recv", TensorLayout.NONE, TensorLayout.ONE),
     )
 }
-"""The verbs of a communicator, by name."""
+"""The collectives of a communicator, by name."""
 
-REDUCING_VERBS = frozenset(verb.name for verb in WIRE_VERBS.values() if verb.reduces)
-"""The verbs of a communicator that take an op."""
-ROOTED_VERBS = frozenset(verb.name for verb in WIRE_VERBS.values() if verb.root)
-"""The verbs of a communicator from or to one member."""
+REDUCING_OPERATIONS = frozenset(
+    operation.name for operation in BACKEND_OPERATIONS.values() if operation.reduces
+)
+"""The collectives of a communicator that take an op."""
+ROOTED_OPERATIONS = frozenset(
+    operation.name for operation in BACKEND_OPERATIONS.values() if operation.root
+)
+"""The collectives of a communicator from or to one member."""
 
 
 class Role(Enum):
-    """The purpose of a parameter of a public verb."""
+    """The purpose of a parameter of a public collective."""
 
     INPUT = "read"
     OUTPUT = "written"
@@ -85,14 +92,14 @@ class Role(Enum):
 
 
 class Parameter(NamedTuple):
-    """Parameter of a public verb, with its name and the role of its argument."""
+    """Parameter of a public collective, with its name and the role of its argument."""
 
     name: str
     role: Role
 
 
 class TorchMethod(NamedTuple):
-    """Form in which torch's process groups call a verb.
+    """Form in which torch's process groups call a collective.
 
     Args:
         tensors: what its method calls the tensors and their sizes, outputs first.
@@ -106,22 +113,23 @@ class TorchMethod(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Verb:
-    """A public verb.
+class OperationSpec:
+    """A public collective.
 
     Args:
-        wire_verbs: the verbs of a communicator that carry it.
+        backend_operations: the collectives of a communicator that carry it.
         parameters: those that say what is called, without the group; a root comes last.
         kind: of what it writes, over its group's axes: "I" where all members get the same, or "V".
         torch_method: None where torch's groups have none.
-        alias_of: torch's older name of the same verb, if there is any.
-        is_plain: whether one call of it is one call of that verb; else it is built above the wire.
+        alias_of: torch's older name of the same collective, if there is any.
+        is_plain: whether one call of it is one call of that collective; else it is built above the
+            backend.
         sends: whether it sends a message; receives do not.
         is_of_objects: whether it moves pickled objects.
     """
 
     name: str
-    wire_verbs: tuple[str, ...]
+    backend_operations: tuple[str, ...]
     parameters: tuple[Parameter, ...] = ()
     kind: str = ""
     torch_method: TorchMethod | None = None
@@ -132,22 +140,22 @@ class Verb:
 
     @property
     def reduces(self) -> bool:
-        """Return whether the verb takes a reduction op."""
-        return not REDUCING_VERBS.isdisjoint(self.wire_verbs)
+        """Return whether the collective takes a reduction op."""
+        return not REDUCING_OPERATIONS.isdisjoint(self.backend_operations)
 
     @property
-    def carrier(self) -> WireVerb:
-        """The first of ``wire_verbs``, of which a plain verb makes a single call."""
-        return WIRE_VERBS[self.wire_verbs[0]]
+    def executor(self) -> BackendOperation:
+        """The first of ``backend_operations``, of which a plain collective makes a single call."""
+        return BACKEND_OPERATIONS[self.backend_operations[0]]
 
     @property
     def writes(self) -> str:
-        """The name of the parameter that the verb writes; "" if it writes none."""
+        """The name of the parameter that the collective writes; "" if it writes none."""
         return next(iter(self.named(Role.OUTPUT, Role.IN_PLACE)), "")
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """The names of the input parameters of the verb."""
+        """The names of the input parameters of the collective."""
         return self.named(Role.INPUT)
 
     def named(self, *roles: Role) -> tuple[str, ...]:
@@ -173,14 +181,20 @@ def _in_place(name: str) -> Parameter:
 
 
 def _objects(
-    name: str, wire_verbs: tuple[str, ...], writes: str = "", kind: str = "", sends: bool = False
-) -> Verb:
+    name: str,
+    backend_operations: tuple[str, ...],
+    writes: str = "",
+    kind: str = "",
+    sends: bool = False,
+) -> OperationSpec:
     written = (_written(writes),) if writes else ()
-    return Verb(name, wire_verbs, written, kind, is_plain=False, sends=sends, is_of_objects=True)
+    return OperationSpec(
+        name, backend_operations, written, kind, is_plain=False, sends=sends, is_of_objects=True
+    )
 
 
-def _multigpu(carrier: str, kind: str, *parameters: Parameter) -> Verb:
-    return Verb(f"{carrier}_multigpu", (carrier,), parameters, kind, is_plain=False)
+def _multigpu(executor: str, kind: str, *parameters: Parameter) -> OperationSpec:
+    return OperationSpec(f"{executor}_multigpu", (executor,), parameters, kind, is_plain=False)
 
 
 _OP, _TAG = Parameter("op", Role.OP), Parameter("tag", Role.TAG)
@@ -195,62 +209,66 @@ _SIZES = tuple(Parameter(f"{side}_split_sizes", Role.SIZES) for side in ("output
 _PAIRS = ("output_tensors", "input_tensors")
 _REDUCED, _ROOTED, _TIMED = ("op", "timeout"), ("root", "timeout"), ("timeout",)
 
-VERBS = {
-    verb.name: verb
-    for verb in (
-        Verb(
+OPERATIONS = {
+    operation.name: operation
+    for operation in (
+        OperationSpec(
             "all_reduce",
             ("all_reduce",),
             (_in_place("tensor"), _OP),
             "I",
             TorchMethod(("tensors",), _REDUCED, is_listed=True),
         ),
-        Verb(
+        OperationSpec(
             "all_reduce_coalesced",
             ("all_reduce_list",),
             (_in_place("tensors"), _OP),
             "I",
             TorchMethod(("tensors",)),
         ),
-        Verb(
+        OperationSpec(
             "reduce",
             ("reduce",),
             (_in_place("tensor"), _OP, _DST),
             "V",
             TorchMethod(("tensors",), ("root", *_REDUCED), is_listed=True),
         ),
-        Verb(
+        OperationSpec(
             "reduce_scatter_tensor",
             _SCATTER,
             _SCATTERED,
             "V",
             TorchMethod(("outputTensor", "inputTensor")),
         ),
-        Verb("reduce_scatter_single", _SCATTER, _SCATTERED, "V", None, "reduce_scatter_tensor"),
-        Verb(
+        OperationSpec(
+            "reduce_scatter_single", _SCATTER, _SCATTERED, "V", None, "reduce_scatter_tensor"
+        ),
+        OperationSpec(
             "reduce_scatter",
             ("reduce_scatter_list",),
             (_written("output"), _read("input_list"), _OP),
             "V",
             TorchMethod(_PAIRS, _REDUCED, is_listed=True),
         ),
-        Verb(
+        OperationSpec(
             "broadcast",
             ("broadcast",),
             (_in_place("tensor"), _SRC),
             "I",
             TorchMethod(("tensors",), _ROOTED, is_listed=True),
         ),
-        Verb("all_gather_into_tensor", _GATHER, _GATHERED, "I", TorchMethod(("output", "input"))),
-        Verb("all_gather_single", _GATHER, _GATHERED, "I", None, "all_gather_into_tensor"),
-        Verb(
+        OperationSpec(
+            "all_gather_into_tensor", _GATHER, _GATHERED, "I", TorchMethod(("output", "input"))
+        ),
+        OperationSpec("all_gather_single", _GATHER, _GATHERED, "I", None, "all_gather_into_tensor"),
+        OperationSpec(
             "all_gather",
             ("all_gather_list",),
             (_written("tensor_list"), _read("tensor")),
             "I",
             TorchMethod(_PAIRS, _TIMED, is_listed=True),
         ),
-        Verb(
+        OperationSpec(
             "all_gather_coalesced",
             _GATHER,
             (_LISTS, _INPUTS),
@@ -258,45 +276,45 @@ VERBS = {
             TorchMethod(("output_lists", "input_list")),
             is_plain=False,
         ),
-        Verb(
+        OperationSpec(
             "gather",
             ("gather",),
             (_read("tensor"), _written("gather_list"), _DST),
             "V",
             TorchMethod(_PAIRS, _ROOTED, is_listed=True),
         ),
-        Verb(
+        OperationSpec(
             "scatter",
             ("scatter",),
             (_written("tensor"), _read("scatter_list"), _SRC),
             "V",
             TorchMethod(_PAIRS, _ROOTED, is_listed=True),
         ),
-        Verb(
+        OperationSpec(
             "all_to_all",
             ("all_to_all",),
             (_written("output_tensor_list"), _INPUTS),
             "V",
             TorchMethod(_PAIRS),
         ),
-        Verb(
+        OperationSpec(
             "all_to_all_single",
             ("all_to_all_single",),
             (_written("output"), _read("input"), *_SIZES),
             "V",
             TorchMethod(("output", "input", *(size.name for size in _SIZES)), _TIMED),
         ),
-        Verb("barrier", ("barrier",), (), "", TorchMethod((), _TIMED)),
-        Verb("send", ("send",), _SENT, sends=True),
-        Verb("isend", ("send",), _SENT, sends=True),
-        Verb("recv", ("recv",), _TAKEN, "V"),
-        Verb("irecv", ("recv",), _TAKEN, "V"),
-        Verb("batch_isend_irecv", ("send", "recv"), (_written("p2p_op_list"),), "V"),
+        OperationSpec("barrier", ("barrier",), (), "", TorchMethod((), _TIMED)),
+        OperationSpec("send", ("send",), _SENT, sends=True),
+        OperationSpec("isend", ("send",), _SENT, sends=True),
+        OperationSpec("recv", ("recv",), _TAKEN, "V"),
+        OperationSpec("irecv", ("recv",), _TAKEN, "V"),
+        OperationSpec("batch_isend_irecv", ("send", "recv"), (_written("p2p_op_list"),), "V"),
         _multigpu("all_reduce", "I", _in_place("tensor_list"), _OP),
         _multigpu("reduce", "V", _in_place("tensor_list"), _OP, _DST),
         _multigpu("broadcast", "I", _in_place("tensor_list"), _SRC),
         _multigpu("all_gather", "I", _LISTS, _INPUTS),
-        Verb("monitored_barrier", (), is_plain=False),  # by way of the store
+        OperationSpec("monitored_barrier", (), is_plain=False),  # by way of the store
         _objects("all_gather_object", ("all_gather", "all_gather_list"), "object_list", "I"),
         _objects("gather_object", ("all_gather", "all_to_all_single"), "object_gather_list", "V"),
         _objects("broadcast_object_list", ("all_gather", "broadcast"), "object_list", "I"),
@@ -310,10 +328,14 @@ VERBS = {
         _objects("recv_object_list", ("send", "recv"), "object_list", "V"),
     )
 }
-"""The public verbs, by name."""
+"""The public collectives, by name."""
 
-SENDING_VERBS = frozenset(verb.name for verb in VERBS.values() if verb.sends)
-"""The public verbs that send one message."""
+SENDING_OPERATIONS = frozenset(
+    operation.name for operation in OPERATIONS.values() if operation.sends
+)
+"""The public collectives that send one message."""
 
-OBJECT_VERBS = frozenset(verb.name for verb in VERBS.values() if verb.is_of_objects)
-"""The public verbs that move pickled objects."""
+OBJECT_OPERATIONS = frozenset(
+    operation.name for operation in OPERATIONS.values() if operation.is_of_objects
+)
+"""The public collectives that move pickled objects."""

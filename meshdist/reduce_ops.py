@@ -23,7 +23,7 @@ ReduceKind: TypeAlias = TorchReduceOp.RedOpType
 """A plain reduction: ``ReduceOp.SUM`` and its like."""
 
 Reduction: TypeAlias = "ReduceKind | TorchReduceOp"
-"""The argument ``op`` of a verb: a plain reduction, or what ``ReduceOp.premul_sum`` makes."""
+"""The argument ``op`` of a collective: a plain reduction, or what ``ReduceOp.premul_sum`` makes."""
 
 Factor: TypeAlias = "float | complex | torch.Tensor"
 """The factor of PREMUL_SUM: a number, or a 0-dim tensor on its device."""
@@ -63,7 +63,7 @@ class ReduceOp(TorchReduceOp, metaclass=_Reductions):
                 complex factors.
 
         Returns:
-            A ReduceOp for ``op=``, as torch makes it for NCCL; every wire serves it.
+            A ReduceOp for ``op=``, as torch makes it for NCCL; every backend serves it.
 
         Raises:
             KindError: no number and no array.
@@ -245,7 +245,7 @@ def _exact(factor: Any) -> float | torch.Tensor:
     except (OverflowError, ValueError, RuntimeError) as error:
         raise ArgumentError(
             "a factor that no dtype holds",
-            expected="a whole number of 64 bits, or a float",
+            expected="an integer of 64 bits, or a float",
             found=f"{factor}",
         ) from error
 

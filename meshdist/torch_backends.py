@@ -1,4 +1,4 @@
-"""Our wires offered to torch: after ``import meshdist.torch_backends``, torch.distributed takes
+"""Our backends offered to torch: after ``import meshdist.torch_backends``, torch.distributed takes
 ``"shm"`` and ``"mpi"`` for backends, and torch programs run on them unchanged.
 
     import torch.distributed as dist

@@ -92,11 +92,11 @@ Status Collectives::run(Job& job) {
 bool Collectives::is_of_one_round(const Job& job) const {
   const std::size_t bytes = job.count() * kDtypeBytes[job.call.header.dtype];
   if (end_.size < 2 || bytes > tuning.begun_most_bytes || !job.layouts.empty()) return false;
-  switch (job.verb()) {
-    case Verb::all_reduce: return !is_halved(job) && (end_.size == 2 || bytes <= tuning.whole_reduce_bytes);
-    case Verb::broadcast:
-    case Verb::all_gather:
-    case Verb::reduce_scatter: return true;
+  switch (job.operation()) {
+    case OperationSpec::all_reduce: return !is_halved(job) && (end_.size == 2 || bytes <= tuning.whole_reduce_bytes);
+    case OperationSpec::broadcast:
+    case OperationSpec::all_gather:
+    case OperationSpec::reduce_scatter: return true;
     default: return false;
   }
 }
@@ -130,7 +130,7 @@ Status Collectives::finish(Job& job) {
 // Run `job` on row-major copies of the tensors that lie in another order; `plain` is `job` without
 // layouts. Programs seldom come here, so it need not be fast.
 Status Collectives::run_in_row_major_order(const Job& job, Job& plain) {
-  const bool is_list = job.verb() == Verb::all_reduce_list;
+  const bool is_list = job.operation() == OperationSpec::all_reduce_list;
   const auto parts = is_list ? job.outs : std::vector<Part>{{job.out, job.count()}};
   std::vector<std::vector<std::uint8_t>> copies(parts.size());
   const auto copy = [&](bool into_rows) {
@@ -144,8 +144,8 @@ Status Collectives::run_in_row_major_order(const Job& job, Job& plain) {
   copy(true);
   const Status status = run_as_it_lies(plain);
   const bool is_root = job.root() == static_cast<int>(end_.rank);
-  const bool is_written = job.verb() == Verb::broadcast ? !is_root
-                          : job.verb() == Verb::reduce  ? is_root
+  const bool is_written = job.operation() == OperationSpec::broadcast ? !is_root
+                          : job.operation() == OperationSpec::reduce  ? is_root
                                                         : true;
   if (status == Status::ok && is_written) copy(false);
   return status;
@@ -225,14 +225,14 @@ Status Collectives::agree(const Job& job, std::uint64_t round) {
 }
 
 #define MESHDIST_RUN(name, method, reduces, ...)                          \
-  case Verb::name:                                                        \
+  case OperationSpec::name:                                                        \
     loop_ = reduces ? kernels_.reduce[header.dtype][header.op] : nullptr; \
     return reduces && loop_ == nullptr ? Status::unsupported : method(job);
 
 Status Collectives::dispatch(Job& job) {
   const auto& header = job.call.header;
   streams_out_ = false;
-  switch (job.verb()) { MESHDIST_VERBS(MESHDIST_RUN) }
+  switch (job.operation()) { MESHDIST_OPERATIONS(MESHDIST_RUN) }
   return Status::unsupported;
 }
 

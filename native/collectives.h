@@ -35,18 +35,18 @@ struct Layout {
 };
 
 // One collective to run: the call, and this member's buffers. `outs` and `ins` have one part per
-// member (or per tensor of a list) where a verb takes several; else `out` and `in` are used.
+// member (or per tensor of a list) where a collective takes several; else `out` and `in` are used.
 struct Job {
   Call call;
   std::uint8_t* out = nullptr;
   std::uint8_t* in = nullptr;
   std::vector<Part> outs;
   std::vector<Part> ins;
-  // Of `out`, or of each of `outs`, for a verb that works element by element; none, or one without
+  // Of `out`, or of each of `outs`, for a collective that works element by element; none, or one without
   // dimensions, is row-major.
   std::vector<Layout> layouts;
 
-  Verb verb() const { return static_cast<Verb>(call.header.verb); }
+  OperationSpec operation() const { return static_cast<OperationSpec>(call.header.operation); }
   int root() const { return call.header.root; }
   std::uint64_t count() const { return call.header.count; }
 };
@@ -148,7 +148,7 @@ class Collectives {
   Status exchange_agreed(Job& job, std::uint64_t num_rounds, Write write, Read read,
                          std::uint64_t num_done = 0);
 
-  // For verbs whose parts differ: publish how much this member gives to each and expects of each,
+  // For collectives whose parts differ: publish how much this member gives to each and expects of each,
   // and where, and check it for all pairs, so that all members come to the same result.
   Status agree_on_sizes(Job& job);
 

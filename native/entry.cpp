@@ -142,19 +142,19 @@ void Entry::compare(const Message& message) {
 Known Entry::find(const Call& called, const Plain& plain, bool is_uneven) {
   const nb::handle data = plain.dtype.is_valid() ? nb::handle(plain.data) : nb::handle(Py_None);
   const nb::handle title = called.title.is_valid() ? called.title : nb::handle(empty_);
-  const Key key{called.verb.ptr(), data.ptr(), title.ptr(), called.op, called.root, is_uneven};
+  const Key key{called.operation.ptr(), data.ptr(), title.ptr(), called.op, called.root, is_uneven};
   return find(key, plain.is_kept || data.is_none(), last_[2], [&] {
     const nb::object op = number_or_none(called.op), root = number_or_none(called.root);
-    return std::pair(tuple_of(called.verb, data, op, root, title, nb::bool_(is_uneven), nb::tuple()),
+    return std::pair(tuple_of(called.operation, data, op, root, title, nb::bool_(is_uneven), nb::tuple()),
                      nb::object());
   });
 }
 
 Known Entry::find(const Message& message) {
   const nb::object& data = message.plain.data;
-  const Key key{message.verb.ptr(), data.ptr(), nullptr, message.number, message.member, false};
+  const Key key{message.operation.ptr(), data.ptr(), nullptr, message.number, message.member, false};
   return find(key, message.plain.is_kept, last_[message.is_send], [&] {
-    return std::pair(tuple_of(message.verb, data, nb::none(), nb::none(), empty_, nb::bool_(false),
+    return std::pair(tuple_of(message.operation, data, nb::none(), nb::none(), empty_, nb::bool_(false),
                               nb::tuple(), message.peer, message.tag),
                      tuple_of(nb::bool_(message.is_send), message.peer, message.tag));
   });

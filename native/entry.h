@@ -1,6 +1,6 @@
 // What comes before a plain call: its tensors are checked, it is noted, and it is compared.
 //
-// `Channel` and `collectives/argument_checks.py` do in Python what this does for plain calls; every other call
+// `DeviceGroup` and `collectives/argument_checks.py` do in Python what this does for plain calls; every other call
 // is left to them. So a function here that says that a call is not plain has changed nothing.
 #pragma once
 
@@ -14,7 +14,7 @@
 
 namespace meshdist {
 
-// The members' headers, as a `HeaderTable` in Python has them.
+// The members' headers, as a `FingerprintTable` in Python has them.
 struct Headers {
   nb::object table;  // asked whether a header that seems to differ does
   Words mine;
@@ -31,7 +31,7 @@ struct Known {
 };
 
 struct Message {
-  nb::handle verb, peer, tag;  // peer: None for a receive from any member
+  nb::handle operation, peer, tag;  // peer: None for a receive from any member
   bool is_send = false;
   // As numbers, which `Entry::read` fills in; -1 is any member.
   int member = -1;
@@ -59,7 +59,7 @@ class Entry {
   // What is called, besides the data: the number of an op, -1 for none, as of a root, and `title` null
   // where there is none.
   struct Call {
-    nb::handle verb;
+    nb::handle operation;
     nb::handle title{};
     std::int64_t op = -1;
     std::int64_t root = -1;
@@ -72,7 +72,7 @@ class Entry {
     const Counts* taken = nullptr;
   };
 
-  // Whether there is nothing to refuse or to log, and every member's words are known.
+  // Whether there is nothing to reject or to log, and every member's words are known.
   bool is_open() const;
 
   // Whether it is so, and there is nothing to wait for before the next collective.
@@ -95,11 +95,11 @@ class Entry {
   bool read(nb::handle x, Message& message);
 
   // Note a call and compare it with the others'; raises where one differs. Parts of several sizes are
-  // compared by the wire alone. Returns what a wire that compares has to compare beside all else: the
+  // compared by the backend alone. Returns what a backend that compares has to compare beside all else: the
   // fingerprint of a call that has a title, else 0.
   std::uint32_t enter(const Call& call, const Plain& plain, const Sizes* sizes = nullptr);
 
-  // As `Channel.enter`, for an even call of Python's: false where there is something to wait for.
+  // As `DeviceGroup.enter`, for an even call of Python's: false where there is something to wait for.
   bool enter_even(nb::handle call, std::uint64_t fingerprint);
 
   // Note a message; returns the number of the note.
@@ -124,18 +124,18 @@ class Entry {
  private:
   // What is called, by addresses. Of a message `op` is the tag, and `root` the peer.
   struct Key {
-    PyObject *verb, *data, *title;
+    PyObject *operation, *data, *title;
     std::int64_t op, root;
     bool is_uneven;
     bool operator==(const Key& o) const {
-      return verb == o.verb && data == o.data && title == o.title && op == o.op && root == o.root &&
+      return operation == o.operation && data == o.data && title == o.title && op == o.op && root == o.root &&
              is_uneven == o.is_uneven;
     }
   };
   struct Hash {
     std::size_t operator()(const Key& key) const {
       return mixed(std::initializer_list<std::uint64_t>{
-          reinterpret_cast<std::uint64_t>(key.verb), reinterpret_cast<std::uint64_t>(key.data),
+          reinterpret_cast<std::uint64_t>(key.operation), reinterpret_cast<std::uint64_t>(key.data),
           reinterpret_cast<std::uint64_t>(key.title),
           static_cast<std::uint64_t>((key.op * 64 + key.root) * 2 + key.is_uneven)});
     }

@@ -1,4 +1,4 @@
-// The patterns of rounds that the verbs are made of, see collectives.h.
+// The patterns of rounds that the collectives are made of, see collectives.h.
 #pragma once
 
 #include <cstdint>

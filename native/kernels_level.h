@@ -215,7 +215,7 @@ struct Xor {
 #define MESHDIST_INDEPENDENT
 #endif
 
-// The type of a mean's divisor: there may be more members than narrow whole numbers can count.
+// The type of a mean's divisor: there may be more members than narrow integers can count.
 template <class T>
 using Divisor = std::conditional_t<std::is_integral_v<T> && sizeof(T) < sizeof(int32_t), int32_t, T>;
 
@@ -484,7 +484,7 @@ void put_nothing(Kernels&, Dtype) {}
 // ---- order
 
 // Between floats and their places in the order: bits of floats count up behind the sign, those of
-// whole numbers below zero down.
+// integers below zero down.
 template <class T, bool kHasNan>
 void flip(T* x, size_t n, bool nan_is_greatest) {
   using Bits = std::conditional_t<sizeof(T) == 8, int64_t, int32_t>;

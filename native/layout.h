@@ -62,7 +62,7 @@ enum Hint : std::uint32_t {
 
 // What one member says it is calling; members must agree on all of it.
 struct Header {
-  std::uint8_t verb = 0;
+  std::uint8_t operation = 0;
   std::uint8_t dtype = 0;
   std::uint8_t op = 0;
   std::uint8_t layout = 0;  // 0 in row-major order; else it and the fingerprint are of the layout
@@ -73,7 +73,7 @@ struct Header {
   std::uint32_t fingerprint = 0;
 
   bool operator==(const Header& other) const {
-    return verb == other.verb && dtype == other.dtype && op == other.op && root == other.root &&
+    return operation == other.operation && dtype == other.dtype && op == other.op && root == other.root &&
            count == other.count && sequence == other.sequence && fingerprint == other.fingerprint &&
            layout == other.layout;
   }
@@ -164,7 +164,7 @@ struct Control {
 };
 
 // A one-way stream of packets between two members: bytes written and bytes read since the opening.
-struct Channel {
+struct DeviceGroup {
   alignas(kCacheLine) std::atomic<std::uint64_t> written;
   // Offers that the writer took back: the memory that they name may hold anything now.
   std::atomic<std::uint32_t> revocations;
@@ -200,7 +200,7 @@ inline Geometry plan_geometry(std::uint32_t size, std::uint64_t slot_bytes, std:
   lay(sizeof(Control));
   g.members_at = lay(size * sizeof(Member));
   g.tables_at = lay(num_slots * kNumRows * size * sizeof(std::uint64_t));
-  g.channels_at = lay(std::uint64_t{size} * size * sizeof(Channel));
+  g.channels_at = lay(std::uint64_t{size} * size * sizeof(DeviceGroup));
   g.first_slots_at = lay(num_slots * g.first_slot_bytes);
   g.first_rings_at = lay(num_rings * g.first_ring_bytes);
   g.first_bytes = at;

@@ -43,10 +43,10 @@ void reduce_parts(nb::handle output, nb::handle data, std::size_t num_parts, uns
 // A method that is given a collective, as Python tells it, and then the `More`.
 template <class... More, class Run>
 auto with_job(Run run) {
-  return [run](PyCommunicator& self, unsigned verb, Count count, unsigned dtype, unsigned op, int root,
+  return [run](PyCommunicator& self, unsigned operation, Count count, unsigned dtype, unsigned op, int root,
                Address out, Address in, const Buffers& outs, const Buffers& ins, std::uint32_t fingerprint,
                const Layouts& layouts, More... more) {
-    Job job = self.job(verb, count, dtype, op, root, out, in);
+    Job job = self.job(operation, count, dtype, op, root, out, in);
     job.call.header.fingerprint = fingerprint;
     self.fill_in(job, outs, ins, layouts);
     return run(self, std::move(job), std::move(more)...);
@@ -75,7 +75,7 @@ NB_MODULE(native, m) {
 
   nb::exception<std::system_error>(m, "SystemError_", PyExc_OSError);
   m.attr("DTYPES") = codes_of(kDtypeNames, std::tolower);
-  m.attr("VERBS") = codes_of(kVerbNames, std::tolower);
+  m.attr("OPERATIONS") = codes_of(kOperationNames, std::tolower);
   m.attr("OPS") = codes_of(kOpNames, std::toupper);
   m.attr("STATUSES") = codes_of(kStatusNames, std::toupper);
 
@@ -177,7 +177,7 @@ NB_MODULE(native, m) {
            "log_level"_a, "ranks"_a, "member"_a, "calls"_a, "disagree"_a, "fingerprints"_a.none(),
            "check_every"_a, "get_level"_a.none(), "most_level"_a, "device_type"_a)
       .def("enter", &Entry::enter_even);
-  m.def("note_verbs_in", &MainThread::note_in, "under_way"_a, "number"_a);
+  m.def("note_operations_in", &MainThread::note_in, "under_way"_a, "number"_a);
   nb::class_<Runner>(m, "Runner");
   nb::class_<ShmRunner, Runner>(m, "ShmRunner")
       .def(nb::init<PyCommunicator&, nb::object, nb::object, std::int64_t, double>(), nb::keep_alive<1, 2>(),
@@ -194,7 +194,7 @@ NB_MODULE(native, m) {
   });
   bind_python_runner(m);
   bind_fast_path(m);
-  bind_verb_calls(m);
+  bind_operation_calls(m);
   m.def("knows_torch", [] { return TorchTensor::here().is_known(); });
   c.def_ro("last_source", &PyCommunicator::last_source);
   c.def("last_failure", &PyCommunicator::last_failure, nb::rv_policy::copy);

@@ -1,8 +1,8 @@
-// A call of a public verb, from its arguments to the fast path of its group.
+// A call of a public collective, from its arguments to the fast path of its group.
 //
 // A plain call is one step here: its group is found, and the group's fast path is asked. Where anything is
 // not plain, or the fast path declines, the function in Python gets the arguments as they came, and nothing
-// has happened. It refuses wrong arguments, too.
+// has happened. It rejects wrong arguments, too.
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
@@ -29,10 +29,10 @@ const Name get{"get"}, group{"group"}, fast_path{"fast_path"}, fast_path_on_devi
     is_profiler_enabled{"_is_profiler_enabled"}, current_level{"_current_level"};
 }
 
-// What all verbs look at: the names of torch's modules for profiles and for forward mode, lists of the
+// What all collectives look at: the names of torch's modules for profiles and for forward mode, lists of the
 // context variable of worlds, once it is in use, and of the group of the process's world, and the class
 // of groups.
-struct Surroundings {
+struct LaunchEnvironment {
   nb::dict profiler, forward_ad;
   nb::list contexts, group_of_process;
   nb::object group_type;
@@ -61,16 +61,16 @@ struct Surroundings {
   bool is_group(nb::handle given) const { return given.type().is(group_type); }
 };
 
-class VerbCall {
+class OperationCall {
  public:
-  // A call gives an argument for each parameter of the verb's own; `defaults` has what they are by default.
+  // A call gives an argument for each parameter of the collective's own; `defaults` has what they are by default.
   // Parameters are named by their places, -1 where there is none: `taken` are those that the method of the
   // fast path is given, `places` the group, whether the call is only started, that among `taken` which names
   // a member by its rank in the world, and that which names it by its place in the group; `missing` is a
   // tuple of the rank that is meant where neither does, or empty. `stays_off_streams`: not where the group
-  // has a wire on a stream. Where `watchers`, a list, is not empty, `watched` takes the call; where the fast
-  // path is not taken, `function` as the verb that the main thread is in, or `slow`.
-  VerbCall(const Surroundings& around, const std::string& name, const nb::kwargs& facts)
+  // has a backend on a stream. Where `watchers`, a list, is not empty, `watched` takes the call; where the fast
+  // path is not taken, `function` as the collective that the main thread is in, or `slow`.
+  OperationCall(const LaunchEnvironment& around, const std::string& name, const nb::kwargs& facts)
       : around_(around), name_(checked(PyUnicode_InternFromString(name.c_str()))),
         method_(find_fast_method(name)), missing_(nb::borrow<nb::tuple>(facts["missing"])),
         stays_off_streams_(nb::cast<bool>(facts["stays_off_streams"])),
@@ -163,7 +163,7 @@ class VerbCall {
     return {};
   }
 
-  const Surroundings& around_;
+  const LaunchEnvironment& around_;
   const nb::object name_;
   const FastFunction method_;
   const nb::tuple missing_;
@@ -176,22 +176,22 @@ class VerbCall {
   int group_, async_op_, root_, group_root_;
 };
 
-PyObject* call_verb(PyObject* self, PyObject* const* given, Py_ssize_t num_given) {
-  const auto* const verb = static_cast<const VerbCall*>(PyCapsule_GetPointer(self, nullptr));
-  return returned([&] { return verb->run(given, static_cast<std::size_t>(num_given)); });
+PyObject* call_operation(PyObject* self, PyObject* const* given, Py_ssize_t num_given) {
+  const auto* const operation = static_cast<const OperationCall*>(PyCapsule_GetPointer(self, nullptr));
+  return returned([&] { return operation->run(given, static_cast<std::size_t>(num_given)); });
 }
 
 }  // namespace
 
-void bind_verb_calls(nb::module_& m) {
-  nb::class_<Surroundings>(m, "Surroundings")
-      .def("__init__", filled_in<Surroundings, nb::dict, nb::dict, nb::list, nb::list, nb::object>(),
+void bind_operation_calls(nb::module_& m) {
+  nb::class_<LaunchEnvironment>(m, "LaunchEnvironment")
+      .def("__init__", filled_in<LaunchEnvironment, nb::dict, nb::dict, nb::list, nb::list, nb::object>(),
            nb::kw_only(), "profiler"_a, "forward_ad"_a, "contexts"_a, "group_of_process"_a, "group_type"_a);
-  m.def("verb_call", [](const Surroundings& around, const std::string& name, const nb::kwargs& facts) {
-    // Verbs live as long as the process, and so does what calls them, and its surroundings.
+  m.def("operation_call", [](const LaunchEnvironment& around, const std::string& name, const nb::kwargs& facts) {
+    // Collectives live as long as the process, and so does what calls them, and its launch environment.
     nb::find(around).inc_ref();
-    static PyMethodDef method = fast_method("call_verb", call_verb);
-    const nb::object self = checked(PyCapsule_New(new VerbCall(around, name, facts), nullptr, nullptr));
+    static PyMethodDef method = fast_method("call_operation", call_operation);
+    const nb::object self = checked(PyCapsule_New(new OperationCall(around, name, facts), nullptr, nullptr));
     return checked(PyCFunction_NewEx(&method, self.ptr(), nullptr));
   });
 }

@@ -59,14 +59,14 @@ struct WorkTerms {
 // What one Work has of its own, but for its result and its user: no collector of garbage sees what is here.
 struct WorkFacts {
   std::shared_ptr<const WorkTerms> terms;
-  nb::handle verb;  // which lives as long as the process
+  nb::handle operation;  // which lives as long as the process
   nb::object warn_dropped;
   std::uint64_t note = 0;
 
   // The arguments of a Work, in the order of `Work` in Python.
   nb::object with(nb::handle operation, nb::handle result, nb::handle user) const {
     const nb::object none = nb::none();
-    return tuple_of(operation, terms->timeout, terms->explain, result, none, verb, terms->group,
+    return tuple_of(operation, terms->timeout, terms->explain, result, none, operation, terms->group,
                     nb::bool_(false), none, whole(note), warn_dropped, user, terms->uses_streams);
   }
 };
@@ -120,7 +120,7 @@ class PyOperation {
     wait_name_ = nb::borrow(wait);
   }
 
-  // Whether it is done and well, as the only verb of its thread; where it is not, `finish` says why.
+  // Whether it is done and well, as the only collective of its thread; where it is not, `finish` says why.
   bool wait_plainly() {
     if (is_waited_for_) return true;
     if (!wait_name_.is_valid() || MainThread::is_nested()) return false;
@@ -259,15 +259,15 @@ class PyCommunicator : public Communicator {
   PyCommunicator(int fd, unsigned rank, std::vector<int> pidfds)
       : PyCommunicator(fd, rank, Processes(std::move(pidfds))) {}
 
-  Job job(unsigned verb, Count count, unsigned dtype, unsigned op, int root, Address out, Address in) const {
-    if (verb >= kNumVerbs || dtype >= kNumDtypes || op >= kNumOps) {
-      throw std::invalid_argument("no such code of a verb, dtype or operation");
+  Job job(unsigned operation, Count count, unsigned dtype, unsigned op, int root, Address out, Address in) const {
+    if (operation >= kNumOperations || dtype >= kNumDtypes || op >= kNumOps) {
+      throw std::invalid_argument("no such code of a collective, dtype or operation");
     }
     if (root < 0 || root >= static_cast<int>(end->size)) {
       throw std::invalid_argument("root lies outside the group");
     }
     Job job;
-    job.call.header.verb = static_cast<std::uint8_t>(verb);
+    job.call.header.operation = static_cast<std::uint8_t>(operation);
     job.call.header.dtype = static_cast<std::uint8_t>(dtype);
     job.call.header.op = static_cast<std::uint8_t>(op);
     job.call.header.root = root;
@@ -278,13 +278,13 @@ class PyCommunicator : public Communicator {
   }
   // Complete `it` with what not every call has.
   void fill_in(Job& it, const Buffers& outs, const Buffers& ins, const Layouts& layouts) const {
-    const auto verb = static_cast<unsigned>(it.verb());
-    if (!fits(outs, kOutputs[verb], it.root()) || !fits(ins, kInputs[verb], it.root())) {
-      throw std::invalid_argument("the verb takes another number of buffers");
+    const auto operation = static_cast<unsigned>(it.operation());
+    if (!fits(outs, kOutputs[operation], it.root()) || !fits(ins, kInputs[operation], it.root())) {
+      throw std::invalid_argument("the collective takes another number of buffers");
     }
     for (auto [address, elements] : outs) it.outs.push_back({pointer(address), elements});
     for (auto [address, elements] : ins) it.ins.push_back({pointer(address), elements});
-    if (it.verb() == Verb::all_reduce_list) sign(it);
+    if (it.operation() == OperationSpec::all_reduce_list) sign(it);
     lay(it, layouts);
   }
 
@@ -340,8 +340,8 @@ class PyCommunicator : public Communicator {
   // Do a transfer, and call `note()`, which may raise: as soon as it has started, where that takes no
   // waiting, so that the other side waits less. Returns the status, and after a receive keeps its source in
   // `last_source`.
-  template <class Note>
-  int run_transfer(const TransferPtr& it, double timeout, Note note) {
+  template <class CallRecord>
+  int run_transfer(const TransferPtr& it, double timeout, CallRecord note) {
     const bool is_quick = transfers->starts_at_once(*it);
     if (!is_quick) note();
     Status status = Status::ok;
@@ -395,7 +395,7 @@ class PyCommunicator : public Communicator {
   }
 
   static void lay(Job& job, const Layouts& layouts) {
-    const bool is_list = job.verb() == Verb::all_reduce_list;
+    const bool is_list = job.operation() == OperationSpec::all_reduce_list;
     if (!layouts.empty() && layouts.size() != (is_list ? job.outs.size() : 1)) {
       throw std::invalid_argument("as many layouts as buffers are needed");
     }

@@ -49,21 +49,21 @@ nb::object listed(const nb::object& tensors) {
 nb::object first(const nb::object& tuple) { return flat(PyTuple_GetItem(tuple.ptr(), 0)); }
 
 bool is_list(const Collective& call) {
-  return call.verb == Verb::all_to_all && PyTuple_Check(call.read.ptr());
+  return call.operation == OperationSpec::all_to_all && PyTuple_Check(call.read.ptr());
 }
 
 // The arguments of the method or function before its options.
 Arguments arguments_of(const Collective& call) {
-  switch (call.verb) {
-    case Verb::all_reduce: return {checked(PySequence_List(call.written.ptr()))};
-    case Verb::reduce:
-    case Verb::broadcast: return {flats(call.written.is_valid() ? call.written : call.read)};
-    case Verb::all_gather:
-    case Verb::reduce_scatter: return {first(call.written), flat(call.read)};
-    case Verb::all_gather_v:
-    case Verb::gather: return {listed(flats(call.written)), flats(call.read)};
-    case Verb::scatter: return {flats(call.written), listed(flats(call.read))};
-    case Verb::all_to_all: {
+  switch (call.operation) {
+    case OperationSpec::all_reduce: return {checked(PySequence_List(call.written.ptr()))};
+    case OperationSpec::reduce:
+    case OperationSpec::broadcast: return {flats(call.written.is_valid() ? call.written : call.read)};
+    case OperationSpec::all_gather:
+    case OperationSpec::reduce_scatter: return {first(call.written), flat(call.read)};
+    case OperationSpec::all_gather_v:
+    case OperationSpec::gather: return {listed(flats(call.written)), flats(call.read)};
+    case OperationSpec::scatter: return {flats(call.written), listed(flats(call.read))};
+    case OperationSpec::all_to_all: {
       if (is_list(call)) return {flats(call.written), flats(call.read)};
       nb::list takes, gives;
       for (std::size_t i = 0; i < call.outs.size(); ++i) {
@@ -106,8 +106,8 @@ class PythonStarted final : public PyOperation {
 
 class PythonRunner final : public Runner {
  public:
-  // Methods are those of `communicator.torch_group`; `communicator.failure` makes a wire's failure of
-  // their errors. Functions use neither. `find(verb, op, dtype, root, is_list, is_empty)` returns the
+  // Methods are those of `communicator.torch_group`; `communicator.failure` makes a backend's failure of
+  // their errors. Functions use neither. `find(operation, op, dtype, root, is_list, is_empty)` returns the
   // shortcut of a kind of call, as in `meshdist/backends/c10d/fast_path.py`, with a method's name or a
   // function; None leaves these calls to Python. `end(work, note)` waits for a work that is not None; of
   // calls that are started, `end(work, then, note)` returns the operation. `explain(error)` returns the
@@ -155,15 +155,15 @@ class PythonRunner final : public Runner {
   struct Begun {
     nb::object work, then;
   };
-  using Kind = std::tuple<Verb, std::int64_t, unsigned, std::int64_t, bool, bool>;
+  using Kind = std::tuple<OperationSpec, std::int64_t, unsigned, std::int64_t, bool, bool>;
 
   const Shortcut& find(const Collective& call) const {
     const bool is_empty = call.count == 0 && call.in_counts.empty();
-    const Kind kind{call.verb, call.header.op, call.dtype, call.header.root, is_list(call), is_empty};
+    const Kind kind{call.operation, call.header.op, call.dtype, call.header.root, is_list(call), is_empty};
     auto found = shortcuts_.find(kind);
     if (found == shortcuts_.end()) {
       const nb::object made =
-          call_with(find_, nb::str(kVerbNames[static_cast<unsigned>(call.verb)]), whole(call.header.op),
+          call_with(find_, nb::str(kOperationNames[static_cast<unsigned>(call.operation)]), whole(call.header.op),
                     whole(call.dtype), whole(call.header.root), nb::bool_(is_list(call)),
                     nb::bool_(is_empty));
       Shortcut shortcut;

@@ -1,4 +1,4 @@
-// What a wire does for the fast path: plain collectives and messages, once they are checked.
+// What a backend does for the fast path: plain collectives and messages, once they are checked.
 #pragma once
 
 #include "codes.h"
@@ -6,10 +6,10 @@
 
 namespace meshdist {
 
-// A collective on plain tensors. Buffers are those of its verb: `in` and `out`, or one per member in
+// A collective on plain tensors. Buffers are those of its collective: `in` and `out`, or one per member in
 // `ins` and `outs`.
 struct Collective {
-  Verb verb;
+  OperationSpec operation;
   Entry::Call header;                 // as it is noted and compared
   std::uint64_t count = 0, item = 1;  // elements of one member's part, and bytes of one
   unsigned dtype = 0;                 // the core's code
@@ -30,7 +30,7 @@ class Runner {
   explicit Runner(std::int64_t largest_tag) : largest_tag_(largest_tag) {}
   virtual ~Runner() = default;
 
-  // Whether this wire can do it. Nothing has happened yet.
+  // Whether this backend can do it. Nothing has happened yet.
   virtual bool takes(const Collective&) const { return true; }
   virtual bool takes(const Message& message) const { return message.number <= largest_tag_; }
   // Do a collective that is noted and compared, or raise.

@@ -35,7 +35,7 @@ int create_sealed(std::uint64_t bytes, std::uint64_t reserved, const char* name)
   if (fd < 0) fail(errno, "memfd_create");
   int error = ftruncate(fd, static_cast<off_t>(bytes)) == 0 ? 0 : errno;
   if (error == 0) {
-    do {  // not posix_fallocate, which would write to every page where the kernel call is refused
+    do {  // not posix_fallocate, which would write to every page where the kernel call is rejected
       error = fallocate(fd, 0, 0, static_cast<off_t>(reserved)) == 0 ? 0 : errno;
     } while (error == EINTR);
     if (error == ENOSPC) error = ENOMEM;

@@ -70,8 +70,8 @@ class Segment {
   }
   // Reserve all members' whole slots, and map them; false where there is no memory for them.
   bool reserve_slots() const { return reserve(geometry_.slots_at, geometry_.rings_at - geometry_.slots_at); }
-  Channel& channel(unsigned from, unsigned to) const {
-    return reinterpret_cast<Channel*>(base_ + geometry_.channels_at)[from * geometry_.size + to];
+  DeviceGroup& device_group(unsigned from, unsigned to) const {
+    return reinterpret_cast<DeviceGroup*>(base_ + geometry_.channels_at)[from * geometry_.size + to];
   }
   std::uint8_t* first_ring(unsigned from, unsigned to) const {
     return base_ + geometry_.first_rings_at + pair(from, to) * geometry_.first_ring_bytes;

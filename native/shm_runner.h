@@ -56,14 +56,14 @@ class ShmRunner final : public Runner {
   static nb::object or_none(const nb::object& one) { return one.is_valid() ? one : nb::none(); }
 
   Job job_of(const Collective& call) const {
-    const bool varies = call.verb == Verb::all_gather_v || call.verb == Verb::all_to_all;
-    Job job = core_.job(static_cast<unsigned>(call.verb), varies ? 0 : call.count, call.dtype,
+    const bool varies = call.operation == OperationSpec::all_gather_v || call.operation == OperationSpec::all_to_all;
+    Job job = core_.job(static_cast<unsigned>(call.operation), varies ? 0 : call.count, call.dtype,
                         call.op, std::max(static_cast<int>(call.header.root), 0),
                         call.out, call.in);
     job.call.header.fingerprint = call.fingerprint;
     put(job.ins, call.ins, call.in_counts, call.count);
     put(job.outs, call.outs, call.out_counts, call.count);
-    if (call.verb == Verb::all_gather_v) job.ins = {{job.in, call.count}};
+    if (call.operation == OperationSpec::all_gather_v) job.ins = {{job.in, call.count}};
     return job;
   }
 

@@ -237,7 +237,7 @@ void Transfers::give_up(const TransferPtr& transfer, Status status) {
         Packet cancel{};
         cancel.kind = Kind::cancel;
         cancel.id = one->first;
-        end_->segment.channel(end_->rank, transfer->peer).revocations.fetch_add(1);
+        end_->segment.device_group(end_->rank, transfer->peer).revocations.fetch_add(1);
         owe(peer, cancel);
         one = sends.erase(one);
       }
@@ -282,7 +282,7 @@ void Transfers::accept(const TransferPtr& receive, unsigned from, const Packet& 
       peers_[from].arriving[packet.id] = Arriving{receive, packet.bytes};
     }
   } else {
-    reply.kind = Kind::refuse;
+    reply.kind = Kind::reject;
     reply.note = receive->note;
     complete(receive, Status::mismatch);
   }
@@ -299,7 +299,7 @@ bool Transfers::fetch(const TransferPtr& receive, unsigned from, const Packet& p
   const bool is_read = read_from(*end_, from, receive->data, packet.place, packet.bytes);
   // If the sender took an offer back before all was read, it may have been this one.
   std::atomic_thread_fence(std::memory_order_seq_cst);
-  const auto& revocations = end_->segment.channel(from, end_->rank).revocations;
+  const auto& revocations = end_->segment.device_group(from, end_->rank).revocations;
   const bool is_valid = revocations.load() == packet.revocations;
   if (!is_read && is_valid) is_readable = false;
   return is_read && is_valid;
@@ -391,11 +391,11 @@ bool Transfers::advance() {
 }
 
 bool Transfers::drain(unsigned peer) {
-  Channel& channel = end_->segment.channel(peer, end_->rank);
+  DeviceGroup& device_group = end_->segment.device_group(peer, end_->rank);
   Ring& ring = peers_[peer].in;
-  std::uint64_t at = channel.read.load(std::memory_order_relaxed);
+  std::uint64_t at = device_group.read.load(std::memory_order_relaxed);
   bool moved = false;
-  while (at < channel.written.load(std::memory_order_seq_cst)) {
+  while (at < device_group.written.load(std::memory_order_seq_cst)) {
     const std::uint8_t* where = ring.at(at);
     Packet packet;
     std::memcpy(&packet, where, sizeof packet);
@@ -404,7 +404,7 @@ bool Transfers::drain(unsigned peer) {
     if (packet.kind == Kind::grow) {
       ring = {end_->segment.ring(peer, end_->rank), end_->segment.geometry().ring_bytes, at};
     }
-    channel.read.store(at, std::memory_order_seq_cst);
+    device_group.read.store(at, std::memory_order_seq_cst);
     ring_if_awaited(end_->segment.member(peer).seats[kForTransfers], static_cast<std::int32_t>(end_->rank));
     moved = true;
   }
@@ -427,7 +427,7 @@ void Transfers::take(unsigned from, const Packet& packet, const std::uint8_t* pa
     }
     case Kind::accept:
     case Kind::fetched:
-    case Kind::refuse: {
+    case Kind::reject: {
       const auto offered = peer.offered.find(packet.id);
       if (offered == peer.offered.end()) break;  // it was taken back meanwhile
       const TransferPtr send = std::move(offered->second);
@@ -478,13 +478,13 @@ void Transfers::take(unsigned from, const Packet& packet, const std::uint8_t* pa
 
 // Write a packet and its payload where there is room for it in one piece.
 bool Transfers::put(unsigned peer, const Packet& packet, const std::uint8_t* payload) {
-  Channel& channel = end_->segment.channel(end_->rank, peer);
+  DeviceGroup& device_group = end_->segment.device_group(end_->rank, peer);
   const std::uint64_t need = sizeof packet + round_up(packet.payload, sizeof packet);
   // The packet that tells of it still has room in the page: all packets are multiples of its size.
-  if (peers_[peer].may_grow && need >= peers_[peer].out.to_end(channel.written)) grow(peer);
+  if (peers_[peer].may_grow && need >= peers_[peer].out.to_end(device_group.written)) grow(peer);
   const Ring& ring = peers_[peer].out;
-  std::uint64_t at = channel.written.load(std::memory_order_relaxed);
-  const std::uint64_t used = at - channel.read.load(std::memory_order_seq_cst);
+  std::uint64_t at = device_group.written.load(std::memory_order_relaxed);
+  const std::uint64_t used = at - device_group.read.load(std::memory_order_seq_cst);
   const std::uint64_t to_end = ring.to_end(at);
   const std::uint64_t pad = need <= to_end ? 0 : to_end;
   if (ring.bytes < used + pad + need) return false;
@@ -499,7 +499,7 @@ bool Transfers::put(unsigned peer, const Packet& packet, const std::uint8_t* pay
   std::memcpy(where, &packet, sizeof packet);
   copy_bytes(where + sizeof packet, payload, packet.payload,
              packet.kind == Kind::data && end_->streams_much.load(std::memory_order_relaxed));
-  channel.written.store(at + need, std::memory_order_seq_cst);
+  device_group.written.store(at + need, std::memory_order_seq_cst);
   ring_if_awaited(end_->segment.member(peer).seats[kForTransfers], static_cast<std::int32_t>(end_->rank));
   return true;
 }
@@ -512,7 +512,7 @@ void Transfers::grow(unsigned to) {
   Packet packet{};
   packet.kind = Kind::grow;
   if (!put(to, packet, nullptr)) return;
-  const std::uint64_t at = end_->segment.channel(end_->rank, to).written.load(std::memory_order_relaxed);
+  const std::uint64_t at = end_->segment.device_group(end_->rank, to).written.load(std::memory_order_relaxed);
   peer.out = {end_->segment.ring(end_->rank, to), end_->segment.geometry().ring_bytes, at};
 }
 
@@ -533,7 +533,7 @@ bool Transfers::push(unsigned to) {
     packet.payload = at_once ? static_cast<std::uint32_t>(send->bytes) : 0;
     if (!end_->is_crowded && !at_once && send->bytes <= tuning.fetch_most_bytes) {  // read where it lies
       packet.place = send->data;
-      packet.revocations = end_->segment.channel(end_->rank, to).revocations.load();
+      packet.revocations = end_->segment.device_group(end_->rank, to).revocations.load();
     }
     if (!put(to, packet, send->data)) return moved;
     ++next_id_;

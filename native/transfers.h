@@ -66,7 +66,7 @@ class Transfers : public std::enable_shared_from_this<Transfers> {
   Tuning tuning;
 
  private:
-  enum class Kind : std::uint32_t { pad = 1, message, offer, accept, fetched, refuse, data, cancel, grow };
+  enum class Kind : std::uint32_t { pad = 1, message, offer, accept, fetched, reject, data, cancel, grow };
   struct alignas(kCacheLine) Packet {
     Kind kind;
     std::uint32_t payload;  // bytes that follow
@@ -76,7 +76,7 @@ class Transfers : public std::enable_shared_from_this<Transfers> {
     std::uint64_t count;
     union {
       std::uint64_t offset;  // of data
-      std::uint64_t note;    // of the call that a message, an offer or a refusal is of
+      std::uint64_t note;    // of the call that a message, an offer or a rejection is of
     };
     const std::uint8_t* place;  // in the sender's memory, of an offer that may be read there
     std::uint8_t dtype;
@@ -96,7 +96,7 @@ class Transfers : public std::enable_shared_from_this<Transfers> {
     std::uint64_t left;
   };
   // A stretch of memory that packets are written to, one behind the other, from `begin` on in a
-  // channel's count of bytes.
+  // device group's count of bytes.
   struct Ring {
     std::uint8_t* memory = nullptr;
     std::uint64_t bytes = 0;

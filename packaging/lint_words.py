@@ -7,13 +7,14 @@ is any.
 
 * No variable, parameter or attribute is called ``one`` or ``ones``; no docstring begins with "What"
   or has ``one`` or ``ones`` as a pronoun.
-* An internal docstring is one sentence of at most 100 characters that begins with a verb or a noun
+* An internal docstring is one sentence of at most 100 characters that begins with a collective or a
+noun
   and says more than the name. After it may stand ``Args:`` and ``Attributes:``, of names that need
   more than their type, ``Raises:``, and a case that the tests execute. Reasons stand in comments,
   protocols in the docstring of the module.
 * It has no inner word that the glossary of ``docs/architecture.md`` has dropped.
 
-Public are the names that the front door offers (``DOORS``, the ``__all__`` of its modules), and the
+Public are the names that the public API offers (``DOORS``, the ``__all__`` of its modules), and the
 methods of such classes and of their bases: their docstrings give shapes, costs and sources, and
 have any length.
 """
@@ -72,12 +73,12 @@ Documented = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 def public_names(root: Path = ROOT) -> set[tuple[Path, str]]:
     """Return the file and name of each definition that the doors offer, and of their bases."""
-    doors = [*root.rglob("*.pyi"), *(root / door for door in DOORS)]
+    doors = [*root.rglob("*.pyi"), *(root / listener for listener in DOORS)]
     found = set()
-    for door in doors:
-        for node in ast.walk(ast.parse(door.read_text(encoding="utf-8"))):
+    for listener in doors:
+        for node in ast.walk(ast.parse(listener.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ImportFrom) and node.level:
-                folder = door.parents[node.level - 1]
+                folder = listener.parents[node.level - 1]
                 room = folder.joinpath(*(node.module or "").split("."))
                 file = room / "__init__.py" if room.is_dir() else room.with_suffix(".py")
                 found |= {(file, alias.name) for alias in node.names}
@@ -188,7 +189,7 @@ def shape_of(docstring: str, name: str) -> Iterator[str]:
         yield f"{len(one_line)} characters, at most {LONGEST}"
     words = re.findall(r"[a-z]+", one_line.lower())
     if words and words[0] in _NO_BEGINNING.split() and not one_line.startswith("`"):
-        yield f"begins with {words[0]!r}, not with a verb or a noun"
+        yield f"begins with {words[0]!r}, not with a collective or a noun"
     named = {_stem(word) for word in re.findall(r"[a-z]+", _snake(name).lower())}
     if {_stem(word) for word in words} - {*_NO_CONTENT.split()} <= named:
         yield "says no more than the name"

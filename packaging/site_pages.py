@@ -31,7 +31,7 @@ import meshdist  # noqa: E402 - from this checkout
 _TITLES = {
     "mesh": "Mesh",
     "worlds": "Worlds",
-    "collectives": "Verbs",
+    "collectives": "Operations",
     "lax": "lax: JAX's names",
     "experts": "experts",
     "typed_mode": "Types",
@@ -49,7 +49,7 @@ _ELSEWHERE = {
     "reduce_ops": "collectives",
 }
 _MODULES = ("checkpoint", "distributed", "errors", "experts", "lax", "tensor_parallel")
-_OF_VERBS = ("experts", "lax")  # modules whose names are written with theirs
+_OF_OPERATIONS = ("experts", "lax")  # modules whose names are written with theirs
 _FIELDS = ("where", "expected", "found", "fix")
 
 
@@ -114,7 +114,7 @@ def names_by_page() -> dict[str, list[str]]:
     for name in sorted(listed - {*meshdist.errors.__all__}, key=str.lower):
         first = modules[name].partition(".")[0]
         found[_ELSEWHERE.get(first, first)].append(name)
-    for module in _OF_VERBS:
+    for module in _OF_OPERATIONS:
         found[module] += getattr(meshdist, module).__all__
     found["errors"] += meshdist.errors.__all__
     alone = {*dir(meshdist.distributed)} - listed - {"comm_hooks", *meshdist.errors.__all__}
@@ -127,7 +127,7 @@ def names_by_page() -> dict[str, list[str]]:
 
 def _found(page: str, name: str) -> tuple[Any, str]:
     """What a name of a page means, and the module that has it."""
-    if page in _OF_VERBS:
+    if page in _OF_OPERATIONS:
         thing = getattr(getattr(meshdist, page), name)
         return thing, thing.__module__
     home = "errors" if page == "errors" else homes()[name]
@@ -157,7 +157,9 @@ def _index(listed: dict[str, list[str]]) -> str:
         "",
     ]
     for page, title in _TITLES.items():
-        shown = [f"`{page}.{name}`" if page in _OF_VERBS else f"`{name}`" for name in listed[page]]
+        shown = [
+            f"`{page}.{name}`" if page in _OF_OPERATIONS else f"`{name}`" for name in listed[page]
+        ]
         if page in ("errors", "distributed"):
             shown = [f"all of `meshdist.{page}`"]
         lines.append(f"* [{title}]({page}.md): {', '.join(shown)}")

@@ -34,8 +34,8 @@ HELD_BY: dict[str, str] = {
     "cli/test_diagnostics.py::test_torchs_own_world_over_shared_memory": (
         "torch_process_groups/test_backend_registration.py"
     ),
-    "cli/test_doctor.py::test_wires_that_are_well": (
-        "cli/test_doctor.py::test_a_wire_that_fails_its_check"
+    "cli/test_doctor.py::test_backends_that_are_well": (
+        "cli/test_doctor.py::test_a_backend_that_fails_its_check"
     ),
     "cli/test_bench.py::test_on_80_columns_names_are_whole_and_mpi_starts_as_any_user": (
         "cli/test_bench.py::test_a_rank_that_ends_while_it_is_measured"

@@ -3,7 +3,7 @@
     python -m pytest -p tests.quick
 
 What runs: doctests, pure rooms, simulated ranks, and the pool's ranks over shared memory. Left out
-are the files of ``LEFT_OUT``, and of all other files the tests on ranks over another wire.
+are the files of ``LEFT_OUT``, and of all other files the tests on ranks over another backend.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ TESTS = Path(__file__).resolve().parent
 
 LEFT_OUT: Mapping[str, str] = MappingProxyType(
     {
-        "other wires": """
+        "other backends": """
             test_over_two_hosts.py test_two_hosts.py torch_process_groups backends/c10d
             backends/mpi
         """,
@@ -34,12 +34,13 @@ LEFT_OUT: Mapping[str, str] = MappingProxyType(
         "checkpoints on disks": "checkpoint",
         "the native core by itself": "native",
         "long tables": """
-            collectives/test_layouts.py collectives/test_nested_collectives.py collectives/test_tensor_collectives.py
-            functional/test_reached_gradients.py functional/test_linear_function.py
-            functional/test_ragged.py groups/test_dropped_groups.py lax/test_lax_as_jax.py
-            sharding/test_shard_map_as_jax.py test_absent_names.py test_misuse.py operations/test_axes.py
-            operations/test_checks.py operations/test_promises.py operations/test_stress.py
-            backends/shm/test_all_to_all.py backends/shm/test_communicator.py backends/shm/test_listener.py
+            collectives/test_layouts.py collectives/test_nested_collectives.py
+            collectives/test_tensor_collectives.py functional/test_reached_gradients.py
+            functional/test_linear_function.py functional/test_ragged.py
+            groups/test_dropped_groups.py lax/test_lax_as_jax.py sharding/test_shard_map_as_jax.py
+            test_absent_names.py test_misuse.py operations/test_axes.py operations/test_checks.py
+            operations/test_promises.py operations/test_stress.py backends/shm/test_all_to_all.py
+            backends/shm/test_communicator.py backends/shm/test_listener.py
             backends/shm/test_started_calls.py backends/test_reductions.py
         """,
         "long drawn programs": """
@@ -73,7 +74,7 @@ LEFT_OUT: Mapping[str, str] = MappingProxyType(
 PROCESSES = {"pool", "two_hosts"}
 """The fixtures of tests that run on processes."""
 
-OTHER_WIRES = {"gloo", "mpi", "nccl", "two hosts", "gloo on two hosts"}
+OTHER_BACKENDS = {"gloo", "mpi", "nccl", "two hosts", "gloo on two hosts"}
 
 
 def left_out_paths() -> dict[Path, str]:
@@ -81,18 +82,18 @@ def left_out_paths() -> dict[Path, str]:
     return {TESTS / name: why for why, names in LEFT_OUT.items() for name in names.split()}
 
 
-def find_wire(item: pytest.Item) -> str | None:
-    """The wire, other than shared memory, on whose account a test is left out; None for none."""
+def find_backend(item: pytest.Item) -> str | None:
+    """The backend, other than shared memory, on whose account a test is left out; None for none."""
     parameters = getattr(item, "callspec", None)
     words = {*parameters.id.split("-")} if parameters is not None else set()
-    if wires := words & OTHER_WIRES:
-        return min(wires)
+    if backends := words & OTHER_BACKENDS:
+        return min(backends)
     if item.get_closest_marker("mpi") is not None:
         return "mpi"
     needed = PROCESSES.intersection(getattr(item, "fixturenames", ()))
     if not needed or "shm" in words or item.path.is_relative_to(TESTS / "backends" / "shm"):
         return None
-    return "ranks of the pool over a wire that no parameter names"
+    return "ranks of the pool over a backend that no parameter names"
 
 
 class Quick:
@@ -100,7 +101,7 @@ class Quick:
 
     def __init__(self) -> None:
         self.paths = left_out_paths()
-        self.by_wire: Counter[str] = Counter()
+        self.by_backend: Counter[str] = Counter()
 
     def pytest_ignore_collect(self, collection_path: Path) -> bool | None:
         return True if collection_path in self.paths else None
@@ -108,26 +109,26 @@ class Quick:
     def pytest_collection_modifyitems(
         self, config: pytest.Config, items: list[pytest.Item]
     ) -> None:
-        wires = {item: find_wire(item) for item in items}
-        left_out = [item for item in items if wires[item] is not None]
-        self.by_wire.update(str(wires[item]) for item in left_out)
+        backends = {item: find_backend(item) for item in items}
+        left_out = [item for item in items if backends[item] is not None]
+        self.by_backend.update(str(backends[item]) for item in left_out)
         config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if wires[item] is None]
+        items[:] = [item for item in items if backends[item] is None]
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         output = getattr(session.config, "workeroutput", None)
         if output is not None:
-            output["left_out_by_wire"] = dict(self.by_wire)
+            output["left_out_by_backend"] = dict(self.by_backend)
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: object) -> None:
         """Hear what a worker of pytest-xdist left out: the same as each other worker."""
-        self.by_wire = Counter(getattr(node, "workeroutput", {}).get("left_out_by_wire", {}))
+        self.by_backend = Counter(getattr(node, "workeroutput", {}).get("left_out_by_backend", {}))
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.section("left out by the quick part; `make test` runs all of it")
-        for wire, number in self.by_wire.most_common():
-            terminalreporter.write_line(f"{number:6} tests: {wire}")
+        for backend, number in self.by_backend.most_common():
+            terminalreporter.write_line(f"{number:6} tests: {backend}")
         for why, names in LEFT_OUT.items():
             number = sum(num_functions(TESTS / name) for name in names.split())
             terminalreporter.write_line(

@@ -1,4 +1,4 @@
-"""A new verb, and a new fact of a call that members compare, take changes of few files.
+"""A new collective, and a new fact of a call that members compare, take changes of few files.
 
 Both are put into one copy of the package by edits of its text, and used there by one program.
 """
@@ -13,7 +13,7 @@ import textwrap
 from pathlib import Path
 
 import meshdist
-from tests.inner import ShmWire, core
+from tests.inner import ShmBackend, core
 
 PACKAGE = Path(meshdist.__file__).parent
 
@@ -31,27 +31,27 @@ assert Path(md.__file__).parent == Path(__file__).parent / "meshdist"
 Edits = dict[str, list[tuple[str, str]]]
 """By file, texts and what stands in their place."""
 
-# The core has the moves of this verb already. One with moves of its own adds `native/codes.h` and a
-# file of the core: seven in all.
-VERB: Edits = {
-    "verb_table.py": [
+# The core has the moves of this collective already. One with moves of its own adds `native/codes.h`
+# and a file of the core: seven in all.
+OPERATION: Edits = {
+    "operation_table.py": [
         (
-            '        WireVerb("barrier",',
-            '        WireVerb("total", Form.IN_PLACE, Form.ONE, reduces=True),\n'
-            '        WireVerb("barrier",',
+            '        BackendOperation("barrier",',
+            '        BackendOperation("total", Form.IN_PLACE, Form.ONE, reduces=True),\n'
+            '        BackendOperation("barrier",',
         ),
         (
-            '        Verb("barrier",',
-            '        Verb("total", ("total",), (_in_place("tensor"), _OP), "I"),\n'
-            '        Verb("barrier",',
+            '        Collective("barrier",',
+            '        Collective("total", ("total",), (_in_place("tensor"), _OP), "I"),\n'
+            '        Collective("barrier",',
         ),
     ],
     "collectives/tensor_collectives.py": [
         ('    "barrier",\n', '    "barrier",\n    "total",\n'),
         (
-            "@verb(has_fast_path=True, stays_off_streams=",
+            "@collective(has_fast_path=True, stays_off_streams=",
             textwrap.dedent('''\
-                @verb()
+                @operation()
                 def total(
                     tensor: Any,
                     op: Reduction = ReduceOp.SUM,
@@ -62,7 +62,7 @@ VERB: Edits = {
                     return prepare("total", group, tensor, op).run(async_op)
 
 
-                @verb(has_fast_path=True, stays_off_streams='''),
+                @operation(has_fast_path=True, stays_off_streams='''),
         ),
     ],
     "distributed.pyi": [
@@ -70,14 +70,14 @@ VERB: Edits = {
     ],
     "backends/composed_collectives.py": [
         (
-            "def reduce(wire: BuildingCommunicator",
+            "def reduce(backend: ComposingCommunicator",
             textwrap.dedent("""\
-                def total(wire: BuildingCommunicator, prepared: PreparedCall) -> Operation:
+                def total(backend: ComposingCommunicator, prepared: OperationArgs) -> Operation:
                     (x,), op = prepared.outputs, prepared.op
-                    return wire.start(prepared.by("all_reduce", [x], [x], op))
+                    return backend.start(prepared.by("all_reduce", [x], [x], op))
 
 
-                def reduce(wire: BuildingCommunicator"""),
+                def reduce(backend: ComposingCommunicator"""),
         ),
         ("        reduce,\n", "        total,\n        reduce,\n"),
     ],
@@ -90,7 +90,7 @@ VERB: Edits = {
     ],
 }
 
-USES_VERB = """
+USES_OPERATION = """
 from meshdist.backends.shm.communicator import ShmCommunicator
 from meshdist.backends.c10d.gloo import GlooCommunicator
 
@@ -119,7 +119,7 @@ def simulated():
         (md.total if md.get_rank() else md.all_reduce)(torch.ones(2))
     try:
         md.simulate(wrong, 2)
-    except md.errors.AgreementError as error:
+    except md.errors.MismatchError as error:
         assert "total((2,) float32, SUM)" in str(error), error
     else:
         raise AssertionError("no error")
@@ -147,8 +147,8 @@ FIELD: Edits = {
             "crc32((call.title + call.purpose).encode())",
         ),
         (
-            "f\"{self.verb}({', '.join(arguments)}){title}\"",
-            "f\"{self.verb}({', '.join(arguments)}){title} {self.purpose}\"",
+            "f\"{self.collective}({', '.join(arguments)}){title}\"",
+            "f\"{self.collective}({', '.join(arguments)}){title} {self.purpose}\"",
         ),
     ],
     "backends/operation_args.py": [
@@ -162,8 +162,8 @@ FIELD: Edits = {
     ],
     "collectives/tensor_collectives.py": [
         (
-            '        prepared = PreparedCall("barrier", "barrier", (), ())\n',
-            '        prepared = PreparedCall("barrier", "barrier", (), ())\n'
+            '        prepared = OperationArgs("barrier", "barrier", (), ())\n',
+            '        prepared = OperationArgs("barrier", "barrier", (), ())\n'
             "        prepared.purpose = str(device_ids or '')\n",
         )
     ],
@@ -174,23 +174,23 @@ def disagree():
     md.barrier()
     try:
         md.barrier(device_ids=[md.get_rank() + 1])
-    except md.errors.AgreementError as error:
+    except md.errors.MismatchError as error:
         return str(error)
 
-# Each rank of the launch is a process that imports torch: it serves every wire in turn.
+# Each rank of the launch is a process that imports torch: it serves every backend in turn.
 simulated_texts = []
 if os.environ["RANK"] == "0":
     simulated()
     simulated_texts = md.simulate(disagree, 2)
 texts = []
-for wire in sys.argv[1:]:
-    md.init_process_group(wire)
+for backend in sys.argv[1:]:
+    md.init_process_group(backend)
     launched()
     texts.append(disagree())  # the group is broken now
     md.destroy_process_group()
 for text in simulated_texts + texts:
     assert "barrier() [1]" in text and "barrier() [2]" in text, text
-print("as expected on", len(texts), "wires", flush=True)
+print("as expected on", len(texts), "backends", flush=True)
 """
 
 
@@ -212,12 +212,12 @@ def put(edits: Edits, folder: Path) -> Path:
 
 
 def test_each_takes_few_files(tmp_path: Path) -> None:
-    assert (len(VERB), len(FIELD)) == (5, 4)
-    both = {name: [*VERB.get(name, ()), *FIELD.get(name, ())] for name in VERB | FIELD}
+    assert (len(OPERATION), len(FIELD)) == (5, 4)
+    both = {name: [*OPERATION.get(name, ()), *FIELD.get(name, ())] for name in OPERATION | FIELD}
     program = put(both, tmp_path)
-    program.write_text(BEGIN + USES_VERB + USES_FIELD)
-    wires = ["gloo", *(["shm"] if ShmWire().is_available() else [])]
-    command = [sys.executable, "-m", "meshdist", "run", "-n", "2", str(program), *wires]
+    program.write_text(BEGIN + USES_OPERATION + USES_FIELD)
+    backends = ["gloo", *(["shm"] if ShmBackend().is_available() else [])]
+    command = [sys.executable, "-m", "meshdist", "run", "-n", "2", str(program), *backends]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    told = f"as expected on {len(wires)} wires\n"
+    told = f"as expected on {len(backends)} backends\n"
     assert done.stdout.count(told) == 2, done.stdout + done.stderr

@@ -1,4 +1,5 @@
-"""The page about the verbs says what the code says: signatures, the capability table, an error."""
+"""The page about the collectives says what the code says: signatures, the capability table, an
+error."""
 
 from __future__ import annotations
 
@@ -11,11 +12,11 @@ import pytest
 import torch
 
 import meshdist as md
-from meshdist.operation_table import VERBS
+from meshdist.operation_table import OPERATIONS
 from tests.inner import table_page
 
 ROOT = Path(__file__).resolve().parents[1]
-PATH = ROOT / "docs" / "verbs.md"
+PATH = ROOT / "docs" / "operations.md"
 
 
 def page() -> str:
@@ -40,23 +41,23 @@ def test_signatures_are_those_of_the_code() -> None:
     assert writer.with_signatures(spoilt) == text != spoilt
 
 
-@pytest.mark.parametrize("name", [*VERBS, "P2POp", "breakpoint", *md.lax.__all__])
-def test_every_verb_has_its_signature_on_the_page(name: str) -> None:
-    first, functional = page().split("\n## Functional verbs\n")
+@pytest.mark.parametrize("name", [*OPERATIONS, "P2POp", "breakpoint", *md.lax.__all__])
+def test_every_collective_has_its_signature_on_the_page(name: str) -> None:
+    first, functional = page().split("\n## Functional collectives\n")
     part = functional.partition("\n## ")[0] if name in md.lax.__all__ else first + functional
     assert re.search(rf"`(meshdist\.)?{name}\([^`]*\)`", part)
 
 
 def test_the_capability_table_is_that_of_the_code() -> None:
     assert table_page(page()) == page(), (
-        "run: python -m meshdist.backends.capabilities docs/verbs.md"
+        "run: python -m meshdist.backends.capabilities docs/collectives.md"
     )
 
 
 def test_a_page_is_written_between_its_marks_alone() -> None:
     begin, end = "<!-- capabilities: begin -->", "<!-- capabilities: end -->"
     written = table_page(f"before\n{begin}\nold\n{end}\nafter\n")
-    assert written.startswith(f"before\n{begin}\n| verb | gloo: cpu |")
+    assert written.startswith(f"before\n{begin}\n| collective | gloo: cpu |")
     assert written.endswith(f"|\n{end}\nafter\n") and "old" not in written
     assert table_page(written) == written
 
@@ -66,7 +67,7 @@ def test_the_error_that_the_page_shows() -> None:
         md.all_reduce(torch.ones(6 if md.get_rank() == 0 else 4))
 
     (told,) = re.findall(r"```text\n(the members of a group.*?)```", page(), re.DOTALL)
-    with pytest.raises(md.AgreementError) as caught:
+    with pytest.raises(md.MismatchError) as caught:
         md.simulate(program, 2)
     assert without_places(str(caught.value)) == without_places(told.rstrip("\n"))
 

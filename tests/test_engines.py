@@ -24,7 +24,7 @@ from engines import (
     with_failure,
 )
 
-from tests.inner import engines as known_engines
+from tests.inner import schedulers as known_engines
 
 PROGRAMS = programs()
 

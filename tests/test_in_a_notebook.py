@@ -94,7 +94,7 @@ def program():
         md.broadcast(torch.ones(2), 0)
 try:
     md.simulate(program, 3)
-except md.errors.AgreementError as error:
+except md.errors.MismatchError as error:
     print(error)
 ''', store_history=True)
 """

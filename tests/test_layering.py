@@ -40,7 +40,7 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "errors",
             "arguments",
             "dtypes",
-            "verb_table",
+            "operation_table",
             "reduce_ops",
             "arrays",
         )
@@ -594,12 +594,14 @@ def test_the_plan_lists_what_exists() -> None:
 
 
 def test_the_front_door_imports_nothing_of_the_package_before_it_is_asked() -> None:
-    for door in (PACKAGE, f"{PACKAGE}.distributed", f"{PACKAGE}.lazy_names"):
-        tree = ast.parse(package_sources()[door])
+    for listener in (PACKAGE, f"{PACKAGE}.distributed", f"{PACKAGE}.lazy_names"):
+        tree = ast.parse(package_sources()[listener])
         later = (ast.FunctionDef, ast.ClassDef)
         eager = [node for node in tree.body if not isinstance(node, later)]
         nodes = [*ast.walk(ast.Module(body=eager, type_ignores=[]))]
-        imports = imports_of(door, nodes, set(package_sources()), is_package=door == PACKAGE)
+        imports = imports_of(
+            listener, nodes, set(package_sources()), is_package=listener == PACKAGE
+        )
         assert {item.module for item in imports} <= {f"{PACKAGE}.lazy_names"}
 
 
@@ -607,7 +609,7 @@ def test_the_front_door_imports_nothing_of_the_package_before_it_is_asked() -> N
 PURE = {
     f"{PACKAGE}.{room}.{name}" if room else f"{PACKAGE}.{name}"
     for room, names in {
-        "": "arguments arrays dtypes error_text reduce_ops verb_table",
+        "": "arguments arrays dtypes error_text reduce_ops operation_table",
         "annotations": "axis_types",
         "checking": "calls",
         "ddp": "bucket_layout history reduction",

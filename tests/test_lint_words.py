@@ -110,4 +110,4 @@ def test_the_doors_are_read() -> None:
         ("sharding/elementwise.py", "ElementwiseArray"),  # a base of ShardedArray
     ]:
         assert known in public
-    assert ("groups/device_group.py", "Channel") not in public
+    assert ("groups/device_group.py", "DeviceGroup") not in public

@@ -1,4 +1,4 @@
-"""The tables of verbs, compared with the signatures of what they name."""
+"""The tables of collectives, compared with the signatures of what they name."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ import torch.distributed
 
 import meshdist as md
 from meshdist.operation_table import (
-    OBJECT_VERBS,
-    REDUCING_VERBS,
-    SENDING_VERBS,
-    VERBS,
-    WIRE_VERBS,
-    Form,
+    BACKEND_OPERATIONS,
+    OBJECT_OPERATIONS,
+    OPERATIONS,
+    REDUCING_OPERATIONS,
+    SENDING_OPERATIONS,
+    BackendOperation,
+    OperationSpec,
     Role,
-    Verb,
-    WireVerb,
+    TensorLayout,
 )
 from tests.backends.direct import Direct
-from tests.inner import BUILT, DONE, Operation, PreparedCall, find_wire, wire_names
+from tests.inner import COMPOSED, DONE, OperationArgs, Request, backend_names, find_backend
 
 
 class Heard:
@@ -33,100 +33,118 @@ class Heard:
 
     rank, size = 0, 2
 
-    def start(self, prepared: PreparedCall) -> Operation:
+    def start(self, prepared: OperationArgs) -> Request:
         self.prepared = prepared
         return DONE
 
 
-@pytest.mark.parametrize("verb", WIRE_VERBS.values(), ids=lambda verb: verb.name)
-def test_a_verb_of_a_communicator_takes_what_the_table_says(verb: WireVerb) -> None:
+@pytest.mark.parametrize(
+    "operation", BACKEND_OPERATIONS.values(), ids=lambda operation: operation.name
+)
+def test_a_collective_of_a_communicator_takes_what_the_table_says(
+    operation: BackendOperation,
+) -> None:
     one, several = torch.ones(4), [torch.ones(2), torch.ones(2)]
     values: dict[str, Any] = {"op": md.ReduceOp.SUM, "root": 0, "peer": 1, "tag": 3, "device": None}
     values |= {"takes": [2, 2], "gives": [2, 2], "output": one, "tensor": one}
     values |= dict.fromkeys(("tensors", "outputs", "inputs"), several)
     heard = Heard()
-    call = getattr(Direct(heard), verb.name)
+    call = getattr(Direct(heard), operation.name)
     parameters = inspect.signature(call).parameters
     call(**{name: values[name] for name in parameters})
-    assert ("op" in parameters) == verb.reduces == (verb.name in REDUCING_VERBS)
-    assert ("root" in parameters) == bool(verb.root)
-    assert verb.root in ("", "to", "from")
+    assert ("op" in parameters) == operation.reduces == (operation.name in REDUCING_OPERATIONS)
+    assert ("root" in parameters) == bool(operation.root)
+    assert operation.root in ("", "to", "from")
     found = heard.prepared
-    assert found.way == verb.name
+    assert found.way == operation.name
     counts = {
-        **dict.fromkeys((Form.ONE, Form.PARTS), 1),
-        **dict.fromkeys((Form.ANY, Form.EACH, Form.AT_ROOT), 2),
-        Form.NONE: 0,
+        **dict.fromkeys((TensorLayout.ONE, TensorLayout.PARTS), 1),
+        **dict.fromkeys((TensorLayout.ANY, TensorLayout.EACH, TensorLayout.AT_ROOT), 2),
+        TensorLayout.NONE: 0,
     }
-    assert len(found.outputs) == counts[verb.gives]
-    if verb.takes is Form.IN_PLACE:
+    assert len(found.outputs) == counts[operation.gives]
+    if operation.takes is TensorLayout.IN_PLACE:
         assert found.inputs is found.outputs
     else:
-        assert len(found.inputs) == counts[verb.takes]
-    assert (found.sizes is not None) >= (Form.PARTS in (verb.takes, verb.gives))
+        assert len(found.inputs) == counts[operation.takes]
+    assert (found.sizes is not None) >= (TensorLayout.PARTS in (operation.takes, operation.gives))
 
 
-def test_every_wire_has_a_way_for_every_verb() -> None:
-    for name in wire_names():
-        kind = find_wire(name).communicator_kind
-        assert kind.ways.keys() <= WIRE_VERBS.keys() <= kind.ways.keys() | BUILT.keys(), name
+def test_every_backend_has_a_way_for_every_collective() -> None:
+    for name in backend_names():
+        kind = find_backend(name).communicator_kind
+        assert (
+            kind.ways.keys() <= BACKEND_OPERATIONS.keys() <= kind.ways.keys() | COMPOSED.keys()
+        ), name
         assert all(callable(getattr(kind, method)) for method in kind.ways.values()), name
     assert {"all_reduce", "broadcast", "all_gather", "barrier", "send", "recv"} == (
-        WIRE_VERBS.keys() - BUILT.keys()
+        BACKEND_OPERATIONS.keys() - COMPOSED.keys()
     )
 
 
-@pytest.mark.parametrize("verb", VERBS.values(), ids=lambda verb: verb.name)
-def test_a_public_verb_takes_what_the_table_says(verb: Verb) -> None:
-    parameters = inspect.signature(getattr(md, verb.name)).parameters
-    assert ("op" in parameters) == verb.reduces
-    assert set(verb.wire_verbs) <= WIRE_VERBS.keys()
+@pytest.mark.parametrize("operation", OPERATIONS.values(), ids=lambda operation: operation.name)
+def test_a_public_collective_takes_what_the_table_says(operation: OperationSpec) -> None:
+    parameters = inspect.signature(getattr(md, operation.name)).parameters
+    assert ("op" in parameters) == operation.reduces
+    assert set(operation.backend_operations) <= BACKEND_OPERATIONS.keys()
     roots = {"dst": "to", "src": "from"}
-    if set(verb.wire_verbs) <= {"reduce", "gather", "broadcast", "scatter"} and verb.is_plain:
-        (root,) = {WIRE_VERBS[one].root for one in verb.wire_verbs}
+    if (
+        set(operation.backend_operations) <= {"reduce", "gather", "broadcast", "scatter"}
+        and operation.is_plain
+    ):
+        (root,) = {BACKEND_OPERATIONS[one].root for one in operation.backend_operations}
         assert [roots[name] for name in parameters if name in roots] == [root]
 
 
-def test_every_verb_of_a_communicator_carries_a_public_one() -> None:
-    carried = {one for verb in VERBS.values() for one in verb.wire_verbs}
-    assert carried == set(WIRE_VERBS)
+def test_every_collective_of_a_communicator_carries_a_public_one() -> None:
+    carried = {one for operation in OPERATIONS.values() for one in operation.backend_operations}
+    assert carried == set(BACKEND_OPERATIONS)
 
 
-def test_verbs_and_their_aliases_are_torchs() -> None:
-    for verb in VERBS.values():
-        assert not verb.alias_of or VERBS[verb.alias_of].wire_verbs == verb.wire_verbs
-        assert not verb.alias_of or hasattr(torch.distributed, verb.name)
+def test_collectives_and_their_aliases_are_torchs() -> None:
+    for operation in OPERATIONS.values():
+        assert (
+            not operation.alias_of
+            or OPERATIONS[operation.alias_of].backend_operations == operation.backend_operations
+        )
+        assert not operation.alias_of or hasattr(torch.distributed, operation.name)
 
 
 def test_what_messages_and_objects_are() -> None:
-    assert {"send", "isend", "send_object_list"} == SENDING_VERBS
-    assert {name for name in VERBS if "object" in name} == OBJECT_VERBS
-    assert all("dst" in inspect.signature(getattr(md, name)).parameters for name in SENDING_VERBS)
+    assert {"send", "isend", "send_object_list"} == SENDING_OPERATIONS
+    assert {name for name in OPERATIONS if "object" in name} == OBJECT_OPERATIONS
+    assert all(
+        "dst" in inspect.signature(getattr(md, name)).parameters for name in SENDING_OPERATIONS
+    )
 
 
-_CORE_VERB = re.compile(r"X\((\w+), \w+, (true|false), (\w+), (\w+)\)")
+_CORE_OPERATION = re.compile(r"X\((\w+), \w+, (true|false), (\w+), (\w+)\)")
 _OF_LISTS = {"all_gather_v": "all_gather_list", "reduce_scatter_v": "reduce_scatter_list"}
 
 
-def test_the_cores_verbs_bring_and_get_what_the_table_says() -> None:
+def test_the_cores_collectives_bring_and_get_what_the_table_says() -> None:
     """There a buffer has no parts; beside a list, one tensor is a list of one part."""
     text = (Path(__file__).resolve().parents[1] / "native" / "codes.h").read_text()
-    verbs = _CORE_VERB.findall(text)
-    assert len(verbs) == 12
-    parts = {Form.EACH: {"each"}, Form.AT_ROOT: {"at_root"}, Form.ANY: {"any"}}
-    for name, reduces, outputs, inputs in verbs:
-        row = WIRE_VERBS[_OF_LISTS.get(name, name)]
+    operations = _CORE_OPERATION.findall(text)
+    assert len(operations) == 12
+    parts = {
+        TensorLayout.EACH: {"each"},
+        TensorLayout.AT_ROOT: {"at_root"},
+        TensorLayout.ANY: {"any"},
+    }
+    for name, reduces, outputs, inputs in operations:
+        row = BACKEND_OPERATIONS[_OF_LISTS.get(name, name)]
         assert row.reduces == (reduces == "true"), name
         assert outputs in parts.get(row.gives, {"none", "one"}), name
         assert inputs in parts.get(row.takes, {"none", "one"}), name
 
 
-@pytest.mark.parametrize("row", VERBS.values(), ids=lambda row: row.name)
-def test_a_row_names_parameters_of_its_verb(row: Verb) -> None:
+@pytest.mark.parametrize("row", OPERATIONS.values(), ids=lambda row: row.name)
+def test_a_row_names_parameters_of_its_collective(row: OperationSpec) -> None:
     parameters = {*inspect.signature(getattr(md, row.name)).parameters}
     assert {one.name for one in row.parameters} <= parameters
     assert row.kind in (("I", "V") if row.writes else ("",))
-    if row.is_plain and not row.sends and row.carrier.root:
+    if row.is_plain and not row.sends and row.executor.root:
         assert row.parameters[-1].role is Role.ROOT
     tensors = {name for name in parameters if "tensor" in name or name in ("output", "input")}
     tensors -= {"dst_tensor", "src_tensor"}  # numbers
@@ -135,7 +153,7 @@ def test_a_row_names_parameters_of_its_verb(row: Verb) -> None:
 
 
 def asked_names(file: Path) -> list[str]:
-    """Places of a file where a verb is told by its name."""
+    """Places of a file where a collective is told by its name."""
     found = []
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Compare):
@@ -145,14 +163,14 @@ def asked_names(file: Path) -> list[str]:
                 for one in ast.walk(side)
                 if isinstance(one, ast.Constant)
             }
-            if asked & (VERBS.keys() | WIRE_VERBS.keys()):
+            if asked & (OPERATIONS.keys() | BACKEND_OPERATIONS.keys()):
                 found.append(ast.unparse(node))
     return found
 
 
-def test_no_room_asks_for_a_verbs_name() -> None:
-    """What sets a verb apart is a fact of its row. Sides of benchmarks say what they have."""
+def test_no_room_asks_for_a_collectives_name() -> None:
+    """What sets a collective apart is a fact of its row. Sides of benchmarks say what they have."""
     package = Path(md.__file__).parent
     asked = {str(file.relative_to(package)): asked_names(file) for file in package.rglob("*.py")}
     found = {name: texts for name, texts in asked.items() if texts and "bench/" not in name}
-    assert found == {"annotations/axis_types.py": ["verb == 'all_gather'"]}  # that of lax
+    assert found == {"annotations/axis_types.py": ["collective == 'all_gather'"]}  # that of lax

@@ -11,7 +11,7 @@ Over each axis a value is of one kind:
 
     V  varying      each rank holds its own
     I  invariant    equal on every rank
-    U  unreduced    each rank holds a summand; the value meant is their sum
+    U  unreduced    each rank holds a partial sum; the value meant is their sum
     R  reduced      equal on every rank, with a gradient that is unreduced
 
 The gradient of a value is of the value's kind, but for U and R, which are each other's.
@@ -22,9 +22,9 @@ compute is what it computes of 3:
 
              rank 0    rank 1    sum    of 3    linearity     result over 'tp'
     u * i    10        20        30     30      "multiply"    U; i lacks R: its gradients 1 and 2
-    u + i    11        12        23     13      "add"         refused          are summands of 3
+    u + i    11        12        23     13      "add"         rejected          are partial sums of 3
     u + u    2         4         6      6       "add"         U
-    u * u    1         4         5      9       "multiply"    refused
+    u * u    1         4         5      9       "multiply"    rejected
     v * i    each its own                       "multiply"    V; i lacks V: gradients get summed
 
     >>> join_types(["U:tp", ""], "multiply")
@@ -70,7 +70,7 @@ CASTS: Mapping[str, Mapping[str, str]] = MappingProxyType(
 GATHERED: Mapping[str, str] = MappingProxyType({"varying": "V", "invarying": "I", "reduced": "R"})
 """The kind that ``all_gather`` gives for a varying value, by its ``to``."""
 
-VERB_KINDS: Mapping[str, Mapping[str, str]] = MappingProxyType(
+OPERATION_KINDS: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
         "psum": MappingProxyType({"V": "I", "U": "I"}),
         "pmean": MappingProxyType({"V": "I"}),
@@ -88,14 +88,14 @@ VERB_KINDS: Mapping[str, Mapping[str, str]] = MappingProxyType(
         "experts.combine": MappingProxyType({"V": "V"}),
     }
 )
-"""The kinds of all other verbs: from each that a verb takes to that which it gives."""
+"""The kinds of all other collectives: from each that a collective takes to that which it gives."""
 
 
-def find_result_kind(verb: str, kind: str, to: str | None = None) -> str | None:
-    """Return the kind of a verb's result over its axis, or None if it takes no such value.
+def find_result_kind(operation: str, kind: str, to: str | None = None) -> str | None:
+    """Return the kind of a collective's result over its axis, or None if it takes no such value.
 
     Args:
-        verb: its public name.
+        collective: its public name.
         kind: the kind of what it is given, a key of ``KINDS``.
         to: the argument of that name of ``pcast`` and ``all_gather``.
 
@@ -105,11 +105,11 @@ def find_result_kind(verb: str, kind: str, to: str | None = None) -> str | None:
         >>> find_result_kind("all_gather", "I", to="varying") is None
         True
     """
-    if verb == "pcast":
+    if operation == "pcast":
         return CASTS.get(to or "", {}).get(kind)
-    if verb == "all_gather":
+    if operation == "all_gather":
         return GATHERED.get(to or "varying") if kind == "V" else None
-    return VERB_KINDS[verb].get(kind)
+    return OPERATION_KINDS[operation].get(kind)
 
 
 INVARIANT = ""
@@ -304,7 +304,7 @@ class JoinedType:
 
 
 def join_types(types: Sequence[str], linearity: str = "") -> JoinedType | Refusal:
-    """Return the joined type of an operation's operands, axis by axis, or the refusal of a join.
+    """Return the joined type of an operation's operands, axis by axis, or the rejection of a join.
 
     Args:
         linearity: the operands in which it is linear, such as "add" or "first"; "" for none.

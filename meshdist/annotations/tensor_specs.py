@@ -66,7 +66,7 @@ def checked_spec(
         call: the name of the public call, for messages.
     """
     if isinstance(given, str):
-        # Without a layout a dim is still refused that has the name of an axis of any known mesh.
+        # Without a layout a dim is still rejected that has the name of an axis of any known mesh.
         world = find_world()
         known_axes = world.axis_layouts if world is not None else ()
         spec = spec_of(*parse_side(given), layout, tensor.ndim, known_axes)
@@ -90,7 +90,7 @@ def checked_spec(
     if spec.unreduced and tensor.dtype == torch.bool:
         raise DtypeError(
             f"{call}: a tensor of booleans cannot be unreduced, since they have no sum",
-            expected="numbers, of which each rank holds a summand",
+            expected="numbers, of which each rank holds a partial sum",
             found=f"torch.bool with {spec!r}",
         )
     return spec

@@ -1,1 +1,1 @@
-"""The ways to move bytes: one folder a wire, one protocol for all."""
+"""The ways to move bytes: one folder a backend, one protocol for all."""

@@ -1,4 +1,4 @@
-"""The names of wires: torch's ``Backend``, and the texts that pair device types with wires."""
+"""The names of backends: torch's ``Backend``, and the texts that pair device types with backends."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from typing import Any, ClassVar
 from ..bootstrap.world import World
 from ..checking.call_sites import warn_caller
 from ..errors import ArgumentError, KindError
-from .c10d.torch_classes import RegisteredWire, adopt_torch_backends
-from .mpi.communicator import MpiWire as MpiWire  # registers itself
-from .registry import find_wire, get_wire, register_wire
-from .shm.communicator import ShmWire as ShmWire  # registers itself
+from .c10d.torch_classes import RegisteredBackend, adopt_torch_backends
+from .mpi.communicator import MpiBackend as MpiBackend  # registers itself
+from .registry import find_backend, get_backend, register_backend
+from .shm.communicator import ShmBackend as ShmBackend  # registers itself
 
 __all__ = [
     "Backend",
     "BackendConfig",
 ]
 
-_DEFAULT_WIRES = {"cpu": ("shm", "gloo"), "cuda": ("nccl",), "xpu": ("xccl",)}
+_DEFAULT_BACKENDS = {"cpu": ("shm", "gloo"), "cuda": ("nccl",), "xpu": ("xccl",)}
 
 
 class Backend(str):
-    """A wire's name in lower case; ``Backend("GLOO") == "gloo" == Backend.GLOO``.
+    """A backend's name in lower case; ``Backend("GLOO") == "gloo" == Backend.GLOO``.
 
-    An unknown name is kept, and refused where it is used.
+    An unknown name is kept, and rejected where it is used.
     """
 
     __slots__ = ()
@@ -54,7 +54,8 @@ class Backend(str):
         extended_api: bool = False,
         devices: str | Sequence[str] | None = None,
     ) -> None:
-        """Make a backend written for torch.distributed a wire; afterwards ``Backend.NAME`` exists.
+        """Make a backend written for torch.distributed a backend; afterwards ``Backend.NAME``
+        exists.
 
         Args:
             name: its name.
@@ -68,39 +69,41 @@ class Backend(str):
             warn_caller(f"register_backend({name!r}) names no devices: cpu and cuda are assumed")
             devices = ("cpu", "cuda")
         kinds = frozenset([devices] if isinstance(devices, str) else devices)
-        register_wire(RegisteredWire(name.lower(), func, kinds, extended_api))
+        register_backend(RegisteredBackend(name.lower(), func, kinds, extended_api))
         setattr(cls, name.upper(), name.lower())
 
 
 def usable_defaults() -> set[str]:
-    """Return the names of those default wires that work on this machine."""
-    wires = filter(None, (find_wire(name) for names in _DEFAULT_WIRES.values() for name in names))
-    return {wire.name for wire in wires if wire.is_available()}
+    """Return the names of those default backends that work on this machine."""
+    backends = filter(
+        None, (find_backend(name) for names in _DEFAULT_BACKENDS.values() for name in names)
+    )
+    return {backend.name for backend in backends if backend.is_available()}
 
 
-def default_wires(usable: Collection[str] | None = None) -> dict[str, str]:
-    """Return the best wire per device type among ``usable``; None: those that work here."""
+def default_backends(usable: Collection[str] | None = None) -> dict[str, str]:
+    """Return the best backend per device type among ``usable``; None: those that work here."""
     found = usable_defaults() if usable is None else usable
     return {
         device_type: next(filter(found.__contains__, names), names[-1])
-        for device_type, names in _DEFAULT_WIRES.items()
+        for device_type, names in _DEFAULT_BACKENDS.items()
     }
 
 
 def parse_backends(backend: str | None) -> dict[str, str]:
-    """Return ``{device type: wire}`` for the argument ``backend``.
+    """Return ``{device type: backend}`` for the argument ``backend``.
 
     Args:
-        backend: a wire's name, for all device types that it serves, or that of a backend that a
+        backend: a backend's name, for all device types that it serves, or that of a backend that a
             plug-in has registered with torch; pairs such as "cpu:gloo,cuda:nccl"; or None, for
-            the default wire of each device type.
+            the default backend of each device type.
 
     Example:
         >>> parse_backends("cpu:gloo,cuda:NCCL")
         {'cpu': 'gloo', 'cuda': 'nccl'}
     """
     if backend is None:
-        return default_wires()
+        return default_backends()
     if not isinstance(backend, str):
         raise KindError("backend must be a str", found=f"{backend!r}")
     adopt_torch_backends()
@@ -135,19 +138,19 @@ def parse_backends(backend: str | None) -> dict[str, str]:
 
 
 def _device_types(name: str) -> list[str]:
-    wire = find_wire(name)
-    served = {"cpu", "cuda"} if wire is None else wire.device_types
-    usual = [kind for kind in _DEFAULT_WIRES if kind in served]
+    backend = find_backend(name)
+    served = {"cpu", "cuda"} if backend is None else backend.device_types
+    usual = [kind for kind in _DEFAULT_BACKENDS if kind in served]
     return usual + sorted(served - set(usual))
 
 
 def backends_in(world: World | None, backends: dict[str, str]) -> dict[str, str]:
-    """Return ``backends``, or a simulated world's own instead; raise for a wire that is unknown."""
-    # Simulated ranks have one wire, whatever a program names, so that it runs there unchanged.
+    """Return ``backends``, or a simulated world's own instead; raise for a backend that is unknown."""
+    # Simulated ranks have one backend, whatever a program names, so that it runs there unchanged.
     is_simulated = world is not None and world.is_simulated
     for name in set(backends.values()):
-        if not is_simulated or find_wire(name) is None:
-            get_wire(name)
+        if not is_simulated or find_backend(name) is None:
+            get_backend(name)
     return dict(world.backends if world is not None and is_simulated else backends)
 
 
@@ -175,7 +178,7 @@ class BackendConfig:
         }
 
     def get_device_backend_map(self) -> dict[str, Backend]:
-        """Return the wire of each device type."""
+        """Return the backend of each device type."""
         return self.device_backend_map
 
     def __repr__(self) -> str:

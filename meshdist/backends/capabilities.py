@@ -1,7 +1,8 @@
-"""The abilities of each wire, its own or built for it, and what has no meaning: one table.
+"""The abilities of each backend, its own or built for it, and what has no meaning: one table.
 
-It is made from the code (``Wire.support``), never written by hand. ``meshdist doctor`` prints it;
-``python -m meshdist.backends.capabilities docs/verbs.md`` writes it into the page, between its marks.
+It is made from the code (``BackendType.support``), never written by hand. ``meshdist doctor``
+prints it; ``python -m meshdist.backends.capabilities docs/operations.md`` writes it into the page,
+between its marks.
 """
 
 from __future__ import annotations
@@ -14,15 +15,15 @@ from typing import Any, TypeVar
 import torch
 
 from ..dtypes import DTYPES, dtype_name
-from ..operation_table import VERBS
+from ..operation_table import OPERATIONS
 from ..reduce_ops import PLAIN_OPS, ReduceKind, ReduceOp, find_refusal
 
-# The wires, each of which registers itself.
-from .c10d.torch_classes import C10dWire as C10dWire, adopt_torch_backends
-from .mpi.communicator import MpiWire as MpiWire
-from .registry import Wire, find_wire, wire_names
-from .shm.communicator import ShmWire as ShmWire
-from .simulated.communicator import SimulatedWire as SimulatedWire
+# The backends, each of which registers itself.
+from .c10d.torch_classes import C10dBackend as C10dBackend, adopt_torch_backends
+from .mpi.communicator import MpiBackend as MpiBackend
+from .registry import BackendType, backend_names, find_backend
+from .shm.communicator import ShmBackend as ShmBackend
+from .simulated.communicator import SimulatedBackend as SimulatedBackend
 
 DTYPE_GROUPS: dict[str, tuple[torch.dtype, ...]] = {
     group: tuple(facts.dtype for facts in DTYPES.values() if facts.group == group)
@@ -40,56 +41,65 @@ _Profile = tuple[str, ...]
 
 
 def public_support(
-    wire: Wire, verb: str, device_type: str, dtype: torch.dtype, op: ReduceKind | None = None
+    backend: BackendType,
+    operation: str,
+    device_type: str,
+    dtype: torch.dtype,
+    op: ReduceKind | None = None,
 ) -> str:
-    """Return ``"native"``, ``"built"`` or ``""`` (refused): how ``wire`` does a public verb.
+    """Return ``"native"``, ``"built"`` or ``""`` (rejected): how ``backend`` does a public
+    collective.
 
     Example:
-        >>> gloo = find_wire("gloo")
+        >>> gloo = find_backend("gloo")
         >>> public_support(gloo, "all_reduce", "cpu", torch.int16, ReduceOp.SUM)
         'built'
         >>> public_support(gloo, "all_reduce", "cpu", torch.bool, ReduceOp.AVG)
         ''
     """
-    is_plain = VERBS[verb].is_plain
-    if op == ReduceOp.PREMUL_SUM:  # verbs multiply first, and ask the wire for a sum
+    is_plain = OPERATIONS[operation].is_plain
+    if op == ReduceOp.PREMUL_SUM:  # collectives multiply first, and ask the backend for a sum
         if find_refusal(op, dtype) is not None:
             return ""
         op, is_plain = ReduceOp.SUM, False
-    if device_type not in wire.device_types:
+    if device_type not in backend.device_types:
         return ""
-    served = {wire.support(way, device_type, dtype, op) for way in VERBS[verb].wire_verbs}
+    served = {
+        backend.support(way, device_type, dtype, op)
+        for way in OPERATIONS[operation].backend_operations
+    }
     if "" in served:
         return ""
     return "native" if is_plain and served == {"native"} else "built"
 
 
-def available_wires() -> list[Wire]:
-    """Return the wires that work on this machine, those that plug-ins have registered too."""
+def available_backends() -> list[BackendType]:
+    """Return the backends that work on this machine, those that plug-ins have registered too."""
     adopt_torch_backends()
-    wires = [wire for name in wire_names() if (wire := find_wire(name)) is not None]
-    return [wire for wire in wires if wire.is_available()]
+    backends = [backend for name in backend_names() if (backend := find_backend(name)) is not None]
+    return [backend for backend in backends if backend.is_available()]
 
 
-def capabilities(wires: Iterable[Wire] | None = None) -> dict[str, Any]:
-    """Return nested dicts ``{wire: {device type: {verb: {op: {state: dtypes}}}}}`` of names.
+def capabilities(backends: Iterable[BackendType] | None = None) -> dict[str, Any]:
+    """Return nested dicts ``{backend: {device type: {operation: {op: {state: dtypes}}}}}`` of
+    names.
 
     Args:
-        wires: which; by default those available here.
+        backends: which; by default those available here.
     """
     # An op is ``""`` where there is none; a state ``"native"`` or ``"built"``, and what is in
-    # neither is refused.
+    # neither is rejected.
     table: dict[str, Any] = {}
-    for wire in available_wires() if wires is None else wires:
-        for device_type in _in_order(wire.device_types):
-            of_device = table.setdefault(wire.name, {}).setdefault(device_type, {})
-            for verb in VERBS:
-                of_device[verb] = {
+    for backend in available_backends() if backends is None else backends:
+        for device_type in _in_order(backend.device_types):
+            of_device = table.setdefault(backend.name, {}).setdefault(device_type, {})
+            for operation in OPERATIONS:
+                of_device[operation] = {
                     op: {
                         state: [dtype_name(dtype) for dtype in _with(state, states)]
                         for state in ("native", "built")
                     }
-                    for op, states in _states(wire, verb, device_type)
+                    for op, states in _states(backend, operation, device_type)
                 }
     return table
 
@@ -112,51 +122,57 @@ def dtypes_text(dtypes: Iterable[torch.dtype]) -> str:
 
 
 def overview_grid(
-    wires: Sequence[Wire], device_types: Collection[str] | None = None
+    backends: Sequence[BackendType], device_types: Collection[str] | None = None
 ) -> list[tuple[str, ...]]:
-    """Return a head and a row for each verb, a column for each wire; equal rows are joined.
+    """Return a head and a row for each collective, a column for each backend; equal rows are
+    joined.
 
     Args:
         device_types: None means all.
     """
     columns: list[tuple[str, list[str]]] = []
-    for wire in wires:
+    for backend in backends:
         of_devices = {
-            device_type: tuple(_summary(_states(wire, verb, device_type)) for verb in VERBS)
-            for device_type in _in_order(wire.device_types, device_types)
+            device_type: tuple(
+                _summary(_states(backend, operation, device_type)) for operation in OPERATIONS
+            )
+            for device_type in _in_order(backend.device_types, device_types)
         }
         for devices, cells in _joined(of_devices):
-            columns.append((f"{wire.name}: {', '.join(devices)}", list(cells)))
-    rows = {verb: tuple(cells[number] for _, cells in columns) for number, verb in enumerate(VERBS)}
-    head = ("verb", *(title for title, _ in columns))
-    return [head, *((", ".join(verbs), *cells) for verbs, cells in _joined(rows))]
+            columns.append((f"{backend.name}: {', '.join(devices)}", list(cells)))
+    rows = {
+        operation: tuple(cells[number] for _, cells in columns)
+        for number, operation in enumerate(OPERATIONS)
+    }
+    head = ("operation", *(op_name for op_name, _ in columns))
+    return [head, *((", ".join(operations), *cells) for operations, cells in _joined(rows))]
 
 
 def table_grid(
-    wires: Sequence[Wire], device_types: Collection[str] | None = None
+    backends: Sequence[BackendType], device_types: Collection[str] | None = None
 ) -> list[tuple[str, ...]]:
-    """Return a head, and a row per wire, devices, verbs and ops; equal rows are joined.
+    """Return a head, and a row per backend, devices, collectives and ops; equal rows are joined.
 
     Args:
         device_types: None means all.
     """
     grid: list[tuple[str, ...]] = [
-        ("wire", "devices", "verbs", "op", "native", "built", "refused"),
+        ("backend", "devices", "operations", "op", "native", "built", "rejected"),
     ]
-    for wire in wires:
+    for backend in backends:
         places: dict[tuple[str, tuple[str, ...]], tuple[tuple[str, _Profile], ...]] = {}
-        for verb in VERBS:
+        for operation in OPERATIONS:
             of_devices = {
-                device_type: tuple(_states(wire, verb, device_type))
-                for device_type in _in_order(wire.device_types, device_types)
+                device_type: tuple(_states(backend, operation, device_type))
+                for device_type in _in_order(backend.device_types, device_types)
             }
             for devices, profile in _joined(of_devices):
-                places[verb, tuple(devices)] = profile
+                places[operation, tuple(devices)] = profile
         for keys, profile in _joined(places):
             for where in dict.fromkeys(devices for _, devices in keys):
-                verbs = ", ".join(verb for verb, devices in keys if devices == where)
-                place = (wire.name, ", ".join(where), verbs)
-                # Wire, devices, verbs stand in the first row that they hold for.
+                operations = ", ".join(operation for operation, devices in keys if devices == where)
+                place = (backend.name, ", ".join(where), operations)
+                # Backend, devices, collectives stand in the first row that they hold for.
                 for ops, states in _joined(dict(profile)):
                     texts = (dtypes_text(_with(state, states)) for state in ("native", "built", ""))
                     grid.append((*place, ", ".join(ops), *(text or "-" for text in texts)))
@@ -166,13 +182,13 @@ def table_grid(
 
 _BEGIN, _END = "<!-- capabilities: begin -->", "<!-- capabilities: end -->"
 _OWN = ("gloo", "mpi", "nccl", "shm", "simulated", "ucc", "xccl")
-"""The wires of this package, whether or not this machine has them."""
+"""The backends of this package, whether or not this machine has them."""
 
 
 def table_page(page: str) -> str:
-    """Return ``page``, a Markdown text, with new tables of wires between its two marks."""
-    wires = [wire for name in _OWN if (wire := find_wire(name)) is not None]
-    parts = [_markdown(overview_grid(wires)), _markdown(table_grid(wires))]
+    """Return ``page``, a Markdown text, with new tables of backends between its two marks."""
+    backends = [backend for name in _OWN if (backend := find_backend(name)) is not None]
+    parts = [_markdown(overview_grid(backends)), _markdown(table_grid(backends))]
     before, rest = page.split(_BEGIN)
     _, after = rest.split(_END)
     return f"{before}{_BEGIN}\n" + "\n".join(parts) + f"{_END}{after}"
@@ -184,11 +200,14 @@ def _markdown(grid: Sequence[Sequence[str]]) -> str:
     return "".join("| " + " | ".join(cell or " " for cell in line) + " |\n" for line in lines)
 
 
-def _states(wire: Wire, verb: str, device_type: str) -> list[tuple[str, _Profile]]:
+def _states(backend: BackendType, operation: str, device_type: str) -> list[tuple[str, _Profile]]:
     """Return for each op ("" for none) the state of every dtype, in the order of ``DTYPES``."""
-    named = {op.name: op for op in OPS} if VERBS[verb].reduces else {"": None}
+    named = {op.name: op for op in OPS} if OPERATIONS[operation].reduces else {"": None}
     return [
-        (name, tuple(public_support(wire, verb, device_type, dtype, op) for dtype in DTYPES))
+        (
+            name,
+            tuple(public_support(backend, operation, device_type, dtype, op) for dtype in DTYPES),
+        )
         for name, op in named.items()
     ]
 
@@ -198,8 +217,8 @@ def _with(state: str, states: _Profile) -> list[torch.dtype]:
 
 
 def _summary(rows: Iterable[tuple[str, _Profile]]) -> str:
-    """Return "native", "built", "native, in part built" or "-" (none) for all ops of a verb."""
-    # PREMUL_SUM is built for every wire.
+    """Return "native", "built", "native, in part built" or "-" (none) for all ops of a collective."""
+    # PREMUL_SUM is built for every backend.
     found = {state for op, states in rows if op != _PREMUL_SUM for state in states if state}
     if len(found) == 2:
         return "native, in part built"

@@ -1,11 +1,12 @@
-"""Connection of a group over one wire: how a call is started, and what the wire says of itself.
+"""Connection of a group over one backend: how a call is started, and what the backend says of
+itself.
 
-Tensors that reach a wire are contiguous torch tensors of a device type it serves, without
-gradients, checked by the verbs above; roots and peers count inside the group; only numbers of
-elements matter, never shapes. A wire that ``takes_layouts`` may get others without gaps. Results
+Tensors that reach a backend are contiguous torch tensors of a device type it serves, without
+gradients, checked by the collectives above; roots and peers count inside the group; only numbers of
+elements matter, never shapes. A backend that ``takes_layouts`` may get others without gaps. Results
 are the same bits on every member, since every member reduces in group order.
 
-What a verb of a communicator does:
+What a collective of a communicator does:
 
 * all_reduce, all_reduce_list: each tensor becomes the reduction of all members' in its place.
 * reduce: that on the root; the other members' tensors stay as they are.
@@ -34,19 +35,19 @@ import torch
 from ..checking.call_sites import is_of_handler
 from ..dtypes import DTYPES
 from ..errors import MeshdistError
-from ..operation_table import WIRE_VERBS
+from ..operation_table import BACKEND_OPERATIONS
 from ..reduce_ops import PLAIN_OPS, ReduceKind
 from ..runtime.memory import Scratch
-from .composed_collectives import BUILT, find_lack
-from .operation_args import PreparedCall, Tensors
-from .requests import Operation, WireFailure, given_up_for
+from .composed_collectives import COMPOSED, find_lack
+from .operation_args import OperationArgs, Tensors
+from .requests import BackendFailure, Request, given_up_for
 
 if TYPE_CHECKING:
     from .native import FastPath
 
 _log = logging.getLogger("meshdist.backends")
 
-Explain: TypeAlias = Callable[[WireFailure, int | None], BaseException]
+Explain: TypeAlias = Callable[[BackendFailure, int | None], BaseException]
 """Makes the error to raise of a failure, given the number of the call's note."""
 
 ANY_SIZE = (1 << 63) - 1
@@ -63,12 +64,12 @@ FAST_REDUCTIONS = [
 
 
 def explained(explain: Explain, timeout: timedelta, error: BaseException) -> BaseException:
-    """Return ``error``, or its explanation if a wire or a signal's handler raised ``error``.
+    """Return ``error``, or its explanation if a backend or a signal's handler raised ``error``.
 
     Args:
         timeout: of the failed call, for the error's text.
     """
-    if not isinstance(error, WireFailure) and not is_of_handler(error):
+    if not isinstance(error, BackendFailure) and not is_of_handler(error):
         return error
     failure = given_up_for(error)
     failure.limit = timeout
@@ -76,18 +77,18 @@ def explained(explain: Explain, timeout: timedelta, error: BaseException) -> Bas
 
 
 class Communicator(ABC):
-    """Connection of a group over one wire, which starts calls."""
+    """Connection of a group over one backend, which starts calls."""
 
     # ``start`` starts an operation at once and returns it; nothing is kept of the tensors once it
     # is finished. Operations of one communicator are started in program order by one thread at a
     # time.
 
     ways: ClassVar[Mapping[str, str]]
-    """The method of each verb that the wire does itself: its name behind an underscore, unless the
-    class says otherwise. All but the rows of ``built_verbs`` are there."""
+    """The method of each collective that the backend does itself: its name behind an underscore,
+    unless the class says otherwise. All but the rows of ``built_operations`` are there."""
 
     on_stream: ClassVar[bool] = False
-    """Whether its verbs are enqueued on a device, so that only streams wait for them."""
+    """Whether its collectives are enqueued on a device, so that only streams wait for them."""
 
     leaves_early: ClassVar[bool] = False
     """Whether a member of a rooted call may return from it before the others have come."""
@@ -100,39 +101,40 @@ class Communicator(ABC):
 
     def __init_subclass__(cls) -> None:
         if "ways" not in cls.__dict__:
-            methods = {verb: f"_{verb}" for verb in WIRE_VERBS}
-            cls.ways = {verb: own for verb, own in methods.items() if hasattr(cls, own)}
+            methods = {operation: f"_{operation}" for operation in BACKEND_OPERATIONS}
+            cls.ways = {operation: own for operation, own in methods.items() if hasattr(cls, own)}
 
-    def __init__(self, wire: str, rank: int, size: int) -> None:
-        self.wire = wire
+    def __init__(self, backend: str, rank: int, size: int) -> None:
+        self.backend = backend
         self.rank = rank
         self.size = size
         self.scratch = Scratch()
 
     @classmethod
-    def support(cls, verb: str, device_type: str, dtype: torch.dtype, op: ReduceKind) -> str:
-        """Return ``"native"`` for a verb that the wire does itself, else ``"built"``."""
-        return "native" if verb in cls.ways else "built"
+    def support(cls, operation: str, device_type: str, dtype: torch.dtype, op: ReduceKind) -> str:
+        """Return ``"native"`` for a collective that the backend does itself, else ``"built"``."""
+        return "native" if operation in cls.ways else "built"
 
-    def takes_layouts(self, verb: str, tensors: Tensors, op: ReduceKind | None) -> bool:
-        """Return whether the wire takes gapless tensors in any memory order for ``verb``.
+    def takes_layouts(self, operation: str, tensors: Tensors, op: ReduceKind | None) -> bool:
+        """Return whether the backend takes gapless tensors in any memory order for ``operation``.
 
         Args:
-            verb: a method of this class whose tensors correspond element by element on all members.
+            collective: a method of this class whose tensors correspond element by element on all
+                members.
             tensors: whose dtypes, like ``op``, are equal on all members.
         """
-        # Elements correspond by their places in the shape; a wire that returns True must be right
-        # where members' layouts differ, too.
+        # Elements correspond by their places in the shape; a backend that returns True must be
+        # right where members' layouts differ, too.
         return False
 
-    def start(self, prepared: PreparedCall) -> Operation:
-        """Start ``prepared`` by the wire's method for it, or by ``build``; return its operation."""
+    def start(self, prepared: OperationArgs) -> Request:
+        """Start ``prepared`` by the backend's method for it, or by ``build``; return its operation."""
         own = self.ways.get(prepared.way)
         return self.build(prepared) if own is None else getattr(self, own)(prepared)
 
-    def build(self, prepared: PreparedCall) -> Operation:
-        """Start ``prepared`` by a composition of other verbs; return its operation."""
-        return BUILT[prepared.way](self, prepared)
+    def build(self, prepared: OperationArgs) -> Request:
+        """Start ``prepared`` by a composition of other collectives; return its operation."""
+        return COMPOSED[prepared.way](self, prepared)
 
     @abstractmethod
     def abort(self) -> None:
@@ -145,18 +147,22 @@ class Communicator(ABC):
             try:
                 communicator.abort()
             except Exception:
-                _log.exception("a communicator on wire %s could not be aborted", communicator.wire)
+                _log.exception(
+                    "a communicator on backend %s could not be aborted", communicator.backend
+                )
 
     @abstractmethod
     def close(self) -> None:
-        """End this member's part, without later calls; a wire may wait here for calls in flight."""
+        """End this member's part, without later calls; a backend may wait here for calls in flight."""
 
-    def leave(self) -> None:  # noqa: B027 (most wires announce nothing)
+    def leave(self) -> None:  # noqa: B027 (most backends announce nothing)
         """Announce to the others that this process exits normally."""
 
     def shared_bytes(self, num_bytes: int, timeout: timedelta) -> torch.Tensor:
-        """Return ``num_bytes`` new bytes, in memory all members map if the wire can; collective."""
-        return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")  # where the wire shares none
+        """Return ``num_bytes`` new bytes, in memory all members map if the backend can; collective."""
+        return torch.empty(
+            num_bytes, dtype=torch.uint8, device="cpu"
+        )  # where the backend shares none
 
     def batch(self, explain: Explain) -> AbstractContextManager[None]:
         """Start the sends and receives inside as a batch, in which their order does not matter.
@@ -167,7 +173,7 @@ class Communicator(ABC):
         return nullcontext()  # where starting a message never waits
 
     def connect(self, device: torch.device) -> None:  # noqa: B027 (most connect as they open)
-        """Connect now, not at the first verb; collective; raise WireFailure if it fails."""
+        """Connect now, not at the first collective; collective; raise BackendFailure if it fails."""
 
     def take_error(self) -> MeshdistError | None:
         """Return, once, the error of a call that failed while nobody waited for it; or None."""
@@ -179,7 +185,7 @@ class Communicator(ABC):
     def fast_path(
         self, entry: Any, explain: Explain, timeout: timedelta, works: tuple[Any, ...]
     ) -> FastPath | None:
-        """Return the native object that runs the group's plain calls, None if the wire has none.
+        """Return the native object that runs the group's plain calls, None if the backend has none.
 
         Args:
             entry: the native object that notes and compares plain calls.

@@ -1,4 +1,4 @@
-"""Verbs built from those that every wire has, and reductions in this process.
+"""Collectives built from those that every backend has, and reductions in this process.
 
 Where tensors of several ranks are reduced in this process, equal parts give the same bits.
 """
@@ -18,7 +18,7 @@ from ..runtime.memory import Scratch
 from .native_core import DTYPE_CODES, REDUCTION_CODES, core
 from .operation_args import (
     EXCHANGE_TAG,
-    PreparedCall,
+    OperationArgs,
     Sizes,
     Tensors,
     blocks,
@@ -29,18 +29,18 @@ from .operation_args import (
     write_blocks,
     writing,
 )
-from .requests import Chain, Operation, followed
+from .requests import Chain, Request, followed
 
 
-class BuildingCommunicator(Protocol):
-    """Attributes and method of a communicator for which a verb is built from others."""
+class ComposingCommunicator(Protocol):
+    """Attributes and method of a communicator for which a collective is built from others."""
 
-    wire: str
+    backend: str
     rank: int
     size: int
     scratch: Scratch
 
-    def start(self, prepared: PreparedCall) -> Operation:
+    def start(self, prepared: OperationArgs) -> Request:
         """Start ``prepared``, and return its operation."""
 
 
@@ -80,12 +80,12 @@ def find_lack(op: ReduceKind, dtype: torch.dtype) -> str | None:
     return find_refusal(op, dtype)
 
 
-def check_reducible(wire: str, op: ReduceKind, dtype: torch.dtype) -> None:
-    """Raise DtypeError, naming ``wire``, if ``reduced`` cannot reduce ``dtype`` by ``op``."""
+def check_reducible(backend: str, op: ReduceKind, dtype: torch.dtype) -> None:
+    """Raise DtypeError, naming ``backend``, if ``reduced`` cannot reduce ``dtype`` by ``op``."""
     lack = find_lack(op, dtype)
     if lack is not None:
         raise DtypeError(
-            f"the wire {wire!r} cannot reduce {dtype_name(dtype)} with {op.name}",
+            f"the backend {backend!r} cannot reduce {dtype_name(dtype)} with {op.name}",
             expected=lack,
             fix="use another reduction, or convert the tensor",
         )
@@ -133,7 +133,7 @@ def reduced(parts: Tensors, op: ReduceKind) -> torch.Tensor:
 
 
 def divide(total: torch.Tensor, num: int) -> None:
-    """Divide ``total`` by ``num`` in place; whole numbers are rounded toward zero."""
+    """Divide ``total`` by ``num`` in place; integers are rounded toward zero."""
     facts = DTYPES[total.dtype]
     with writing():
         if not facts.is_whole:
@@ -222,27 +222,27 @@ def _reduced_unsigned(parts: Tensors, op: ReduceKind) -> torch.Tensor:
     return whole
 
 
-def all_reduce_by_gathering(wire: BuildingCommunicator, prepared: PreparedCall) -> Operation:
-    """Start an all-gather whose end reduces here: an all-reduce that the wire itself lacks."""
+def all_reduce_by_gathering(backend: ComposingCommunicator, prepared: OperationArgs) -> Request:
+    """Start an all-gather whose end reduces here: an all-reduce that the backend itself lacks."""
     (tensor,), op = prepared.outputs, prepared.op
     assert op is not None
-    check_reducible(wire.wire, op, tensor.dtype)
-    whole = tensor.new_empty(wire.size * tensor.numel())
-    gathered = wire.start(prepared.by("all_gather", [tensor], [whole]))
-    return followed(gathered, partial(reduce_parts, tensor, whole, wire.size, op))
+    check_reducible(backend.backend, op, tensor.dtype)
+    whole = tensor.new_empty(backend.size * tensor.numel())
+    gathered = backend.start(prepared.by("all_gather", [tensor], [whole]))
+    return followed(gathered, partial(reduce_parts, tensor, whole, backend.size, op))
 
 
-def all_reduce_dividing(wire: BuildingCommunicator, prepared: PreparedCall) -> Operation:
+def all_reduce_dividing(backend: ComposingCommunicator, prepared: OperationArgs) -> Request:
     """Start an all-reduce to the sum, which is divided here at its end: a mean."""
     (tensor,) = prepared.outputs
-    check_reducible(wire.wire, ReduceOp.AVG, tensor.dtype)
-    summed = wire.start(prepared.by("all_reduce", [tensor], [tensor], ReduceOp.SUM))
-    return followed(summed, lambda: divide(tensor, wire.size))
+    check_reducible(backend.backend, ReduceOp.AVG, tensor.dtype)
+    summed = backend.start(prepared.by("all_reduce", [tensor], [tensor], ReduceOp.SUM))
+    return followed(summed, lambda: divide(tensor, backend.size))
 
 
 def all_reduce_widened(
-    wire: BuildingCommunicator, prepared: PreparedCall, dtype: torch.dtype
-) -> Operation:
+    backend: ComposingCommunicator, prepared: OperationArgs, dtype: torch.dtype
+) -> Request:
     """Start an all-reduce in ``dtype``, which holds all values of the tensor; convert back."""
     (tensor,), op = prepared.outputs, prepared.op
     assert op is not None
@@ -252,13 +252,13 @@ def all_reduce_widened(
     else:
         copy = tensor.to(dtype, copy=True)
         sent, then = [copy], partial(write, tensor, copy)
-    return followed(wire.start(prepared.by("all_reduce", sent, sent, op)), then)
+    return followed(backend.start(prepared.by("all_reduce", sent, sent, op)), then)
 
 
 def in_order(
     op: ReduceKind, tensors: Tensors
 ) -> tuple[tuple[list[torch.Tensor]], Callable[[], None]]:
-    """Return floats as whole numbers of the same order, and a function that writes these back.
+    """Return floats as integers of the same order, and a function that writes these back.
 
     Args:
         tensors: a single tensor; the result has a list of it, as a shortcut's ``prepare`` returns.
@@ -275,125 +275,125 @@ def in_order(
 
 
 def reduce_scatter_by_exchange(
-    wire: BuildingCommunicator,
-    prepared: PreparedCall,
+    backend: ComposingCommunicator,
+    prepared: OperationArgs,
     output: torch.Tensor,
     tensor: torch.Tensor,
     sizes: Sizes,
-) -> Operation:
+) -> Request:
     """Start an exchange of parts, ``sizes[j]`` elements for member j; reduce into ``output``."""
     op = prepared.op
     assert op is not None
-    check_reducible(wire.wire, op, tensor.dtype)
+    check_reducible(backend.backend, op, tensor.dtype)
     count = output.numel()
-    mine = wire.scratch.take(wire.size * count, tensor)
-    cuts = sizes, [count] * wire.size
-    exchanged = wire.start(prepared.by("all_to_all_single", [tensor], [mine], sizes=cuts))
-    return followed(exchanged, partial(reduce_scratch, wire, output, mine, op))
+    mine = backend.scratch.take(backend.size * count, tensor)
+    cuts = sizes, [count] * backend.size
+    exchanged = backend.start(prepared.by("all_to_all_single", [tensor], [mine], sizes=cuts))
+    return followed(exchanged, partial(reduce_scratch, backend, output, mine, op))
 
 
 def reduce_scratch(
-    wire: BuildingCommunicator, output: torch.Tensor, mine: torch.Tensor, op: ReduceKind
+    backend: ComposingCommunicator, output: torch.Tensor, mine: torch.Tensor, op: ReduceKind
 ) -> None:
     """Reduce ``mine``, a part from each member, into ``output``; give ``mine`` back to the pool."""
-    reduce_parts(output, mine, wire.size, op)
-    wire.scratch.give(mine)
+    reduce_parts(output, mine, backend.size, op)
+    backend.scratch.give(mine)
 
 
 def all_to_all_by_packing(
-    wire: BuildingCommunicator, prepared: PreparedCall, outputs: Tensors, inputs: Tensors
-) -> Operation:
+    backend: ComposingCommunicator, prepared: OperationArgs, outputs: Tensors, inputs: Tensors
+) -> Request:
     """Start an exchange of ``inputs`` packed in a flat tensor; unpack to ``outputs``."""
     together = packed(inputs)
     sizes = [part.numel() for part in inputs], [output.numel() for output in outputs]
     whole = together.new_empty(sum(sizes[1]))
-    exchanged = wire.start(prepared.by("all_to_all_single", [together], [whole], sizes=sizes))
+    exchanged = backend.start(prepared.by("all_to_all_single", [together], [whole], sizes=sizes))
     return followed(exchanged, lambda: write_all(outputs, parts(whole, sizes[1])))
 
 
-# -- a verb that a wire has no way of its own for ------------------------------------------------
+# -- a collective that a backend has no way of its own for -----------------------------------------
 
 
-def all_reduce_list(wire: BuildingCommunicator, prepared: PreparedCall) -> Operation:
+def all_reduce_list(backend: ComposingCommunicator, prepared: OperationArgs) -> Request:
     """Start an all-reduce of each tensor in turn; return a single operation of all."""
     op = prepared.op
-    return Chain([wire.start(prepared.by("all_reduce", [x], [x], op)) for x in prepared.outputs])
+    return Chain([backend.start(prepared.by("all_reduce", [x], [x], op)) for x in prepared.outputs])
 
 
-def reduce(wire: BuildingCommunicator, prepared: PreparedCall) -> Operation:
+def reduce(backend: ComposingCommunicator, prepared: OperationArgs) -> Request:
     """Start a reduce as an all-reduce, on a copy of the tensor on all members but the root."""
     (tensor,) = prepared.outputs
-    taking = [tensor if wire.rank == prepared.root else tensor.clone()]
-    return wire.start(prepared.by("all_reduce", taking, taking, prepared.op))
+    taking = [tensor if backend.rank == prepared.root else tensor.clone()]
+    return backend.start(prepared.by("all_reduce", taking, taking, prepared.op))
 
 
-def gather(wire: BuildingCommunicator, prepared: PreparedCall) -> Operation:
+def gather(backend: ComposingCommunicator, prepared: OperationArgs) -> Request:
     """Start a gather as an all-gather, whose result the root alone copies to its outputs."""
     (tensor,), outputs = prepared.inputs, prepared.outputs
-    whole = tensor.new_empty(wire.size * tensor.numel())
-    gathered = wire.start(prepared.by("all_gather", [tensor], [whole]))
+    whole = tensor.new_empty(backend.size * tensor.numel())
+    gathered = backend.start(prepared.by("all_gather", [tensor], [whole]))
     return followed(gathered, lambda: write_blocks(outputs, whole))
 
 
-def scatter(wire: BuildingCommunicator, prepared: PreparedCall) -> Operation:
+def scatter(backend: ComposingCommunicator, prepared: OperationArgs) -> Request:
     """Start a scatter as a broadcast of all inputs, of which each member keeps its part."""
     (tensor,), root = prepared.outputs, prepared.root
     count = tensor.numel()
-    is_root = wire.rank == root
-    whole = packed(prepared.inputs) if is_root else tensor.new_empty(wire.size * count)
-    sent = wire.start(prepared.by("broadcast", [whole], [whole], root=root))
-    return followed(sent, lambda: write(tensor, whole[wire.rank * count :][:count]))
+    is_root = backend.rank == root
+    whole = packed(prepared.inputs) if is_root else tensor.new_empty(backend.size * count)
+    sent = backend.start(prepared.by("broadcast", [whole], [whole], root=root))
+    return followed(sent, lambda: write(tensor, whole[backend.rank * count :][:count]))
 
 
-def all_gather_list(wire: BuildingCommunicator, prepared: PreparedCall) -> Operation:
+def all_gather_list(backend: ComposingCommunicator, prepared: OperationArgs) -> Request:
     """Start an all-gather if all sizes are equal, else a broadcast from each member."""
     (tensor,), outputs = prepared.inputs, prepared.outputs
     if all(output.numel() == tensor.numel() for output in outputs):
-        return gather(wire, prepared)
-    write(outputs[wire.rank], tensor)
+        return gather(backend, prepared)
+    write(outputs[backend.rank], tensor)
     return Chain(
         [
-            wire.start(prepared.by("broadcast", [output], [output], root=root))
+            backend.start(prepared.by("broadcast", [output], [output], root=root))
             for root, output in enumerate(outputs)
         ]
     )
 
 
-def reduce_scatter(wire: BuildingCommunicator, prepared: PreparedCall) -> Operation:
+def reduce_scatter(backend: ComposingCommunicator, prepared: OperationArgs) -> Request:
     """Start ``reduce_scatter_list`` on the input, cut into an equal block for each member."""
-    parts = blocks(prepared.inputs[0], wire.size)
-    return wire.start(prepared.by("reduce_scatter_list", parts, prepared.outputs, prepared.op))
+    parts = blocks(prepared.inputs[0], backend.size)
+    return backend.start(prepared.by("reduce_scatter_list", parts, prepared.outputs, prepared.op))
 
 
-def reduce_scatter_list(wire: BuildingCommunicator, prepared: PreparedCall) -> Operation:
+def reduce_scatter_list(backend: ComposingCommunicator, prepared: OperationArgs) -> Request:
     """Start a reduce-scatter as an all-reduce of all inputs, of which a member keeps its own."""
     (output,), inputs = prepared.outputs, prepared.inputs
     whole = packed(inputs)
-    start = sum(part.numel() for part in inputs[: wire.rank])
-    reduction = wire.start(prepared.by("all_reduce", [whole], [whole], prepared.op))
+    start = sum(part.numel() for part in inputs[: backend.rank])
+    reduction = backend.start(prepared.by("all_reduce", [whole], [whole], prepared.op))
     return followed(reduction, lambda: write(output, whole[start:][: output.numel()]))
 
 
-def all_to_all(wire: BuildingCommunicator, prepared: PreparedCall) -> Operation:
+def all_to_all(backend: ComposingCommunicator, prepared: OperationArgs) -> Request:
     """Start an all-to-all as messages to and from each other member, and a copy here."""
     outputs, inputs = prepared.outputs, prepared.inputs
-    write(outputs[wire.rank], inputs[wire.rank])
-    others = [peer for peer in range(wire.size) if peer != wire.rank]
+    write(outputs[backend.rank], inputs[backend.rank])
+    others = [peer for peer in range(backend.size) if peer != backend.rank]
     messages = [prepared.by("recv", (), [outputs[j]], root=j, tag=EXCHANGE_TAG) for j in others]
     messages += [prepared.by("send", [inputs[j]], (), root=j, tag=EXCHANGE_TAG) for j in others]
     # A receive that waits would keep others from sending.
-    return Chain([wire.start(message.as_async()) for message in messages])
+    return Chain([backend.start(message.as_async()) for message in messages])
 
 
-def all_to_all_single(wire: BuildingCommunicator, prepared: PreparedCall) -> Operation:
+def all_to_all_single(backend: ComposingCommunicator, prepared: OperationArgs) -> Request:
     """Start an all-to-all as that of lists, on consecutive parts of input and output."""
     assert prepared.sizes is not None
     gives, takes = prepared.sizes
     inputs, outputs = parts(prepared.inputs[0], gives), parts(prepared.outputs[0], takes)
-    return wire.start(prepared.by("all_to_all", inputs, outputs))
+    return backend.start(prepared.by("all_to_all", inputs, outputs))
 
 
-BUILT: dict[str, Callable[[BuildingCommunicator, PreparedCall], Operation]] = {
+COMPOSED: dict[str, Callable[[ComposingCommunicator, OperationArgs], Request]] = {
     build.__name__: build
     for build in (
         all_reduce_list,
@@ -407,4 +407,5 @@ BUILT: dict[str, Callable[[BuildingCommunicator, PreparedCall], Operation]] = {
         all_to_all_single,
     )
 }
-"""How a wire does the verbs that it has no way of its own for, by those that every wire has."""
+"""How a backend does the collectives that it has no way of its own for, by those that every backend
+has."""

@@ -1,4 +1,4 @@
-"""Futures of verbs in flight.
+"""Futures of collectives in flight.
 
 A ``WorkFuture`` is completed by the thread that first waits for it or polls it. What waits for it
 without a call of its methods (``torch.futures.collect_all``, torch's C++) needs another thread to
@@ -6,9 +6,10 @@ complete it: in a process that is a ``Watcher``'s, which polls from time to time
 have no such thread, since nothing may happen while no rank runs: there a rank polls its futures
 whenever it has waited, and ``collect_all`` is replaced while they run.
 
-A future's callbacks run in the thread that finds its verb done, so at a time that differs from rank
-to rank. Where callbacks start verbs, as those of communication hooks do, the ranks would start them
-in different orders. In a ``Deferral`` nothing completes a future until it is waited for.
+A future's callbacks run in the thread that finds its collective done, so at a time that differs
+from rank to rank. Where callbacks start collectives, as those of communication hooks do, the ranks
+would start them in different orders. In a ``Deferral`` nothing completes a future until it is
+waited for.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ import torch
 from ..error_text import without_frames
 from ..errors import BackendError
 from ..runtime.deadlines import Deadline, wait_until
-from ..runtime.fork_safe_locks import ModuleLock
+from ..runtime.fork_safe_locks import ForkSafeLock
 
 _here = threading.local()
 
@@ -36,8 +37,8 @@ _here = threading.local()
 class Deferral:
     """Queue of a context's futures; ``settle`` waits for each and so runs callbacks in order."""
 
-    # On NCCL a future is complete as soon as its verb is enqueued: there callbacks run at once, on
-    # the thread that starts the verbs, which is one order as well.
+    # On NCCL a future is complete as soon as its collective is enqueued: there callbacks run at
+    # once, on the thread that starts the collectives, which is one order as well.
 
     def __init__(self) -> None:
         self._futures: deque[torch.futures.Future[Any]] = deque()
@@ -64,7 +65,9 @@ class Deferral:
             while self._futures:  # those that the callbacks ask for come behind the others
                 try:
                     self._futures.popleft().wait()
-                except Exception as error:  # of a verb; its callbacks have run, and may expect it
+                except (
+                    Exception
+                ) as error:  # of a collective; its callbacks have run, and may expect it
                     first = first or error
         return first
 
@@ -309,7 +312,7 @@ def _forget_watcher() -> None:
 os.register_at_fork(after_in_child=_forget_watcher)
 
 
-_collecting = ModuleLock()
+_collecting = ForkSafeLock()
 _num_collecting = 0
 _torchs_collect_all = torch._C._collect_all
 

@@ -13,16 +13,16 @@ from torch.distributed import Store
 
 from ..arrays import shape_text
 from ..dtypes import dtype_name
-from ..errors import AgreementError
+from ..errors import MismatchError
 from ..runtime.deadlines import Deadline, wait_until
 from .operation_args import writing
-from .requests import Operation, WireAborted, WireTimeout
+from .requests import BackendAborted, BackendTimeout, Request
 
 _LONGEST_PAUSE_S = 0.001
 
 
 @dataclass(eq=False, slots=True)
-class SelfTransfer(Operation):
+class SelfTransfer(Request):
     """A send or receive of a rank to itself; done once its counterpart was started."""
 
     mailbox: Mailbox
@@ -45,7 +45,7 @@ class Mailbox:
 
     # Starting the second of a pair copies the data. A send that is waited for before its receive
     # has started is buffered, so that it is done: no other rank could start the receive. Where
-    # sizes or dtypes of a pair differ, the second is refused and the first stays as it was.
+    # sizes or dtypes of a pair differ, the second is rejected and the first stays as it was.
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -69,10 +69,10 @@ class Mailbox:
                 transfer.is_done = True
         deadline = Deadline(timeout)
         if not wait_until(transfer.poll, deadline, self._check, longest_pause_s=_LONGEST_PAUSE_S):
-            raise WireTimeout("no counterpart for a message of this rank to itself")
+            raise BackendTimeout("no counterpart for a message of this rank to itself")
 
     def abort(self) -> None:
-        """Let every thread that waits in ``finish`` raise WireAborted."""
+        """Let every thread that waits in ``finish`` raise BackendAborted."""
         self._is_aborted = True
 
     def has_sent(self, tag: int) -> bool:
@@ -95,12 +95,12 @@ class Mailbox:
 
     def _check(self) -> None:
         if self._is_aborted:
-            raise WireAborted("aborted while waiting for a message of this rank to itself")
+            raise BackendAborted("aborted while waiting for a message of this rank to itself")
 
 
 def _copy(source: torch.Tensor, target: torch.Tensor, tag: int) -> None:
     if source.dtype is not target.dtype or source.numel() != target.numel():
-        raise AgreementError(
+        raise MismatchError(
             "a message of a rank to itself does not fit the tensor that receives it",
             where=f"tag {tag}; nothing was copied",
             expected="equal dtype and number of elements on both sides",
@@ -141,11 +141,11 @@ class TagNumbers:
 
         def check() -> None:
             if is_aborted():
-                raise WireAborted("aborted while a tag was given its number")
+                raise BackendAborted("aborted while a tag was given its number")
 
         def is_drawn() -> bool:  # not by waiting in the store, which other threads need
             return bool(store.check([key]))
 
         if not wait_until(is_drawn, Deadline(DRAWING_S), check):
-            raise WireTimeout("the member that was to number a tag has not done so")
+            raise BackendTimeout("the member that was to number a tag has not done so")
         return int(store.get(key))

@@ -1,10 +1,10 @@
-"""The native core of the shared-memory wire: pointers, counts and codes in, statuses out.
+"""The native core of the shared-memory backend: pointers, counts and codes in, statuses out.
 
 Absent where it was not built (not on Linux, or without a compiler): importing it raises
 ImportError. Addresses are ``tensor.data_ptr()``, counts are elements, ``timeout`` is in seconds
-(negative: none), codes are those of ``VERBS``, ``DTYPES`` and ``OPS``. The caller keeps the memory
-alive until the call returns or the ticket is done. Everything that may wait releases the GIL, and
-Ctrl-C raises KeyboardInterrupt from it.
+(negative: none), codes are those of ``OPERATIONS``, ``DTYPES`` and ``OPS``. The caller keeps the
+memory alive until the call returns or the ticket is done. Everything that may wait releases the
+GIL, and Ctrl-C raises KeyboardInterrupt from it.
 
 Collectives of one communicator come from one thread at a time. Those that are only started run in
 order on the communicator's own thread, and a blocking one runs after them.
@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 DTYPES: dict[str, int]
-VERBS: dict[str, int]
+OPERATIONS: dict[str, int]
 OPS: dict[str, int]
 STATUSES: dict[str, int]
 """OK = 0, TIMEOUT, ABORTED, DIED, MISMATCH, UNSUPPORTED, CLOSED, CANCELLED, INTERRUPTED."""
@@ -129,7 +129,7 @@ class Entry:
         """Note and compare an even call; False where Python is to do it, and nothing was done."""
 
 class Runner:
-    """A wire's part of the fast path."""
+    """A backend's part of the fast path."""
 
 class ShmRunner(Runner):
     """Through shared memory.
@@ -150,7 +150,7 @@ class ShmRunner(Runner):
 class PythonRunner(Runner):
     """Over methods of torch's classes, or over functions of Python.
 
-    Methods are those of ``communicator.torch_group``. ``find(verb, op, dtype, root, is_list,
+    Methods are those of ``communicator.torch_group``. ``find(operation, op, dtype, root, is_list,
     is_empty)`` returns the shortcut of a kind of call, as in ``c10d/shortcuts.py``, with a method's
     name, or a function that takes the arguments of the method; None leaves these calls to Python.
     ``end(work, note)`` waits for a work that is not None; of calls that are started,
@@ -165,8 +165,8 @@ class PythonRunner(Runner):
         explain: Callable[[BaseException], BaseException],
     ) -> None: ...
 
-class Surroundings:
-    """The state that public verbs ask before each call.
+class LaunchEnvironment:
+    """The state that public collectives ask before each call.
 
     ``profiler`` and ``forward_ad`` are the names of torch's modules; ``contexts`` has the variable
     of worlds, once it is in use, and ``group_of_process`` the group of the process's world.
@@ -182,20 +182,20 @@ class Surroundings:
         group_type: type,
     ) -> None: ...
 
-def note_verbs_in(under_way: list[str | None], number: int | None) -> None:
-    """Note in this list which verb the main thread, of this number, is in, or None."""
+def note_operations_in(under_way: list[str | None], number: int | None) -> None:
+    """Note in this list which collective the main thread, of this number, is in, or None."""
 
 def to_order(dtype: int, bits: object, floats: object, nan_is_greatest: bool, /) -> None:
-    """Write plain ``floats`` of ``dtype`` as whole numbers in the same order."""
+    """Write plain ``floats`` of ``dtype`` as integers in the same order."""
 
 def from_order(dtype: int, floats: object, bits: object, /) -> None:
-    """Write the floats for whole numbers that ``to_order`` wrote; ``bits`` is overwritten."""
+    """Write the floats for integers that ``to_order`` wrote; ``bits`` is overwritten."""
 
 def knows_torch() -> bool:
     """Whether the core reads what torch knows of a tensor where it lies; else it asks Python."""
 
-def verb_call(
-    around: Surroundings,
+def operation_call(
+    around: LaunchEnvironment,
     name: str,
     *,
     defaults: list[Any],
@@ -208,22 +208,23 @@ def verb_call(
     function: Callable[..., Any],
     slow: Callable[..., Any],
 ) -> Callable[..., Any]:
-    """A public verb's call, which takes an argument for each parameter, by place.
+    """A public collective's call, which takes an argument for each parameter, by place.
 
     ``places`` are those of the group, of ``async_op``, and of the root's two: by its rank, and by
     its place in the group; -1 stands for none. The method ``name`` of the group's fast path is
     given the arguments at the places ``taken``, with the root, or ``missing``, as a place in the
     group; all other parameters must have their defaults. What the fast path does not take goes to
-    ``function``, as the verb that the main thread is in, or while there is a profiler, or another
-    verb under way, to ``slow``; and to ``watched`` where ``watchers`` has any.
+    ``function``, as the collective that the main thread is in, or while there is a profiler, or
+    another collective under way, to ``slow``; and to ``watched`` where ``watchers`` has any.
     """
 
 class FastPath:
     """The fast path of the native core, for calls on plain tensors.
 
-    A method has the name of its verb, does all that the verb does, and returns what it returns; or
-    it does nothing, and returns False, where the call is not that plain. It raises what the verb
-    raises. Roots and peers are places in the group. What ``title`` the call has, members compare.
+    A method has the name of its collective, does all that the collective does, and returns what it
+    returns; or it does nothing, and returns False, where the call is not that plain. It raises what
+    the collective raises. Roots and peers are places in the group. What ``op_name`` the call has,
+    members compare.
 
     ``reductions`` are tuples: a ReduceOp, its number, and for each dtype that it takes the
     core's code of the reduction. A path with ``works`` starts its calls, and returns Works, made of
@@ -232,7 +233,7 @@ class FastPath:
     """
 
     starting: FastPath | None
-    """That of calls that are started; None where the wire starts none."""
+    """That of calls that are started; None where the backend starts none."""
 
     def __init__(
         self,
@@ -241,23 +242,25 @@ class FastPath:
         reductions: list[tuple[Any, int, dict[Any, int]]],
         works: tuple[Any, ...] | None = None,
     ) -> None: ...
-    def all_reduce(self, tensor: Any, op: Any, title: str | None = None, /) -> Any:
+    def all_reduce(self, tensor: Any, op: Any, op_name: str | None = None, /) -> Any:
         """In place."""
 
     def reduce(self, tensor: Any, op: Any, root: int, /) -> Any:
         """To member ``root``."""
 
-    def broadcast(self, tensor: Any, root: int, title: str | None = None, /) -> Any:
+    def broadcast(self, tensor: Any, root: int, op_name: str | None = None, /) -> Any:
         """From member ``root``."""
 
-    def all_gather_into_tensor(self, output: Any, tensor: Any, title: str | None = None, /) -> Any:
+    def all_gather_into_tensor(
+        self, output: Any, tensor: Any, op_name: str | None = None, /
+    ) -> Any:
         """In either form of the output."""
 
     def all_gather_single(self, output: Any, tensor: Any, /) -> Any:
         """The same."""
 
     def reduce_scatter_tensor(
-        self, output: Any, tensor: Any, op: Any, title: str | None = None, /
+        self, output: Any, tensor: Any, op: Any, op_name: str | None = None, /
     ) -> Any:
         """In either form of the input."""
 
@@ -273,7 +276,7 @@ class FastPath:
     def scatter(self, tensor: Any, inputs: Any, root: int, /) -> Any:
         """From member ``root``; ``inputs`` is None on the others."""
 
-    def all_to_all(self, outputs: Any, inputs: Any, title: str | None = None, /) -> Any:
+    def all_to_all(self, outputs: Any, inputs: Any, op_name: str | None = None, /) -> Any:
         """Of lists of tensors."""
 
     def all_to_all_single(
@@ -282,7 +285,7 @@ class FastPath:
         tensor: Any,
         output_sizes: Any = None,
         input_sizes: Any = None,
-        title: str | None = None,
+        op_name: str | None = None,
         /,
     ) -> Any:
         """In parts of as many rows as the sizes say; None means equal parts."""
@@ -358,7 +361,7 @@ class Failure:
         """The ``note`` of the other side of a message that did not fit."""
 
 class Started:
-    """A collective or message in flight, as an ``Operation``; it keeps its tensors until done.
+    """A collective or message in flight, as an ``Request``; it keeps its tensors until done.
 
     A message, and what a thread of the core does, moves by itself. A collective of one round and
     few bytes is finished by the thread that waits for it, polls it, or runs the next.
@@ -375,7 +378,7 @@ class Started:
 
     def wait_plainly(self) -> bool:
         """Wait for a fast path's collective within its group's timeout; False where it has not
-        ended well, or this is a verb inside a verb: then ``Work`` waits."""
+        ended well, or this is a collective inside a collective: then ``Work`` waits."""
 
     def may_be_dropped(self) -> None:
         """Let nothing be said where its ``Work`` is dropped."""
@@ -425,7 +428,7 @@ class Communicator:
     def size(self) -> int: ...
     def run(
         self,
-        verb: int,
+        operation: int,
         count: int,
         dtype: int,
         op: int,
@@ -439,9 +442,10 @@ class Communicator:
         timeout: float,
         /,
     ) -> int:
-        """Do the collective ``VERBS[...]``; returns the status.
+        """Do the collective ``OPERATIONS[...]``; returns the status.
 
-        ``count`` is one member's part, 0 where parts differ. What a verb gives and takes is one
+        ``count`` is one member's part, 0 where parts differ. What a collective gives and takes is
+        one
         buffer, ``data`` and ``output``, or several, each an address and a count: ``native/codes.h``
         says which. What is reduced in place, or sent by ``broadcast``, is its output; where that is
         not row-major ``layouts`` has, of each output, sizes and strides without gaps, both empty
@@ -450,7 +454,7 @@ class Communicator:
 
     def start(
         self,
-        verb: int,
+        operation: int,
         count: int,
         dtype: int,
         op: int,
@@ -510,7 +514,7 @@ class Communicator:
 
     def add_memory(self, memory: Memory, /) -> None:
         """Read buffers in ``memory`` where they lie. All members add it, in the same order, between
-        collectives; verbs find out by themselves whose inputs lie there.
+        collectives; collectives find out by themselves whose inputs lie there.
         """
 
     def abort(self) -> None:

@@ -25,7 +25,7 @@ core: Any = None
 
 try:
     core = import_module(".native", __package__)
-    core.note_verbs_in(under_way, main_thread().ident)
+    core.note_operations_in(under_way, main_thread().ident)
 except ImportError:
     _root = Path(__file__).resolve().parents[2]
     # Python finds the sources of a clone before the installed package where it starts in the clone.

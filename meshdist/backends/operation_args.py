@@ -1,4 +1,4 @@
-"""One call as it is carried: the tensors that travel, and all that a wire must know of it.
+"""One call as it is carried: the tensors that travel, and all that a backend must know of it.
 
 Tensors lie in memory without gaps; a flat tensor may hold those of several members as consecutive
 parts.
@@ -15,11 +15,11 @@ import torch
 from torch._C import _increment_version as increment_version, _InferenceMode
 
 from ..arrays import find_hand_back
-from ..checking.calls import Call, Note
+from ..checking.calls import Call, CallRecord
 from ..checking.recorder import Recorder
 from ..errors import GradientError
 from ..reduce_ops import Factor, ReduceKind, multiply
-from .requests import DONE, Operation
+from .requests import DONE, Request
 
 Layout: TypeAlias = "tuple[tuple[int, ...], tuple[int, ...]]"
 """The sizes and strides of the dims that have several elements."""
@@ -29,7 +29,7 @@ ROW_MAJOR: Layout = ((), ())
 
 
 Tensors: TypeAlias = Sequence[torch.Tensor]
-"""Several tensors: one for each member, or such as one verb carries together."""
+"""Several tensors: one for each member, or such as one collective carries together."""
 
 Sizes: TypeAlias = Sequence[int]
 """Numbers of elements, one for each member."""
@@ -37,13 +37,14 @@ Sizes: TypeAlias = Sequence[int]
 _NO_TIME = timedelta()
 
 LARGEST_TAG = (1 << 30) - 3
-"""The largest tag that every wire takes; larger tags belong to the verbs and wires themselves."""
+"""The largest tag that every backend takes; larger tags belong to the collectives and backends
+themselves."""
 
 EXCHANGE_TAG = (1 << 30) - 1
 """The tag of messages that belong to an all-to-all; no program's message bears it."""
 
 Written: TypeAlias = tuple[Any, torch.Tensor, torch.Tensor]
-"""An array that a verb writes: the caller's, a tensor on its memory, and what travels."""
+"""An array that a collective writes: the caller's, a tensor on its memory, and what travels."""
 
 writing = partial(_InferenceMode, True)
 """torch.inference_mode without its Python: parameters and inference tensors can be written."""
@@ -124,26 +125,27 @@ def cuts(count: int, num_parts: int) -> list[int]:
     return [least + (part < more) for part in range(num_parts)]
 
 
-class PreparedCall:
-    """Call that is ready to be run by a channel and started by a wire.
+class OperationArgs:
+    """Call that is ready to be run by a device group and started by a backend.
 
     Args:
-        verb: its public name; "" for a call of a wire's own.
-        way: the verb of a communicator that carries it.
+        collective: its public name; "" for a call of a backend's own.
+        way: the collective of a communicator that carries it.
         inputs: what this member brings: one tensor, a tensor for each member, or some that travel
             together.
         outputs: what this member's result is written into, in any of these forms.
         noted: the tensor, or list of tensors, whose dtype and size members compare.
-        op: what the wire reduces by.
+        op: what the backend reduces by.
         root: the place of its source or destination; of a message, of its other side (None: any).
         sizes: how many elements go to and come from each member, where members may differ in that.
     """
 
-    # Tensors have no gradient, and are contiguous; those of an elementwise verb have no gaps, where
-    # the wire takes them so. A verb in place has its tensors as inputs and as outputs.
+    # Tensors have no gradient, and are contiguous; those of an elementwise collective have no gaps,
+    # where the backend takes them so. A collective in place has its tensors as inputs and as
+    # outputs.
 
     # Of most calls these are as they stand in the class, which costs a call nothing.
-    verb: str = ""
+    operation: str = ""
     way: str = ""
     inputs: Tensors = ()
     outputs: Tensors = ()
@@ -154,8 +156,8 @@ class PreparedCall:
     tag: int = 0
     device: torch.device | None = None
     """Where a barrier runs; None takes the connected device."""
-    title: str = ""
-    """The plan or verb that it is part of, equal on all members; "" where it stands alone."""
+    op_name: str = ""
+    """The plan or collective that it is part of, equal on all members; "" where it stands alone."""
     limit: timedelta | None = None
     """How long it may take, in place of the group's timeout."""
     written: Sequence[Written] = ()
@@ -169,34 +171,34 @@ class PreparedCall:
     noted_op: ReduceKind | None = None
     """The reduction that members compare."""
     then: Callable[[], None] | None = None
-    """Completes the result, once the wire is done."""
+    """Completes the result, once the backend is done."""
     lies_otherwise: bool = False
     """Whether some of its tensors, which correspond element by element on all members, lie in
     another order than row-major, as they may travel."""
     shows_all: bool = True
-    """Whether way and tensors show a wire all of the call that must be equal on all members."""
+    """Whether way and tensors show a backend all of the call that must be equal on all members."""
     is_message: bool = False
     """Whether it is a send or a receive that is compared and noted as such."""
 
-    # A channel fills these in.
+    # A device group fills these in.
     call: Call | None = None
-    """The call that members compare; None for a call of a wire's own."""
+    """The call that members compare; None for a call of a backend's own."""
     timeout: timedelta = _NO_TIME
     waits: bool = False
     """Whether its caller waits for it at once."""
     sequence: int = 0
     """Its number among the group's collectives, or a message's in the recorder."""
     number: int | None = None
-    """The number under which the recorder has noted it; None for a call of a wire's own."""
+    """The number under which the recorder has noted it; None for a call of a backend's own."""
     recorder: Recorder | None = None
-    operation: Operation = DONE
-    """The operation that the wire has started."""
+    request: Request = DONE
+    """The operation that the backend has started."""
     is_elsewhere: bool = False
     """Whether something that it writes travels as another tensor than the caller's array."""
 
     def __init__(
         self,
-        verb: str,
+        operation: str,
         way: str,
         inputs: Tensors,
         outputs: Tensors,
@@ -206,17 +208,17 @@ class PreparedCall:
         sizes: tuple[Sizes, Sizes] | None = None,
         tag: int = 0,
     ) -> None:
-        self.verb, self.way = verb, way
+        self.operation, self.way = operation, way
         self.inputs, self.outputs, self.noted = inputs, outputs, noted
         self.op, self.root, self.sizes, self.tag = op, root, sizes, tag
 
     @property
-    def note(self) -> Note | None:
+    def note(self) -> CallRecord | None:
         """Return the recorder's note of this call, None if it has no recorder."""
         return None if self.recorder is None else self.recorder.find_note(self.number)
 
-    def as_own(self, timeout: timedelta) -> PreparedCall:
-        """Set ``timeout``, and that the caller waits, for a call of a wire's own; return it."""
+    def as_own(self, timeout: timedelta) -> OperationArgs:
+        """Set ``timeout``, and that the caller waits, for a call of a backend's own; return it."""
         self.timeout, self.waits = timeout, True
         return self
 
@@ -229,15 +231,17 @@ class PreparedCall:
         root: int | None = None,
         sizes: tuple[Sizes, Sizes] | None = None,
         tag: int = 0,
-    ) -> PreparedCall:
+    ) -> OperationArgs:
         """Return a new call by ``way`` on other tensors, with the note and timeout of this call."""
-        other = PreparedCall(self.verb, way, inputs, outputs, self.noted, op, root, sizes, tag)
+        other = OperationArgs(
+            self.operation, way, inputs, outputs, self.noted, op, root, sizes, tag
+        )
         other.shows_all, other.call = False, self.call
         other.timeout, other.waits = self.timeout, self.waits
         other.sequence, other.number, other.recorder = self.sequence, self.number, self.recorder
         return other
 
-    def as_async(self) -> PreparedCall:
+    def as_async(self) -> OperationArgs:
         """Set that the caller does not wait at once, and return this call."""
         self.waits = False
         return self
@@ -268,8 +272,8 @@ class PreparedCall:
         elsewhere = [array for array in self.written if array[0] is not array[2]]
         for _, data, _ in elsewhere:
             if torch.is_grad_enabled() and data.requires_grad and data.grad_fn is not None:
-                # Its backward must raise: the verb destroys a value that autograd counts on.
-                _Overwritten.apply(data, self.verb)  # type: ignore[no-untyped-call]
+                # Its backward must raise: the collective destroys a value that autograd counts on.
+                _Overwritten.apply(data, self.operation)  # type: ignore[no-untyped-call]
 
         def copy_back() -> None:
             for _, data, buffer in elsewhere:
@@ -289,16 +293,16 @@ class PreparedCall:
 
 class _Overwritten(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, verb: str) -> torch.Tensor:
+    def forward(ctx: Any, tensor: torch.Tensor, operation: str) -> torch.Tensor:
         ctx.mark_dirty(tensor)
-        ctx.verb = verb
+        ctx.operation = operation
         return tensor
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
         raise GradientError(
-            f"{ctx.verb} wrote into a tensor with gradient history, and has no gradient itself",
-            expected="a verb that differentiates",
+            f"{ctx.operation} wrote into a tensor with gradient history, and has no gradient itself",
+            expected="a collective that differentiates",
             fix="use meshdist.lax.psum(x, axis, mesh=mesh) in its place, whose result is new; or "
             "call it on x.detach(): gradients then ignore the call",
         )

@@ -1,7 +1,7 @@
-"""The protocol of all wires, and their registry.
+"""The protocol of all backends, and their registry.
 
-A ``Wire`` opens a ``Communicator`` among the members of one group, which starts operations. An
-``Opening`` has the terms of that; ``Needs`` counts what it takes of the process.
+A ``BackendType`` opens a ``Communicator`` among the members of one group, which starts operations.
+An ``Opening`` has the terms of that; ``Needs`` counts what it takes of the process.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from torch.distributed import PrefixStore, Store
 from ..arguments import DEFAULT_TIMEOUT
 from ..error_text import ranks_text
 from ..errors import BackendError
-from ..operation_table import REDUCING_VERBS
+from ..operation_table import REDUCING_OPERATIONS
 from ..reduce_ops import ReduceKind, ReduceOp, find_refusal
 from ..runtime.hosts import MORE_DESCRIPTORS, find_thread_lack, make_descriptor_room
 from .communicator import Communicator
-from .requests import WireFailure
+from .requests import BackendFailure
 
 _MORE = 12  # descriptors, which the opening of any groups needs for a moment
 
 
 @dataclass(frozen=True)
 class Opening:
-    """The terms under which a wire opens a communicator, equal on all members but for ``rank``.
+    """The terms under which a backend opens a communicator, equal on all members but for ``rank``.
 
     Args:
         store: a store whose keys belong to this communicator alone.
@@ -39,7 +39,7 @@ class Opening:
         ranks: the members' global ranks, in group order.
         rank: this member's place in ``ranks``.
         timeout: bounds the opening, and each operation that names no timeout.
-        options: the wire's own options, or None.
+        options: the backend's own options, or None.
         name: what messages call the group that opens it.
         num_local: how many ranks of the world run on this host.
         hosts: the number of each member's host; () where that is not known.
@@ -47,8 +47,8 @@ class Opening:
             that, "" for none.
         has_died: returns whether the member of a global rank, to which the connection is lost, has
             failed or was killed; False if it left the group in good order.
-        look: called now and then, by a wire that does not compare calls, while a caller waits;
-            raises WireFailure to end the wait. None where calls are not compared for it.
+        look: called now and then, by a backend that does not compare calls, while a caller waits;
+            raises BackendFailure to end the wait. None where calls are not compared for it.
     """
 
     store: Store
@@ -67,9 +67,9 @@ class Opening:
     look: Callable[[], None] | None = None
 
     def check_present(self) -> None:
-        """Raise WireFailure, with the text of ``find_lost``, if a member has ended."""
+        """Raise BackendFailure, with the text of ``find_lost``, if a member has ended."""
         if lost := self.find_lost():
-            raise WireFailure(lost)
+            raise BackendFailure(lost)
 
     def below(self, prefix: str, **changes: Any) -> Opening:
         """Return a copy whose store's keys stand below ``prefix``, with ``changes`` of fields."""
@@ -123,7 +123,7 @@ def lack_error(rank: int, text: str, members: Sequence[int], found: str) -> Back
     )
 
 
-class Wire(ABC):
+class BackendType(ABC):
     """A way to move bytes between the members of a group."""
 
     name: str
@@ -132,7 +132,7 @@ class Wire(ABC):
     communicator_kind: type[Communicator] = Communicator  # type: ignore[type-abstract]
     """The class of what ``open`` returns, which knows what it does itself."""
     replacement = ""
-    """The wire of groups that it refuses or that span hosts, if the program named none."""
+    """The backend of groups that it rejects or that span hosts, if the program named none."""
     compares_calls = False
     """Whether it compares every call with the other members' by itself."""
     descriptors_per_peer = 0
@@ -141,28 +141,29 @@ class Wire(ABC):
     """How many threads a communicator has."""
 
     def support(
-        self, verb: str, device_type: str, dtype: torch.dtype, op: ReduceKind | None = None
+        self, operation: str, device_type: str, dtype: torch.dtype, op: ReduceKind | None = None
     ) -> str:
-        """Return ``"native"``, ``"built"`` from others or in another dtype, or ``""`` for a verb.
+        """Return ``"native"``, ``"built"`` from others or in another dtype, or ``""`` for a
+        collective.
 
         Args:
-            verb: a verb of a communicator.
-            op: for a verb that reduces; None is SUM.
+            collective: a collective of a communicator.
+            op: for a collective that reduces; None is SUM.
         """
         op = ReduceOp.SUM if op is None else op
         if device_type not in self.device_types:
             return ""
-        if verb in REDUCING_VERBS and find_refusal(op, dtype) is not None:
+        if operation in REDUCING_OPERATIONS and find_refusal(op, dtype) is not None:
             return ""
-        return self.communicator_kind.support(verb, device_type, dtype, op)
+        return self.communicator_kind.support(operation, device_type, dtype, op)
 
     @abstractmethod
     def is_available(self) -> bool:
-        """Return whether this machine can use the wire now."""
+        """Return whether this machine can use the backend now."""
 
     def why_unavailable(self) -> tuple[str, str]:
-        """Return why this machine cannot use the wire, and the fix."""
-        return f"the wire {self.name!r} says so", "ask whoever registered it"
+        """Return why this machine cannot use the backend, and the fix."""
+        return f"the backend {self.name!r} says so", "ask whoever registered it"
 
     def connection_for(self, device_type: str) -> str:
         """Return a name that is equal for device types which share a communicator of a group."""
@@ -174,37 +175,38 @@ class Wire(ABC):
 
     @abstractmethod
     def open(self, opening: Opening) -> Communicator:
-        """Return a communicator, opened with all other members; raise WireFailure if that fails."""
+        """Return a communicator, opened with all other members; raise BackendFailure if that fails."""
 
 
-_wires: dict[str, Wire] = {}
+_backends: dict[str, BackendType] = {}
 
 
-def register_wire(wire: Wire) -> None:
-    """Add ``wire`` under its name, replacing an older wire of that name."""
-    _wires[wire.name] = wire
+def register_backend(backend: BackendType) -> None:
+    """Add ``backend`` under its name, replacing an older backend of that name."""
+    _backends[backend.name] = backend
 
 
-def wire_names() -> tuple[str, ...]:
-    """Return the names of all registered wires, sorted."""
-    return tuple(sorted(_wires))
+def backend_names() -> tuple[str, ...]:
+    """Return the names of all registered backends, sorted."""
+    return tuple(sorted(_backends))
 
 
-def find_wire(name: str) -> Wire | None:
-    """Return the wire called ``name``, or None."""
-    return _wires.get(name.lower())
+def find_backend(name: str) -> BackendType | None:
+    """Return the backend called ``name``, or None."""
+    return _backends.get(name.lower())
 
 
-def get_wire(name: str) -> Wire:
-    """Return the available wire called ``name``; else raise BackendError, which lists the wires."""
+def get_backend(name: str) -> BackendType:
+    """Return the available backend called ``name``; else raise BackendError, which lists the
+    backends."""
     name = name.lower()
-    wire = find_wire(name)
-    if wire is not None and wire.is_available():
-        return wire
-    known = [known for known in wire_names() if _wires[known].is_available()]
+    backend = find_backend(name)
+    if backend is not None and backend.is_available():
+        return backend
+    known = [known for known in backend_names() if _backends[known].is_available()]
     expected = f"one of: {', '.join(known)}"
-    if wire is not None:
-        found, fix = wire.why_unavailable()
+    if backend is not None:
+        found, fix = backend.why_unavailable()
         raise BackendError(
             f"backend {name!r} is not available on this machine",
             expected=expected,

@@ -1,6 +1,7 @@
-"""Operations in flight: what a wire has started, chains of them, queues; and how a wire fails.
+"""Operations in flight: what a backend has started, chains of them, queues; and how a backend
+fails.
 
-The channel, or ``Work``, turns a failure into an error that explains.
+The device group, or ``Work``, turns a failure into an error that explains.
 """
 
 from __future__ import annotations
@@ -22,30 +23,30 @@ from ..errors import BackendError
 from ..runtime.deadlines import Deadline
 
 
-class WireFailure(Exception):
-    """Failure of a wire's operation, which the verbs turn into an error that explains."""
+class BackendFailure(Exception):
+    """Failure of a backend's operation, which the collectives turn into an error that explains."""
 
     limit: timedelta | None = None
     """How long the caller was ready to wait, where that is not the group's timeout."""
 
     fix: str = ""
-    """The fix, where the wire knows it."""
+    """The fix, where the backend knows it."""
 
 
-class WireTimeout(WireFailure):
+class BackendTimeout(BackendFailure):
     """An operation was not finished in time."""
 
     @classmethod
-    def after(cls, timeout: timedelta) -> WireTimeout:
+    def after(cls, timeout: timedelta) -> BackendTimeout:
         """Return the failure of an operation not finished after ``timeout``."""
         return cls(f"not finished after {timeout.total_seconds():g} s")
 
 
-class WireAborted(WireFailure):
+class BackendAborted(BackendFailure):
     """The communicator was aborted while an operation waited."""
 
 
-class MemberGaveUp(WireAborted):
+class MemberGaveUp(BackendAborted):
     """Failure since ``member`` ended its wait in the same call, as ``text`` says."""
 
     def __init__(self, text: str, member: int) -> None:
@@ -53,12 +54,12 @@ class MemberGaveUp(WireAborted):
         self.member = member
 
 
-class Interrupted(WireFailure):
+class Interrupted(BackendFailure):
     """The error of a signal's handler that ended this member's wait in a collective.
 
     Args:
         error: as the program is to see it.
-        is_over: whether the wire uses no memory of the caller's any more.
+        is_over: whether the backend uses no memory of the caller's any more.
     """
 
     def __init__(self, error: BaseException, is_over: Callable[[], bool] = lambda: True) -> None:
@@ -67,13 +68,15 @@ class Interrupted(WireFailure):
         self.is_over = is_over
 
 
-def given_up_for(error: BaseException, is_over: Callable[[], bool] = lambda: True) -> WireFailure:
-    """Return ``error`` if it is a WireFailure, else an Interrupted made of ``error``.
+def given_up_for(
+    error: BaseException, is_over: Callable[[], bool] = lambda: True
+) -> BackendFailure:
+    """Return ``error`` if it is a BackendFailure, else an Interrupted made of ``error``.
 
     Args:
-        is_over: whether the wire uses no memory of the caller's any more.
+        is_over: whether the backend uses no memory of the caller's any more.
     """
-    return error if isinstance(error, WireFailure) else Interrupted(error, is_over)
+    return error if isinstance(error, BackendFailure) else Interrupted(error, is_over)
 
 
 def plain_text(error: Exception) -> str:
@@ -87,17 +90,17 @@ def is_timeout(text: str) -> bool:
     return "timed out" in text.lower() or "timeout" in text.lower()
 
 
-def failure_of(error: RuntimeError) -> WireFailure:
-    """Return the WireTimeout or WireFailure that stands for an error from torch."""
+def failure_of(error: RuntimeError) -> BackendFailure:
+    """Return the BackendTimeout or BackendFailure that stands for an error from torch."""
     text = plain_text(error)
-    return WireTimeout(text) if is_timeout(text) else WireFailure(text)
+    return BackendTimeout(text) if is_timeout(text) else BackendFailure(text)
 
 
-class WireRefused(WireFailure):
-    """The wire cannot serve this group; every member raises this."""
+class BackendUnsupported(BackendFailure):
+    """The backend cannot serve this group; every member raises this."""
 
 
-class MemberLost(WireFailure):
+class MemberLost(BackendFailure):
     """A member has ended or left the group, as ``text`` says, while others waited for it."""
 
     def __init__(self, text: str, member: int) -> None:
@@ -105,19 +108,19 @@ class MemberLost(WireFailure):
         self.member = member
 
 
-class MessageMisfit(WireFailure):
+class MessageMismatch(BackendFailure):
     """A message came that is longer or shorter than the tensor that receives it."""
 
 
-class MembersDisagree(WireFailure):
-    """A wire that compares calls found that members have started different calls.
+class RanksMismatch(BackendFailure):
+    """A backend that compares calls found that members have started different calls.
 
     Args:
         text: what differs.
-        number: of the call; None for the last. Of a message what the verbs gave as ``number``
+        number: of the call; None for the last. Of a message what the collectives gave as ``number``
             where the peer's is known as well; else how many of its kind there were.
         message: for a message whether it is a send, the peer and the tag.
-        other_number: what the peer's verb gave as ``number``.
+        other_number: what the peer's collective gave as ``number``.
     """
 
     def __init__(
@@ -133,7 +136,7 @@ class MembersDisagree(WireFailure):
         self.other_number = other_number
 
 
-class Operation(ABC):
+class Request(ABC):
     """An operation that a communicator has started, or done already."""
 
     # A helper thread may finish an operation while the program's starts or finishes others; never
@@ -161,7 +164,8 @@ class Operation(ABC):
 
     @abstractmethod
     def finish(self, timeout: timedelta) -> None:
-        """Wait until the operation is done; raise WireTimeout, WireAborted, another WireFailure."""
+        """Wait until the operation is done; raise BackendTimeout, BackendAborted, another
+        BackendFailure."""
 
     @abstractmethod
     def poll(self) -> bool:
@@ -184,7 +188,7 @@ class Operation(ABC):
 
 
 @dataclass(eq=False, slots=True)
-class Done(Operation):
+class Done(Request):
     """An operation that is done; ``sender`` is the member that a receive came from."""
 
     sender: int | None = None
@@ -196,11 +200,11 @@ class Done(Operation):
         return True
 
     def source(self) -> int:
-        return Operation.source(self) if self.sender is None else self.sender
+        return Request.source(self) if self.sender is None else self.sender
 
 
 DONE = Done()
-"""The operation of every verb that was done as it was started, and is no receive."""
+"""The operation of every collective that was done as it was started, and is no receive."""
 
 
 class Completed(Protocol):
@@ -209,34 +213,34 @@ class Completed(Protocol):
     then: Callable[[], None] | None
 
 
-def complete(operation: Completed) -> None:
-    """Call ``operation.then``, which completes its result, unless that is done.
+def complete(request: Completed) -> None:
+    """Call ``request.then``, which completes its result, unless that is done.
 
     Raises:
         BackendError: an exception has ended it before; the result may be anything.
     """
     # It may not be done twice, as the division of a mean. Nor is a wait that comes after the
     # exception, such as that of a signal's handler, told that the result is there.
-    then, operation.then = operation.then, refuse_to_complete
+    then, request.then = request.then, reject_to_complete
     if then is not None:
         then()
-    operation.then = None
+    request.then = None
 
 
-def refuse_to_complete() -> None:
+def reject_to_complete() -> None:
     """Raise BackendError, since an exception has ended the completion of the result."""
     raise BackendError(
         "its result is not complete: an exception has ended the wait in which it was written",
         expected="a first wait that returns, before the result is used",
-        fix="call the verb again, on tensors that are filled anew",
+        fix="call the collective again, on tensors that are filled anew",
     )
 
 
 @dataclass(eq=False, slots=True)
-class Chain(Operation):
+class Chain(Request):
     """Operations that end together; ``then`` copies the result back once all are finished."""
 
-    parts: Sequence[Operation]
+    parts: Sequence[Request]
     then: Callable[[], None] | None = None
 
     @property
@@ -266,10 +270,10 @@ class Chain(Operation):
             part.bound(timeout)
 
     def source(self) -> int:
-        return self.parts[0].source() if len(self.parts) == 1 else Operation.source(self)
+        return self.parts[0].source() if len(self.parts) == 1 else Request.source(self)
 
 
-def followed(started: Operation, then: Callable[[], None] | None) -> Operation:
+def followed(started: Request, then: Callable[[], None] | None) -> Request:
     """Return an operation that calls ``then`` after ``started``, at once if ``started`` is done."""
     if then is None:
         return started
@@ -283,7 +287,7 @@ _GRACE_S = 1.0
 
 
 @dataclass(eq=False, slots=True)
-class QueuedOperation(Operation):
+class QueuedRequest(Request):
     """An operation that ``run`` does, on another thread than the caller's."""
 
     _act: Callable[[], None] | None
@@ -292,7 +296,7 @@ class QueuedOperation(Operation):
 
     def finish(self, timeout: timedelta) -> None:
         if not self._is_over.wait(timeout.total_seconds()):
-            raise WireTimeout.after(timeout)
+            raise BackendTimeout.after(timeout)
         if self._failure is not None:
             raise self._failure
 
@@ -317,12 +321,12 @@ class WorkerQueue:
 
     def __init__(self, release: Callable[[], None]) -> None:
         self._release = release
-        self._queue: SimpleQueue[QueuedOperation | None] = SimpleQueue()
+        self._queue: SimpleQueue[QueuedRequest | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._at_exit = _end_at_exit(WeakMethod(self.end))
         finalize(self, self._queue.put, None).atexit = False  # nothing can be started any more
 
-    def start(self, act: Callable[[], None]) -> QueuedOperation:
+    def start(self, act: Callable[[], None]) -> QueuedRequest:
         """Queue ``act``; return its operation, which raises what ``act`` raises."""
         if self._thread is None:
             self._thread = threading.Thread(
@@ -330,7 +334,7 @@ class WorkerQueue:
             )
             self._thread.start()
             atexit.register(self._at_exit)
-        job = QueuedOperation(act)
+        job = QueuedRequest(act)
         self._queue.put(job)
         return job
 
@@ -348,7 +352,7 @@ class WorkerQueue:
             thread.join(_GRACE_S)
 
 
-def _work(queue: SimpleQueue[QueuedOperation | None]) -> None:
+def _work(queue: SimpleQueue[QueuedRequest | None]) -> None:
     while (job := queue.get()) is not None:
         job.run()
         del job

@@ -6,11 +6,11 @@ import threading
 from datetime import timedelta
 from typing import Any
 
-from ..runtime.fork_safe_locks import ModuleLock
+from ..runtime.fork_safe_locks import ForkSafeLock
 from .work import WatchedWork, Work
 
 _UNSET = timedelta(0)
-_unfolding = ModuleLock(threading.RLock)  # a signal's handler may ask for another Work meanwhile
+_unfolding = ForkSafeLock(threading.RLock)  # a signal's handler may ask for another Work meanwhile
 
 
 class StartedWork(Work):
@@ -22,7 +22,7 @@ class StartedWork(Work):
     __slots__ = ()
 
     def wait(self, timeout: timedelta = _UNSET) -> bool:
-        """Wait for the verb and return True, or raise, as ``Work.wait`` does."""
+        """Wait for the collective and return True, or raise, as ``Work.wait`` does."""
         if timeout is _UNSET and self._started.wait_plainly():
             return True
         StartedWork._unfold(self)  # another thread may have changed its class by now

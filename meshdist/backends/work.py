@@ -1,4 +1,4 @@
-"""The result of ``async_op=True``: one verb in flight."""
+"""The result of ``async_op=True``: one collective in flight."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from ..arguments import check_timeout
 from ..arrays import StreamPlace, cuda_devices, follow, record_event
 from ..checking.call_sites import end_here, is_nested, run_unnested, under_way
 from ..error_text import without_frames
-from ..errors import BackendError, CollectiveTimeoutError, MeshdistError, NestedVerbError
+from ..errors import BackendError, CollectiveTimeoutError, MeshdistError, NestedCollectiveError
 from ..runtime.deadlines import Deadline, wait_until
 from .futures import WorkFuture, find_deferral, get_watcher, watched_future
-from .requests import Chain, Operation, WireFailure, WireTimeout
+from .requests import BackendFailure, BackendTimeout, Chain, Request
 from .simulated.scheduler import find_rank_here
 
 __all__ = [
@@ -42,33 +42,35 @@ _AT_ONCE = timedelta(milliseconds=1)
 
 @dataclass(eq=False, repr=False, slots=True)
 class Work:
-    """One verb in flight. Until ``wait`` returns, leave its tensors alone.
+    """One collective in flight. Until ``wait`` returns, leave its tensors alone.
 
-    On NCCL ``wait()`` lets the current stream wait for the verb, and the CPU goes on: the Work is
-    in flight until the device has done it. A wait with another current stream orders that, too.
+    On NCCL ``wait()`` lets the current stream wait for the collective, and the CPU goes on: the
+    Work is in flight until the device has done it. A wait with another current stream orders that,
+    too.
 
     Args:
-        operation: the verb, started.
+        request: the collective, started.
         timeout: bounds a wait that names none.
-        explain: makes the error to raise of a wire's failure, and of ``note``.
+        explain: makes the error to raise of a backend's failure, and of ``note``.
         result: the tensors that hold the result.
-        copy_back: copies the result to where it belongs, once the wire is done.
-        verb, group: what messages call the verb, and its group.
+        copy_back: copies the result to where it belongs, once the backend is done.
+        collective, group: what messages call the collective, and its group.
         is_transfer: whether this is a send or a receive, which have no future.
         hand_back: hands the arrays back to their library, in each thread that has waited.
-        note: under which the verb was noted.
-        warn_dropped: called with the note where nothing has waited for the verb, nor seen it done,
-            nor taken a future of it, as long as the Work is there; None where that is as meant.
+        note: under which the collective was noted.
+        warn_dropped: called with the note where nothing has waited for the collective, nor seen it
+            done, nor taken a future of it, as long as the Work is there; None where that is as
+            meant.
         user: its group, which is not collected as long as the Work is there.
         uses_streams: whether streams may have to wait for it, since a device has a part in it.
     """
 
-    _operation: Operation
+    _request: Request
     _timeout: timedelta
-    _explain: Callable[[WireFailure, int], Exception]
+    _explain: Callable[[BackendFailure, int], Exception]
     _result: list[Any]
     _copy_back: Callable[[], None] | None = None
-    _verb: str = "verb"
+    _operation: str = "operation"
     _group: str = "a group"
     _is_transfer: bool = False
     _hand_back: Callable[[], None] | None = None
@@ -76,7 +78,7 @@ class Work:
     _warn_dropped: Callable[[int], None] | None = None
     _user: object = None
     _uses_streams: bool = True
-    # One thread at a time ends the verb.
+    # One thread at a time ends the collective.
     _guard: threading.Lock = field(default_factory=threading.Lock, init=False)
     _done: bool = field(default=False, init=False)
     _error: Exception | None = field(default=None, init=False)
@@ -87,47 +89,48 @@ class Work:
     _started: Any = field(init=False)
 
     def __repr__(self) -> str:
-        """The verb and its state, without a poll of the wire."""
+        """The collective and its state, without a poll of the backend."""
         state = "not known to be finished"
         if self._done:
             error = self._error
             state = "finished" if error is None else f"failed with {type(error).__name__}"
-        return f"<Work: {self._verb} on {self._group}, {state}>"
+        return f"<Work: {self._operation} on {self._group}, {state}>"
 
     def wait(self, timeout: timedelta = _UNSET) -> bool:
-        """Return True when the verb is done; zero means the group's timeout.
+        """Return True when the collective is done; zero means the group's timeout.
 
         On NCCL: when the current stream waits for it; with a timeout, when the device has done it.
 
         Raises:
             CollectiveTimeoutError: not done in time; the group is broken then.
             AbortedError: the group was aborted.
-            BackendError: the wire failed, for example because a member died.
-            NestedVerbError: not done, and a signal's handler calls it inside another verb.
+            BackendError: the backend failed, for example because a member died.
+            NestedCollectiveError: not done, and a signal's handler calls it inside another
+                collective.
         """
         self._warn_dropped = None
         try:
             if timeout:
                 check_timeout(timeout)
-            operation: Any = self._operation
+            request: Any = self._request
             is_over = self._done
-            is_plain = operation.is_plain and not (timeout or is_over or self._copy_back)
+            is_plain = request.is_plain and not (timeout or is_over or self._copy_back)
             if is_plain and under_way[0] is None and get_ident() == _MAIN_THREAD:
                 try:  # in no function of its own, which would cost each wait a frame
-                    under_way[0] = f"wait() of {self._verb}"
-                    if operation.on_stream:
+                    under_way[0] = f"wait() of {self._operation}"
+                    if request.on_stream:
                         with self._guard:
-                            adds_to_stream = operation.adds_to_stream
-                            is_over = operation.wait(0.0) == 0
+                            adds_to_stream = request.adds_to_stream
+                            is_over = request.wait(0.0) == 0
                             if is_over and adds_to_stream:
                                 self._ordered += map(record_event, cuda_devices(self._result))
                     elif not self._uses_streams:
-                        is_over = operation.wait(self._timeout.total_seconds()) == 0
+                        is_over = request.wait(self._timeout.total_seconds()) == 0
                         self._done = is_over
                 finally:
                     under_way[0] = None
             if not is_over:
-                run_unnested(f"wait() of {self._verb}", self._go_on, timeout)
+                run_unnested(f"wait() of {self._operation}", self._go_on, timeout)
             if self._future is not None:
                 self._complete()
             if self._error is not None:
@@ -141,10 +144,10 @@ class Work:
             raise
 
     def is_completed(self) -> bool:
-        """Return whether the verb is done, without waiting.
+        """Return whether the collective is done, without waiting.
 
-        Its results are in place then, as after ``wait``. A verb that is not done a timeout after it
-        was first asked has failed, and so is done too. On NCCL this asks the device.
+        Its results are in place then, as after ``wait``. A collective that is not done a timeout
+        after it was first asked has failed, and so is done too. On NCCL this asks the device.
         """
         if self._poll():
             if self._future is not None:
@@ -154,16 +157,16 @@ class Work:
         return self._done
 
     def is_success(self) -> bool:
-        """Return whether the verb is done and did not fail."""
+        """Return whether the collective is done and did not fail."""
         return self.is_completed() and self._error is None
 
     def exception(self) -> Exception | None:
-        """The error of a verb that is done, or None."""
+        """The error of a collective that is done, or None."""
         self.is_completed()
         return self._error
 
     def result(self) -> list[Any]:
-        """Wait, and return the tensors that hold the verb's result."""
+        """Wait, and return the tensors that hold the collective's result."""
         self.wait()
         return self._result
 
@@ -173,22 +176,22 @@ class Work:
         Raises:
             BackendError: this is no receive.
         """
-        return self._operation.source()
+        return self._request.source()
 
     def synchronize(self) -> None:
         """The same as ``wait()``."""
         self.wait()
 
     def block_current_stream(self) -> None:
-        """Let what is enqueued on the current CUDA stream from now on come after the verb.
+        """Let what is enqueued on the current CUDA stream from now on come after the collective.
 
         Raises:
             BackendError: the result lies on the CPU, where there is no stream to order.
         """
         if not cuda_devices(self._result):
             raise BackendError(
-                "no stream can be made to wait for a verb whose result lies on the CPU",
-                expected="a verb on CUDA arrays",
+                "no stream can be made to wait for a collective whose result lies on the CPU",
+                expected="a collective on CUDA arrays",
                 fix="call wait(), which returns when the result is there",
             )
         self.wait()
@@ -196,10 +199,10 @@ class Work:
     def get_future(self) -> torch.futures.Future[list[Any]]:
         """A torch Future of the result's tensors; ``then`` chains callbacks.
 
-        It is completed when the verb is done, also where nothing waits for it: callbacks run in the
-        thread that finds it done, on a simulated rank after one of its waits or at its end. Those
-        of a communication hook run where the reducer waits for its bucket. On NCCL the future is
-        torch's own: complete at once, with callbacks on streams that come after the verb.
+        It is completed when the collective is done, also where nothing waits for it: callbacks run
+        in the thread that finds it done, on a simulated rank after one of its waits or at its end.
+        Those of a communication hook run where the reducer waits for its bucket. On NCCL the future
+        is torch's own: complete at once, with callbacks on streams that come after the collective.
 
         Raises:
             BackendError: this is a send or a receive.
@@ -232,7 +235,8 @@ class Work:
         return future
 
     def get_future_result(self) -> torch.futures.Future[int]:
-        """A torch Future of how the verb ended, as the number of a WorkResult; it never raises.
+        """A torch Future of how the collective ended, as the number of a WorkResult; it never
+        raises.
 
         SUCCESS is 0, TIMEOUT 1; COMM_ERROR, 2, stands for every other failure.
 
@@ -263,7 +267,7 @@ class Work:
         )
 
     def _complete(self) -> None:
-        """Complete the future, once, with the result or the error of the finished verb."""
+        """Complete the future, once, with the result or the error of the finished collective."""
         if isinstance(self._future, WorkFuture):
             self._future.complete(self._result, self._error)
 
@@ -291,10 +295,10 @@ class Work:
             self._complete()
 
     def _is_in_flight_on_stream(self) -> bool:
-        return self._operation.on_stream and not (self._has_ended() and self._error is not None)
+        return self._request.on_stream and not (self._has_ended() and self._error is not None)
 
     def _future_on_stream(self) -> torch.futures.Future[list[Any]]:
-        """Return a future that is complete at once, on streams that come after the verb."""
+        """Return a future that is complete at once, on streams that come after the collective."""
         # Where arrays are other libraries', each wait orders their streams in its own thread.
 
         def finish(_: object) -> list[Any]:  # on streams of the future's own
@@ -314,12 +318,13 @@ class Work:
         return future
 
     def _has_ended(self) -> bool:
-        """Return whether the verb is done or has failed, without asking a device."""
-        found = not self._done and self._ask(lambda _: self._operation.has_ended())
+        """Return whether the collective is done or has failed, without asking a device."""
+        found = not self._done and self._ask(lambda _: self._request.has_ended())
         return self._done or bool(found)
 
     def _ask(self, step: _Step) -> bool | None:
-        """Run ``step``, which never blocks, on the verb, unless another thread holds the guard."""
+        """Run ``step``, which never blocks, on the collective, unless another thread holds the
+        guard."""
         if not self._guard.acquire(blocking=False):
             return False
         try:
@@ -330,11 +335,11 @@ class Work:
     def _go_on(
         self, timeout: timedelta, step: _Step | None = None, *, is_polled: bool = False
     ) -> bool | None:
-        """Let ``step``, or a wait, go on with the verb; return its answer, None once it ends."""
-        # What a wire raises ends the verb, too. The caller has the guard, if it is polled.
+        """Let ``step``, or a wait, go on with the collective; return its answer, None once it ends."""
+        # What a backend raises ends the collective, too. The caller has the guard, if it is polled.
         if step is None:
             is_plain = self._copy_back is None and not self._uses_streams
-            step = self._operation.finish if is_plain else self._how_to_finish(timeout)
+            step = self._request.finish if is_plain else self._how_to_finish(timeout)
         timeout = timeout or self._timeout
         with threading.Lock() if is_polled else self._guard:
             try:
@@ -342,37 +347,38 @@ class Work:
                     found = step(timeout)
                     self._done = found is None
                     return found
-            except WireFailure as failure:
-                if is_polled and isinstance(failure, WireTimeout):  # it is late
-                    failure = WireTimeout.after(timeout)
+            except BackendFailure as failure:
+                if is_polled and isinstance(failure, BackendTimeout):  # it is late
+                    failure = BackendTimeout.after(timeout)
                 failure.limit = timeout
                 self._fail(self._explain(failure, self._note))
             except Exception as error:
                 # No caller waits for what is polled: wait() and exception() raise it. An error of a
-                # signal's handler, such as that of a nested verb, is none of this verb's.
+                # signal's handler, such as that of a nested collective, is none of this
+                # collective's.
                 is_own = is_polled or isinstance(error, MeshdistError)
-                if not is_own or isinstance(error, NestedVerbError):
+                if not is_own or isinstance(error, NestedCollectiveError):
                     raise
                 self._fail(error)
         return None
 
     def _how_to_finish(self, timeout: timedelta) -> _Step:
-        """The step that waits for a verb with a part on a device, or copies its result home."""
-        if not timeout or not self._operation.on_stream:
+        """The step that waits for a collective with a part on a device, or copies its result home."""
+        if not timeout or not self._request.on_stream:
             return self._finish
-        is_over = bool(wait_until(self._operation.poll, Deadline(timeout)))
+        is_over = bool(wait_until(self._request.poll, Deadline(timeout)))
         return partial(self._finish, is_late=not is_over, is_over=is_over)
 
     def _finish(
         self, timeout: timedelta, *, is_late: bool = False, is_over: bool = False
     ) -> bool | None:
         """Finish the operation, at once if ``is_late``; copy its result; False if it goes on."""
-        # On a stream the verb has ended only if it ``is_over``.
-        operation, copy_back = self._operation, self._copy_back
-        adds_to_stream = copy_back is not None or operation.adds_to_stream
-        if is_late and operation.on_stream and not operation.poll():
-            raise WireTimeout.after(timeout)  # the device has not done it
-        operation.finish(_AT_ONCE if is_late else timeout)
+        # On a stream the collective has ended only if it ``is_over``.
+        request, copy_back = self._request, self._copy_back
+        adds_to_stream = copy_back is not None or request.adds_to_stream
+        if is_late and request.on_stream and not request.poll():
+            raise BackendTimeout.after(timeout)  # the device has not done it
+        request.finish(_AT_ONCE if is_late else timeout)
         self._copy_back = None
         if copy_back is not None:
             try:
@@ -382,10 +388,11 @@ class Work:
                 return None
         if adds_to_stream and self._uses_streams:
             self._ordered += map(record_event, cuda_devices(self._result))
-        return None if is_over or not operation.on_stream else False
+        return None if is_over or not request.on_stream else False
 
     def _order_streams(self) -> None:
-        """Let this thread's current streams, those of the arrays' library too, follow the verb."""
+        """Let this thread's current streams, those of the arrays' library too, follow the
+        collective."""
         for place in self._ordered:
             follow(place)
         if self._hand_back is not None:
@@ -397,19 +404,20 @@ class Work:
         self._done = True
 
     def _poll(self) -> bool:
-        """Finish the verb if it is over or late, without blocking; return whether it has ended."""
-        if not self._done and not is_nested():  # else a handler asks inside another verb
+        """Finish the collective if it is over or late, without blocking; return whether it has
+        ended."""
+        if not self._done and not is_nested():  # else a handler asks inside another collective
             self._ask(self._finish_if_over)
         return self._done
 
     def _finish_if_over(self, timeout: timedelta) -> bool | None:
-        if self._operation.poll():
+        if self._request.poll():
             return self._finish(timeout, is_over=True)
         is_late = find_rank_here() is None and self._start_deadline().is_over
         return self._finish(timeout, is_late=True) if is_late else False  # no clock in simulate
 
     def _start_deadline(self) -> Deadline:
-        """The deadline: a timeout after the verb was first polled."""
+        """The deadline: a timeout after the collective was first polled."""
         if self._deadline is None:
             self._deadline = Deadline(self._timeout)
         return self._deadline
@@ -429,7 +437,8 @@ class Work:
 
 
 class WatchedWork(Work):
-    """Work that warns if it is collected while its verb is not done and nothing waited for it."""
+    """Work that warns if it is collected while its collective is not done and nothing waited for
+    it."""
 
     __slots__ = ()
 
@@ -440,12 +449,12 @@ class WatchedWork(Work):
 
 def is_ready(work: Work) -> bool:
     """Return whether a wait would return at once; no other simulated rank runs meanwhile."""
-    return work._done or work._operation.is_ready()
+    return work._done or work._request.is_ready()
 
 
 def bound(work: Work, timeout: timedelta) -> None:
     """Set the timeout of the operation of ``work``, and of waits for ``work`` that name none."""
-    work._operation.bound(timeout)  # first, since it makes the fields of a StartedWork
+    work._request.bound(timeout)  # first, since it makes the fields of a StartedWork
     work._timeout = timeout
 
 
@@ -454,7 +463,7 @@ def joined(works: Sequence[Work]) -> Work:
     first = works[0]
     if len(works) == 1:
         return first
-    names = first._verb, first._group
+    names = first._operation, first._group
     dropped = first._note, first._warn_dropped
     parts = Chain([_OfWork(may_be_dropped(work)) for work in works])
     return WatchedWork(
@@ -469,21 +478,21 @@ def may_be_dropped(work: Work) -> Work:
 
 
 @dataclass(eq=False, slots=True)
-class _OfWork(Operation):
+class _OfWork(Request):
     """A Work as an Operation: it ends with the result in place, or raises the Work's own error."""
 
     work: Work
 
     @property
     def on_stream(self) -> bool:
-        return self.work._operation.on_stream
+        return self.work._request.on_stream
 
     def finish(self, timeout: timedelta) -> None:
         self.work._go_on(_UNSET)
         self.work._raise_error()
 
     def poll(self) -> bool:
-        return self.work._operation.poll()
+        return self.work._request.poll()
 
     def has_ended(self) -> bool:
         has_ended = self.work._has_ended()

@@ -1,6 +1,6 @@
 """All sides measured in turn: the ranks of each live throughout, asleep while another works.
 
-For each verb and size every round asks each side once, in an order that changes from round to
+For each collective and size every round asks each side once, in an order that changes from round to
 round. A sample is the time per call of the slowest rank; a cell is the median over rounds.
 """
 
@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..error_text import ExplainedError
-from ..operation_table import VERBS
+from ..operation_table import OPERATIONS
 from ..runtime.deadlines import Deadline
 from .worker import ADDRESS, say
 
@@ -74,9 +74,9 @@ class Entrant:
 
 @dataclass
 class Cell:
-    """Samples of each entrant for a verb at a size, in seconds per call."""
+    """Samples of each entrant for a collective at a size, in seconds per call."""
 
-    verb: str
+    operation: str
     num_bytes: int
     dtype: str = "float32"
     samples: dict[str, list[float]] = field(default_factory=dict)
@@ -102,9 +102,9 @@ class _Ranks:
     _talks: list[Any]
     _calls: dict[tuple[str, int, str], int | None] = field(default_factory=dict)
 
-    def sample(self, verb: str, num_bytes: int, dtype: str) -> float | None:
+    def sample(self, operation: str, num_bytes: int, dtype: str) -> float | None:
         """Return the seconds per call of the slowest rank; None where the side has no such call."""
-        call = verb, num_bytes, dtype
+        call = operation, num_bytes, dtype
         if call not in self._calls:
             first = self._ask(*call, 2)
             self._calls[call] = (
@@ -118,17 +118,23 @@ class _Ranks:
     def end(self) -> None:
         """Let all ranks end."""
         for talk in self._talks:
-            say(talk, {"verb": "end"})
+            say(talk, {"operation": "end"})
 
-    def _ask(self, verb: str, num_bytes: int, dtype: str, calls: int) -> float | None:
-        order = {"verb": verb, "bytes": num_bytes, "dtype": dtype, "warm_up": 1, "calls": calls}
+    def _ask(self, operation: str, num_bytes: int, dtype: str, calls: int) -> float | None:
+        order = {
+            "operation": operation,
+            "bytes": num_bytes,
+            "dtype": dtype,
+            "warm_up": 1,
+            "calls": calls,
+        }
         for talk in self._talks:
             say(talk, order)
         lines = [talk.readline() for talk in self._talks]
         if "" in lines:
             raise SideFailedError(
                 f"a rank of {self._label} ended while it was measured",
-                where=f"{verb} of {num_bytes} bytes, rank {lines.index('')}",
+                where=f"{operation} of {num_bytes} bytes, rank {lines.index('')}",
                 fix="look at what it wrote to stderr",
             )
         answers = [json.loads(line)["seconds"] for line in lines]
@@ -163,13 +169,14 @@ def running(entrants: Sequence[Entrant], num_ranks: int) -> Iterator[dict[str, _
 
 def measure(
     ranks: dict[str, _Ranks],
-    verbs: Sequence[str],
+    operations: Sequence[str],
     sizes: Sequence[int],
     rounds: int,
     show: Callable[[Cell], None],
     dtype: str = "float32",
 ) -> list[Cell]:
-    """Return a Cell for each verb and size, with ``rounds`` samples per entrant, taken in turn.
+    """Return a Cell for each collective and size, with ``rounds`` samples per entrant, taken in
+    turn.
 
     Args:
         show: called with each cell once its samples are taken.
@@ -177,14 +184,16 @@ def measure(
     cells = []
     order = list(ranks)
     shuffler = random.Random(0)
-    for verb in verbs:
-        # Some names are no verbs: ``send_recv``, and what other benchmarks make of several.
-        for num_bytes in sizes if verb not in VERBS or VERBS[verb].parameters else (0,):
-            cell = Cell(verb, num_bytes, dtype)
+    for operation in operations:
+        # Some names are no collectives: ``send_recv``, and what other benchmarks make of several.
+        for num_bytes in (
+            sizes if operation not in OPERATIONS or OPERATIONS[operation].parameters else (0,)
+        ):
+            cell = Cell(operation, num_bytes, dtype)
             for _ in range(rounds):
                 shuffler.shuffle(order)
                 for label in order:
-                    sample = ranks[label].sample(verb, num_bytes, dtype)
+                    sample = ranks[label].sample(operation, num_bytes, dtype)
                     if sample is not None:
                         cell.samples.setdefault(label, []).append(sample)
             cells.append(cell)

@@ -42,8 +42,8 @@ def time_text(seconds: float | None) -> str:
 
 
 def table_text(cells: Sequence[Cell], labels: Sequence[str]) -> list[list[str]]:
-    """Return rows of text: verb, size, each label's median, and ratios to the first label's."""
-    rows = [["verb", "size", *labels, *(f"{other} / {labels[0]}" for other in labels[1:])]]
+    """Return rows of text: collective, size, each label's median, and ratios to the first label's."""
+    rows = [["operation", "size", *labels, *(f"{other} / {labels[0]}" for other in labels[1:])]]
     for cell in cells:
         ratios = [cell.ratio(other, labels[0]) for other in labels[1:]]
         rows.append(
@@ -58,7 +58,7 @@ def table_text(cells: Sequence[Cell], labels: Sequence[str]) -> list[list[str]]:
 
 
 def _name(cell: Cell) -> str:
-    return cell.verb if cell.dtype == "float32" else f"{cell.verb} {cell.dtype}"
+    return cell.operation if cell.dtype == "float32" else f"{cell.operation} {cell.dtype}"
 
 
 def to_json(cells: Sequence[Cell], num_ranks: int, rounds: int, notes: str) -> dict[str, Any]:
@@ -70,7 +70,7 @@ def to_json(cells: Sequence[Cell], num_ranks: int, rounds: int, notes: str) -> d
         "machine": machine(),
         "cells": [
             {
-                "verb": cell.verb,
+                "operation": cell.operation,
                 "bytes": cell.num_bytes,
                 "dtype": cell.dtype,
                 "seconds": {label: sorted(samples) for label, samples in cell.samples.items()},
@@ -104,30 +104,30 @@ def write(path: Path, report: dict[str, Any]) -> None:
 
 
 def plot(path: Path, cells: Sequence[Cell], labels: Sequence[str]) -> None:
-    """Draw time over size for each verb, both logarithmic; needs matplotlib."""
+    """Draw time over size for each collective, both logarithmic; needs matplotlib."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    verbs = list(dict.fromkeys(_name(cell) for cell in cells if cell.num_bytes))
+    operations = list(dict.fromkeys(_name(cell) for cell in cells if cell.num_bytes))
     columns = 3
-    rows = -(-len(verbs) // columns)
+    rows = -(-len(operations) // columns)
     figure, axes = pyplot.subplots(rows, columns, figsize=(13, 3.4 * rows), squeeze=False)
-    for verb, axis in zip(verbs, axes.flat, strict=False):
+    for operation, axis in zip(operations, axes.flat, strict=False):
         for label in labels:
             points = sorted(
                 (cell.num_bytes, median)
                 for cell in cells
-                if _name(cell) == verb and (median := cell.median(label)) is not None
+                if _name(cell) == operation and (median := cell.median(label)) is not None
             )
             if points:
                 axis.loglog(*zip(*points, strict=True), marker=".", label=label)
-        axis.set_title(verb)
+        axis.set_title(operation)
         axis.set_xlabel("bytes")
         axis.set_ylabel("seconds per call")
         axis.grid(True, which="major", alpha=0.3)
-    for axis in axes.flat[len(verbs) :]:
+    for axis in axes.flat[len(operations) :]:
         axis.axis("off")
     axes[0][0].legend()
     figure.tight_layout()

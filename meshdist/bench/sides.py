@@ -1,4 +1,4 @@
-"""The task of each library for one verb and one size, on buffers of its own.
+"""The task of each library for one collective and one size, on buffers of its own.
 
 A size is that of the full buffer in bytes, as in nccl-tests: what an all-gather puts out, what a
 reduce-scatter takes, what an all-to-all exchanges. A side returns a function that makes one call.
@@ -15,7 +15,7 @@ from typing import Any
 
 from .. import operation_table
 
-VERBS = (
+OPERATIONS = (
     "all_reduce",
     "reduce",
     "broadcast",
@@ -35,7 +35,11 @@ VERBS = (
 DTYPES = ("float32", "bfloat16")
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 
-_SINGLE = {verb.alias_of: verb.name for verb in operation_table.VERBS.values() if verb.alias_of}
+_SINGLE = {
+    operation.alias_of: operation.name
+    for operation in operation_table.OPERATIONS.values()
+    if operation.alias_of
+}
 """The newer names, under which torch does not warn."""
 
 Call = Callable[[], Any]
@@ -52,11 +56,13 @@ class Library(ABC):
     """Ends the world."""
 
     @abstractmethod
-    def call(self, verb: str, num_bytes: int, dtype: str) -> Call | None:
-        """Return a function that does ``verb`` once; None if the library has no such verb.
+    def call(self, operation: str, num_bytes: int, dtype: str) -> Call | None:
+        """Return a function that does ``operation`` once; None if the library has no such
+        collective.
 
         Args:
-            num_bytes: of the whole array, of which each rank has a part where the verb has parts.
+            num_bytes: of the whole array, of which each rank has a part where the collective has
+                parts.
         """
 
     def counts(self, num_bytes: int, dtype: str) -> tuple[int, int, int]:
@@ -95,8 +101,9 @@ class TorchSide(Library):
         self.size = library.get_world_size()
         self.barrier, self.close = library.barrier, library.destroy_process_group
 
-    def call(self, verb: str, num_bytes: int, dtype: str) -> Call | None:
-        """Return a function that does ``verb`` once on CPU tensors whose sizes ``counts`` gives."""
+    def call(self, operation: str, num_bytes: int, dtype: str) -> Call | None:
+        """Return a function that does ``operation`` once on CPU tensors whose sizes ``counts``
+        gives."""
         kind = getattr(self._torch, dtype)
         whole, part, full = (
             partial(self._ones, number, kind) for number in self.counts(num_bytes, dtype)
@@ -112,7 +119,7 @@ class TorchSide(Library):
             return [part() for _ in range(self.size)]
 
         root = int  # makes 0
-        if verb == "send_recv":
+        if operation == "send_recv":
             return self.ping_pong(self._library.send, self._library.recv, whole())
         makers: dict[str, tuple[Callable[[], Any], ...]] = {
             "all_reduce": (whole,),
@@ -128,8 +135,8 @@ class TorchSide(Library):
             "all_to_all": (places, parts),
             "barrier": (),
         }
-        function = getattr(self._library, _SINGLE.get(verb, verb))
-        return partial(function, *(make() for make in makers[verb]))
+        function = getattr(self._library, _SINGLE.get(operation, operation))
+        return partial(function, *(make() for make in makers[operation]))
 
     def _ones(self, count: int, dtype: Any) -> Any:
         return self._torch.ones(count, dtype=dtype)
@@ -142,9 +149,9 @@ class SharedSide(TorchSide):
         super().__init__(name, backend)
         self._made: dict[tuple[int, Any], Any] = {}
 
-    def call(self, verb: str, num_bytes: int, dtype: str) -> Call | None:
-        """Return a function that all-reduces ``num_bytes`` once; None for other verbs."""
-        return super().call(verb, num_bytes, dtype) if verb == "all_reduce" else None
+    def call(self, operation: str, num_bytes: int, dtype: str) -> Call | None:
+        """Return a function that all-reduces ``num_bytes`` once; None for other collectives."""
+        return super().call(operation, num_bytes, dtype) if operation == "all_reduce" else None
 
     def _ones(self, count: int, dtype: Any) -> Any:
         if (count, dtype) not in self._made:
@@ -155,16 +162,16 @@ class SharedSide(TorchSide):
 class CopySide(TorchSide):
     """A lower bound for an all_reduce: every rank copies its array once, exchanging nothing."""
 
-    def call(self, verb: str, num_bytes: int, dtype: str) -> Call | None:
+    def call(self, operation: str, num_bytes: int, dtype: str) -> Call | None:
         """Return a function that copies ``num_bytes`` once in place of an all_reduce; else None."""
-        if verb != "all_reduce":
+        if operation != "all_reduce":
             return None
         count, kind = self.counts(num_bytes, dtype)[0], getattr(self._torch, dtype)
         return partial(self._ones(count, kind).copy_, self._ones(count, kind))
 
 
 class MpiSide(Library):
-    """mpi4py on NumPy arrays: one call of MPI for each verb."""
+    """mpi4py on NumPy arrays: one call of MPI for each collective."""
 
     def __init__(self) -> None:
         from mpi4py import MPI
@@ -175,11 +182,13 @@ class MpiSide(Library):
         self.size = self._world.Get_size()
         self.barrier, self.close = self._world.Barrier, lambda: None  # MPI ends with the process
 
-    def call(self, verb: str, num_bytes: int, dtype: str) -> Call | None:
-        """Return a function that does ``verb`` once; None for bfloat16 and verbs that MPI lacks.
+    def call(self, operation: str, num_bytes: int, dtype: str) -> Call | None:
+        """Return a function that does ``operation`` once; None for bfloat16 and collectives that
+        MPI lacks.
 
         Args:
-            num_bytes: of the whole array, of which each rank has a part where the verb has parts.
+            num_bytes: of the whole array, of which each rank has a part where the collective has
+                parts.
         """
         import numpy as np
 
@@ -196,7 +205,7 @@ class MpiSide(Library):
 
         if dtype != "float32":
             return None
-        if verb == "send_recv":
+        if operation == "send_recv":
             return self.ping_pong(world.Send, world.Recv, whole())
         functions: dict[str, tuple[Callable[..., Any], ...]] = {
             "all_reduce": (world.Allreduce, in_place, whole),
@@ -209,14 +218,14 @@ class MpiSide(Library):
             "all_to_all_single": (world.Alltoall, full, full),
             "barrier": (world.Barrier,),
         }
-        if verb not in functions:
+        if operation not in functions:
             return None
-        function, *makers = functions[verb]
+        function, *makers = functions[operation]
         return partial(function, *(make() for make in makers))
 
 
 class JaxSide(Library):
-    """JAX over its CPU collectives: one device a process, one jitted function for each verb."""
+    """JAX over its CPU collectives: one device a process, one jitted function for each collective."""
 
     def __init__(self) -> None:
         import numpy as np
@@ -233,8 +242,9 @@ class JaxSide(Library):
         assert barrier is not None
         self.barrier, self.close = barrier, jax.distributed.shutdown
 
-    def call(self, verb: str, num_bytes: int, dtype: str) -> Call | None:
-        """Return a function that does ``verb`` once, out of place; None if JAX lacks the verb."""
+    def call(self, operation: str, num_bytes: int, dtype: str) -> Call | None:
+        """Return a function that does ``operation`` once, out of place; None if JAX lacks the
+        collective."""
         import numpy as np
 
         lax, spec = self._jax.lax, self._jax.sharding.PartitionSpec
@@ -245,9 +255,9 @@ class JaxSide(Library):
             "reduce_scatter_tensor": (full, lambda x: lax.psum_scatter(x, "ranks", tiled=True)),
             "all_to_all_single": (full, lambda x: lax.all_to_all(x, "ranks", 0, 0, tiled=True)),
         }
-        if verb not in bodies:
+        if operation not in bodies:
             return None
-        number, body = bodies[verb]
+        number, body = bodies[operation]
         ranks = spec("ranks")
         each = self._jax.shard_map(
             body, mesh=self._mesh, in_specs=ranks, out_specs=ranks, check_vma=False

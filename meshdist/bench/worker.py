@@ -33,15 +33,16 @@ def serve(side: Library, label: str) -> None:
         say(talk, {"secret": secret, "side": label, "rank": side.rank, "size": side.size})
         for line in talk:
             order = json.loads(line)
-            if order["verb"] == "end":
+            if order["operation"] == "end":
                 break
             say(talk, {"seconds": _measure(side, order)})
     side.close()
 
 
 def _measure(side: Library, order: dict[str, Any]) -> float | None:
-    """Return the seconds per call that ``order`` asks for; None where the side has no such verb."""
-    call = side.call(order["verb"], order["bytes"], order["dtype"])
+    """Return the seconds per call that ``order`` asks for; None where the side has no such
+    collective."""
+    call = side.call(order["operation"], order["bytes"], order["dtype"])
     if call is None:
         return None
     for _ in range(order["warm_up"]):
@@ -52,7 +53,7 @@ def _measure(side: Library, order: dict[str, Any]) -> float | None:
         call()
     took = (time.perf_counter() - start) / int(order["calls"])
     side.barrier()
-    return took / 2 if order["verb"] == "send_recv" else took
+    return took / 2 if order["operation"] == "send_recv" else took
 
 
 def say(talk: Any, message: dict[str, Any]) -> None:

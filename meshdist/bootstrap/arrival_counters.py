@@ -22,18 +22,18 @@ _MOST = 60  # bits that any store can add
 
 
 @dataclass(frozen=True, eq=False)
-class HeadCount:
+class ArrivalCounter:
     """Members that are counted in one number of the store.
 
     Args:
         name: the number's, below a key.
-        parts: head counts of some members each, which set a bit of the number once all of these
-            have come; none in a block, where each member sets a bit.
+        parts: arrival counters of some members each, which set a bit of the number once all of
+            these have come; none in a block, where each member sets a bit.
     """
 
     name: str
     ranks: tuple[int, ...]
-    parts: tuple[HeadCount, ...] = ()
+    parts: tuple[ArrivalCounter, ...] = ()
 
     def count(self, add: Callable[[str, int], int], key: str, rank: int) -> tuple[int, bool]:
         """Count ``rank`` under ``key``; return how many of its block came, and if all members did.
@@ -79,25 +79,26 @@ class HeadCount:
                 absent += part.find_absent(read, keys, among, most - len(absent))
         return sorted(absent)
 
-    def block_of(self, rank: int) -> HeadCount:
+    def block_of(self, rank: int) -> ArrivalCounter:
         """Return the block in which ``rank`` sets a bit."""
         return next((part.block_of(rank) for part in self.parts if rank in part.ranks), self)
 
     def names(self) -> Iterator[str]:
-        """Yield the store names of this head count's number and of the numbers of all ``parts``."""
+        """Yield the store names of this arrival counter's number and of the numbers of all
+        ``parts``."""
         yield self.name
         for part in self.parts:
             yield from part.names()
 
 
 @lru_cache(16)  # programs repeat groups
-def head_count_of(members: tuple[int, ...], hosts: tuple[int, ...]) -> HeadCount:
-    """Return the head count of ``members`` in blocks by host; ``hosts[r]`` is that of rank r."""
+def arrival_counter_of(members: tuple[int, ...], hosts: tuple[int, ...]) -> ArrivalCounter:
+    """Return the arrival counter of ``members`` in blocks by host; ``hosts[r]`` is that of rank r."""
     by_host: dict[int, list[int]] = {}
     for rank in members:
         by_host.setdefault(hosts[rank], []).append(rank)
     counts = [
-        HeadCount(f"{host}.{start // _MOST}", tuple(ranks[start : start + _MOST]))
+        ArrivalCounter(f"{host}.{start // _MOST}", tuple(ranks[start : start + _MOST]))
         for host, ranks in by_host.items()
         for start in range(0, len(ranks), _MOST)
     ]
@@ -106,7 +107,7 @@ def head_count_of(members: tuple[int, ...], hosts: tuple[int, ...]) -> HeadCount
         level += 1
         by_most = [counts[start : start + _MOST] for start in range(0, len(counts), _MOST)]
         counts = [
-            HeadCount(
+            ArrivalCounter(
                 f"{level}:{at}", tuple(rank for part in parts for rank in part.ranks), tuple(parts)
             )
             for at, parts in enumerate(by_most)

@@ -17,12 +17,12 @@ from urllib.parse import SplitResult, parse_qsl, urlencode, urlsplit
 import torch.distributed
 from torch.distributed import register_rendezvous_handler
 
-from ..arguments import DEFAULT_TIMEOUT, check_timeout, get_whole_number
+from ..arguments import DEFAULT_TIMEOUT, check_timeout, get_integer
 from ..errors import ArgumentError, KindError, RendezvousError, StoreError
-from ..runtime.integers import find_whole_number
-from .launch_environment import MOST_RANKS, Surroundings, read_surroundings
+from ..runtime.integers import find_integer
+from .launch_environment import MOST_RANKS, LaunchEnvironment, read_launch_environment
 from .mpi_library import directory_of_mpiexec
-from .rendezvous_rounds import SERVER, Attempt, Rendezvous, lost_while_joining
+from .rendezvous_rounds import SERVER, Rendezvous, RendezvousRound, lost_while_joining
 from .store_cache import hold_until_left, keep_store, let_go
 from .store_endpoints import open_by_url, place_by_environment, place_of
 from .stores import (
@@ -36,7 +36,7 @@ from .stores import (
     open_file,
     root_of,
 )
-from .timeout_store import BoundedStore
+from .timeout_store import TimeoutStore
 
 __all__ = [
     "register_rendezvous_handler",
@@ -49,7 +49,7 @@ _IN_QUERY = ("rank", "world_size")
 
 
 @dataclass(frozen=True)
-class Terms:
+class InitArguments:
     """The arguments by which a process asks for a world, from a call, a URL or the environment.
 
     Args:
@@ -59,7 +59,7 @@ class Terms:
         world_size: -1 where the URL or the environment has it.
         store: a store that all ranks share, in place of a URL; needs rank and world_size.
         group_name: worlds of different names may meet at one address.
-        wires: what this process could use, for the ranks to learn what all of them can.
+        backends: what this process could use, for the ranks to learn what all of them can.
     """
 
     init_method: str | None = None
@@ -68,28 +68,29 @@ class Terms:
     store: Store | None = None
     group_name: str = ""
     timeout: timedelta = DEFAULT_TIMEOUT
-    wires: Collection[str] = ()
+    backends: Collection[str] = ()
 
 
 def meet(
-    terms: Terms,
+    init_arguments: InitArguments,
     *,
     is_mpi_asked: bool = False,
     origin: str = "a given store",
     handler_arguments: Mapping[str, Any] | None = None,
 ) -> Rendezvous:
-    """Join the world that ``terms`` describe; return its Rendezvous once all ranks have joined.
+    """Join the world that ``init_arguments`` describe; return its Rendezvous once all ranks have
+    joined.
 
     Args:
         is_mpi_asked: whether only what mpiexec says counts (backend "mpi").
         origin: where a given store comes from, for messages.
         handler_arguments: more arguments for the handler of a scheme of your own.
     """
-    init_method, store = terms.init_method, terms.store
-    rank, world_size = terms.rank, terms.world_size
+    init_method, store = init_arguments.init_method, init_arguments.store
+    rank, world_size = init_arguments.rank, init_arguments.world_size
     if store is not None and is_mpi_asked:
-        surroundings = read_surroundings(os.environ, is_mpi_asked=True)
-        rank, world_size = surroundings.rank, surroundings.size
+        launch_environment = read_launch_environment(os.environ, is_mpi_asked=True)
+        rank, world_size = launch_environment.rank, launch_environment.size
     rank, world_size = _checked_places(rank, world_size)
     _check_arguments(init_method, rank, world_size, store)
     check_can_join()
@@ -97,20 +98,22 @@ def meet(
         # Whether torchrun's agent serves it, or rank 0 as a rule, cannot be seen.
         is_served_by_0 = isinstance(root_of(store), TCPStore)
         own = _own_handle(store)
-        joined = _meet_in(own, rank, world_size, origin, terms, is_served_by_0=is_served_by_0)
+        joined = _meet_in(
+            own, rank, world_size, origin, init_arguments, is_served_by_0=is_served_by_0
+        )
         return replace(joined, leave=partial(hold_until_left, store))
     url = _split("env://" if init_method is None else init_method)
     rank, world_size = _with_query(url, rank, world_size)
     if url.scheme == "env":
-        surroundings = read_surroundings(
+        launch_environment = read_launch_environment(
             os.environ, rank=rank, world_size=world_size, is_mpi_asked=is_mpi_asked
         )
-        return _meet_by_environment(surroundings, terms)
+        return _meet_by_environment(launch_environment, init_arguments)
     if url.scheme == "tcp":
-        return _meet_by_tcp(url, rank, world_size, terms)
+        return _meet_by_tcp(url, rank, world_size, init_arguments)
     if url.scheme == "file":
-        return _meet_by_file(url, rank, world_size, terms)
-    return _meet_by_handler(url, rank, world_size, terms, handler_arguments or {})
+        return _meet_by_file(url, rank, world_size, init_arguments)
+    return _meet_by_handler(url, rank, world_size, init_arguments, handler_arguments or {})
 
 
 def rendezvous(
@@ -138,10 +141,10 @@ def rendezvous(
         raise KindError("url must be a str", expected="for example 'env://'", found=f"{url!r}")
     rank, world_size = _checked_places(rank, world_size)
     _check_arguments(url, rank, world_size, None)
-    return _meetings(url, rank, world_size, timeout or DEFAULT_TIMEOUT, kwargs)
+    return _matchings(url, rank, world_size, timeout or DEFAULT_TIMEOUT, kwargs)
 
 
-def _meetings(
+def _matchings(
     url: str, rank: int, world_size: int, timeout: timedelta, arguments: dict[str, Any]
 ) -> Iterator[tuple[Store, int, int]]:
     parts = _split(url)
@@ -151,7 +154,9 @@ def _meetings(
         store.set_timeout(timeout)
         yield store, *place
     else:
-        joined = meet(Terms(url, rank, world_size, timeout=timeout), handler_arguments=arguments)
+        joined = meet(
+            InitArguments(url, rank, world_size, timeout=timeout), handler_arguments=arguments
+        )
         yield joined.make_torch_store(), joined.rank, joined.size
     raise RendezvousError(
         "a rendezvous gives one world",
@@ -165,8 +170,8 @@ def _meetings(
 
 def _checked_places(rank: Any, world_size: Any) -> tuple[int, int]:
     told = "0 or more; -1, or nothing, where the URL or the launcher tells it"
-    rank = get_whole_number(rank, "rank", -1, expected=told)
-    return rank, get_whole_number(world_size, "world_size", -1, expected=told)
+    rank = get_integer(rank, "rank", -1, expected=told)
+    return rank, get_integer(world_size, "world_size", -1, expected=told)
 
 
 def _check_arguments(
@@ -244,11 +249,9 @@ def _with_query(url: SplitResult, rank: int, world_size: int) -> tuple[int, int]
                 found=f"{name}={text} in the URL, {name}={given[name]} in the call",
                 fix="leave one of them out",
             )
-        number = find_whole_number(text)
+        number = find_integer(text)
         if number is None:
-            raise ArgumentError(
-                f"{name}={text!r} in the URL is no whole number", where=url.geturl()
-            )
+            raise ArgumentError(f"{name}={text!r} in the URL is no integer", where=url.geturl())
         given[name] = number
     rank, world_size = given.values()
     return rank, world_size
@@ -281,25 +284,27 @@ def _meet_in(
     rank: int,
     size: int,
     origin: str,
-    terms: Terms,
+    init_arguments: InitArguments,
     *,
-    attempt: str = "",
+    rendezvous_round: str = "",
     is_served_by_0: bool = False,
     **known: Any,
 ) -> Rendezvous:
-    prefix = "/".join(["meshdist", *filter(None, (terms.group_name, attempt))])
-    patience = max(terms.timeout, LEAST_STORE_TIMEOUT)
+    prefix = "/".join(["meshdist", *filter(None, (init_arguments.group_name, rendezvous_round))])
+    patience = max(init_arguments.timeout, LEAST_STORE_TIMEOUT)
     server = {"server": SERVER.format(0)} if is_served_by_0 else {}
     is_here = isinstance(store, ServedStore)
     try:
-        handle = BoundedStore(store, patience, is_served_here=is_here, **server)
+        handle = TimeoutStore(store, patience, is_served_here=is_here, **server)
     except StoreError as error:
         raise lost_while_joining(origin, error) from error
     del store  # an error would keep it
     given = rank if rank >= 0 else None
     known |= {"prefix": prefix, "serves": is_here or (is_served_by_0 and rank == 0)}
     try:
-        return Attempt(handle, given, size, terms.timeout, origin, terms.wires, **known).join()
+        return RendezvousRound(
+            handle, given, size, init_arguments.timeout, origin, init_arguments.backends, **known
+        ).join()
     except BaseException:
         handle.close()
         raise
@@ -311,7 +316,7 @@ def _meet_at(
     rank: int,
     size: int,
     origin: str,
-    terms: Terms,
+    init_arguments: InitArguments,
     *,
     stays: bool = False,
     **known: Any,
@@ -325,7 +330,7 @@ def _meet_at(
     """
     store = keep_store(address, make)
     try:
-        joined = _meet_in(store, rank, size, origin, terms, **known)
+        joined = _meet_in(store, rank, size, origin, init_arguments, **known)
     except BaseException:
         del store
         let_go(address)
@@ -333,45 +338,61 @@ def _meet_at(
     return joined if stays else replace(joined, leave=partial(let_go, address))
 
 
-def _meet_by_environment(surroundings: Surroundings, terms: Terms) -> Rendezvous:
-    launcher = surroundings.launcher
+def _meet_by_environment(
+    launch_environment: LaunchEnvironment, init_arguments: InitArguments
+) -> Rendezvous:
+    launcher = launch_environment.launcher
     origin = "env://" if launcher == "env" else f"env://, started by {launcher}"
-    rank, size, local_rank = surroundings.rank, surroundings.size, surroundings.local_rank
-    directory = surroundings.directory
-    if surroundings.port is None and surroundings.is_one_host:
-        directory = directory_of_mpiexec(surroundings)
+    rank, size, local_rank = (
+        launch_environment.rank,
+        launch_environment.size,
+        launch_environment.local_rank,
+    )
+    directory = launch_environment.directory
+    if launch_environment.port is None and launch_environment.is_one_host:
+        directory = directory_of_mpiexec(launch_environment)
     if directory is not None:
-        path = os.path.join(directory, f"store at {surroundings.port or 'mpiexec'}")
-        return _meet_in_file(path, rank, size, origin, terms, local_rank=local_rank)
-    if surroundings.port is not None:
-        origin += f", store at {surroundings.address or 'rank 0'}, port {surroundings.port}"
-    address, make = place_by_environment(surroundings, terms.timeout)
+        path = os.path.join(directory, f"store at {launch_environment.port or 'mpiexec'}")
+        return _meet_in_file(path, rank, size, origin, init_arguments, local_rank=local_rank)
+    if launch_environment.port is not None:
+        origin += (
+            f", store at {launch_environment.address or 'rank 0'}, port {launch_environment.port}"
+        )
+    address, make = place_by_environment(launch_environment, init_arguments.timeout)
     return _meet_at(
         address,
         make,
         rank,
         size,
         origin,
-        terms,
+        init_arguments,
         stays=launcher != "env",
-        attempt=surroundings.attempt,
+        rendezvous_round=launch_environment.rendezvous_round,
         local_rank=local_rank,
         is_unique=launcher == "torchrun",
-        is_served_by_0=not surroundings.has_agent_store,
+        is_served_by_0=not launch_environment.has_agent_store,
     )
 
 
-def _meet_by_tcp(url: SplitResult, rank: int, size: int, terms: Terms) -> Rendezvous:
+def _meet_by_tcp(
+    url: SplitResult, rank: int, size: int, init_arguments: InitArguments
+) -> Rendezvous:
     address, port = _address_of(url)
     _check_size(url, rank, size)
 
     make = partial(
-        open_by_url, address, port, rank, size, terms.timeout, is_named=bool(terms.group_name)
+        open_by_url,
+        address,
+        port,
+        rank,
+        size,
+        init_arguments.timeout,
+        is_named=bool(init_arguments.group_name),
     )
     place = place_of(address, port)
-    is_served_by_0 = rank >= 0 and not terms.group_name
+    is_served_by_0 = rank >= 0 and not init_arguments.group_name
     origin = f"tcp://{url.netloc}"
-    return _meet_at(place, make, rank, size, origin, terms, is_served_by_0=is_served_by_0)
+    return _meet_at(place, make, rank, size, origin, init_arguments, is_served_by_0=is_served_by_0)
 
 
 def _address_of(url: SplitResult) -> tuple[str, int]:
@@ -400,9 +421,11 @@ def _address_of(url: SplitResult) -> tuple[str, int]:
     return address, port
 
 
-def _meet_by_file(url: SplitResult, rank: int, size: int, terms: Terms) -> Rendezvous:
+def _meet_by_file(
+    url: SplitResult, rank: int, size: int, init_arguments: InitArguments
+) -> Rendezvous:
     path = _path_of(url, rank, size)
-    return _meet_in_file(path, rank, size, f"file://{path}", terms)
+    return _meet_in_file(path, rank, size, f"file://{path}", init_arguments)
 
 
 def _path_of(url: SplitResult, rank: int, size: int) -> str:
@@ -418,18 +441,22 @@ def _path_of(url: SplitResult, rank: int, size: int) -> str:
 
 
 def _meet_in_file(
-    path: str, rank: int, size: int, origin: str, terms: Terms, **known: Any
+    path: str, rank: int, size: int, origin: str, init_arguments: InitArguments, **known: Any
 ) -> Rendezvous:
-    return _meet_in(open_file(path, terms.timeout), rank, size, origin, terms, **known)
+    return _meet_in(
+        open_file(path, init_arguments.timeout), rank, size, origin, init_arguments, **known
+    )
 
 
 def _meet_by_handler(
-    url: SplitResult, rank: int, size: int, terms: Terms, more: Mapping[str, Any]
+    url: SplitResult, rank: int, size: int, init_arguments: InitArguments, more: Mapping[str, Any]
 ) -> Rendezvous:
     rest = [(name, text) for name, text in parse_qsl(url.query, True) if name not in _IN_QUERY]
     plain = url._replace(query=urlencode(rest)).geturl()  # torch adds rank and size itself
     try:
-        found = torch.distributed.rendezvous(plain, rank, size, timeout=terms.timeout, **more)
+        found = torch.distributed.rendezvous(
+            plain, rank, size, timeout=init_arguments.timeout, **more
+        )
     except (RuntimeError, AssertionError) as error:
         if "No rendezvous handler" not in str(error):
             raise
@@ -443,6 +470,6 @@ def _meet_by_handler(
             fix=own if url.scheme else f"pass init_method='file://{os.path.abspath(url.path)}'",
         ) from None
     store, rank, size = next(found)
-    joined = _meet_in(store, rank, size, f"{url.scheme}://", terms)
+    joined = _meet_in(store, rank, size, f"{url.scheme}://", init_arguments)
     # The handler lives as long as the world: a generator may hold what its store needs.
     return replace(joined, leave=getattr(found, "close", joined.leave))

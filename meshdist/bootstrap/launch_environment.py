@@ -1,7 +1,7 @@
 """The place of this process in its job, as its launcher wrote it into the environment.
 
-Pure: a mapping of variables goes in, a ``Surroundings`` or one error that lists everything comes
-out. What each launcher says stands in ``launching.launcher_variables``.
+Pure: a mapping of variables goes in, a ``LaunchEnvironment`` or one error that lists everything
+comes out. What each launcher says stands in ``launching.launcher_variables``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..launching.launcher_variables import (
     find_launcher,
     first_value,
 )
-from ..runtime.integers import find_whole_number
+from ..runtime.integers import find_integer
 from .schedulers import find_engine
 
 MOST_RANKS = 1 << 20
@@ -31,7 +31,7 @@ MOST_RANKS = 1 << 20
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class LaunchEnvironment:
     """A process's place in its job, as its launcher set it.
 
     Args:
@@ -44,7 +44,8 @@ class Surroundings:
         has_agent_store: whether torchrun's agent serves the store.
         directory: where the ranks of this job meet, which its launcher made for it alone.
         job: a name that only processes of this job share; None where the launcher gives no name.
-        attempt: distinguishes this start of the job from an earlier start with the same store.
+        rendezvous_round: distinguishes this start of the job from an earlier start with the same
+            store.
     """
 
     launcher: str
@@ -57,7 +58,7 @@ class Surroundings:
     has_agent_store: bool = False
     directory: str | None = None
     job: str | None = None
-    attempt: str = ""
+    rendezvous_round: str = ""
 
 
 _JOBS = ("PMIX_NAMESPACE", "PMI_KVSNAME", "FLUX_JOB_ID", "SLURM_JOB_ID")
@@ -67,13 +68,13 @@ _MOST_SHOWN = 200  # characters of a variable
 _SHOWN = {"MASTER_ADDR", "SLURM_JOB_ID", _PER_NODE, *NAMES}
 
 
-def read_surroundings(
+def read_launch_environment(
     environment: Mapping[str, str],
     *,
     rank: int = -1,
     world_size: int = -1,
     is_mpi_asked: bool = False,
-) -> Surroundings:
+) -> LaunchEnvironment:
     """Return this process's place; raise RendezvousError with all that is missing or wrong.
 
     Args:
@@ -107,7 +108,7 @@ def read_surroundings(
     if is_one_host and port and not has_agent_store and launcher != "meshdist run":
         address = "127.0.0.1"  # whatever name MASTER_ADDR gives it: no other host has to reach it
     directory = environment.get("MESHDIST_DIRECTORY") if launcher == "meshdist run" else None
-    return Surroundings(
+    return LaunchEnvironment(
         launcher=launcher,
         rank=rank,
         size=size,
@@ -118,7 +119,7 @@ def read_surroundings(
         has_agent_store=has_agent_store,
         directory=directory if is_one_host and address == "127.0.0.1" else None,
         job=first_value(environment, _JOBS) or None,
-        attempt=_attempt(launcher, environment),
+        rendezvous_round=_rendezvous_round(launcher, environment),
     )
 
 
@@ -173,11 +174,11 @@ def _place_of_store(reader: _Reader, rank: int, is_one_host: bool) -> tuple[str 
                     reader.wrong.append(f"{row.hosts[-1]}={nodes!r} is no list of hosts")
         if port is None and reader.is_sound:
             job, step = reader.number("SLURM_JOB_ID"), environment.get("SLURM_STEP_ID", "0")
-            port = _PORT_BASE + (7 * job + (find_whole_number(step) or 0)) % _NUM_PORTS
+            port = _PORT_BASE + (7 * job + (find_integer(step) or 0)) % _NUM_PORTS
     return address, port
 
 
-def _attempt(launcher: str, environment: Mapping[str, str]) -> str:
+def _rendezvous_round(launcher: str, environment: Mapping[str, str]) -> str:
     """Return a text that distinguishes this start of the job from an earlier start, or ""."""
     if launcher == "torchrun" and environment.get("GROUP_WORLD_SIZE", "1") == "1":
         # Agents of several hosts count their restarts each for itself.
@@ -268,11 +269,11 @@ class _Reader:
 
     def number(self, name: str, least: int = 0, most: int | None = None) -> int:
         value = self.environment.get(name, "")
-        number = find_whole_number(value)
+        number = find_integer(value)
         if not value:
             self.missing.append(name)
         elif number is None or number < least:
-            self.wrong.append(f"{name}={_shown(value)} is no whole number from {least}")
+            self.wrong.append(f"{name}={_shown(value)} is no integer from {least}")
         elif most is not None and number > most:
             self.wrong.append(f"{name}={_shown(value)} is more than {most}")
         else:
@@ -280,12 +281,12 @@ class _Reader:
         return least
 
     def optional_number(self, name: str) -> int | None:
-        return find_whole_number(self.environment.get(name, ""))
+        return find_integer(self.environment.get(name, ""))
 
     def port(self, *names: str) -> int | None:
         name = next(filter(self.environment.get, names))
         value = self.environment[name]
-        number = find_whole_number(value, most=65535)
+        number = find_integer(value, most=65535)
         if not number:
             self.wrong.append(f"{name}={_shown(value)} is no port: 1 to 65535")
         return number
@@ -298,13 +299,13 @@ class _Reader:
     ) -> RendezvousError:
         parts = []
         if self.missing:
-            verb = "is" if len(self.missing) == 1 else "are"
-            parts.append(f"{', '.join(self.missing)} {verb} missing")
+            operation = "is" if len(self.missing) == 1 else "are"
+            parts.append(f"{', '.join(self.missing)} {operation} missing")
         parts += self.wrong
         own = ""
         if self.missing and {*self.missing} <= {"MASTER_ADDR", "MASTER_PORT"}:
             own = (
-                "\nor name the place where the ranks meet in the program, before its first verb or "
+                "\nor name the place where the ranks meet in the program, before its first collective or "
                 "mesh: init_process_group(init_method='tcp://HOST_OF_RANK_0:PORT', "
                 "rank=..., world_size=...)"
             )
@@ -381,4 +382,4 @@ def find_restart_count(environment: Mapping[str, str]) -> int:
         (2, 0)
     """
     names = "TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"
-    return max(find_whole_number(environment.get(name, "")) or 0 for name in names)
+    return max(find_integer(environment.get(name, "")) or 0 for name in names)

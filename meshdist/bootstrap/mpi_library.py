@@ -1,9 +1,9 @@
 """mpi4py and the MPI library beneath it: found, started, and asked what they can do.
 
-To load the library starts nothing. It is started when the first group of the wire "mpi" opens, or
-when ranks on several hosts have to share an address, and ends with the process. MPI waits
-at its end for all ranks, so a rank that fails ends the job instead; and a forked child, which is no
-rank, must not end MPI.
+To load the library starts nothing. It is started when the first group of the backend "mpi" opens,
+or when ranks on several hosts have to share an address, and ends with the process. MPI waits at its
+end for all ranks, so a rank that fails ends the job instead; and a forked child, which is no rank,
+must not end MPI.
 
 The processes of one ``mpiexec`` meet, on one host, in a directory that only this user can enter,
 named by the user, the launching process and its start time; MPI is not started for it. Across hosts
@@ -30,20 +30,20 @@ from ..error_text import first_line
 from ..errors import RendezvousError
 from ..launching.child_processes import remove_after
 from ..launching.rank_environment import find_mpiexec
-from ..runtime.fork_safe_locks import ModuleLock
+from ..runtime.fork_safe_locks import ForkSafeLock
 from ..runtime.hosts import process_start, read_process
-from ..runtime.integers import find_whole_number
-from .launch_environment import Surroundings
+from ..runtime.integers import find_integer
+from .launch_environment import LaunchEnvironment
 from .stores import TCPStore, address_towards, bind_listener, connect_store, serve_store
 
 _LAUNCHERS = ("prte", "orted", "orterun", "mpiexec", "mpirun", "hydra_pmi_proxy", "flux-shell")
 
 
-def directory_of_mpiexec(surroundings: Surroundings) -> str:
+def directory_of_mpiexec(launch_environment: LaunchEnvironment) -> str:
     """Return a private directory, the same for all processes of an mpiexec on this host."""
     launcher = launching_process()
     start = (process_start(launcher) or "").replace(" ", "-")
-    job = "".join(letter if letter.isalnum() else "-" for letter in surroundings.job or "")
+    job = "".join(letter if letter.isalnum() else "-" for letter in launch_environment.job or "")
     name = f"meshdist-{os.getuid()}-{launcher}-{start}-{job}"
     folder = os.path.join(tempfile.gettempdir(), name)
     try:
@@ -81,21 +81,21 @@ def _check_private(folder: str) -> None:
         )
 
 
-def store_by_mpi(surroundings: Surroundings, timeout: timedelta) -> TCPStore:
+def store_by_mpi(launch_environment: LaunchEnvironment, timeout: timedelta) -> TCPStore:
     """Return the store that rank 0 of an mpiexec serves; collective, by mpi4py."""
     problem = find_mpi_problem()
     if problem is not None:
         raise RendezvousError(
             "the ranks of this job may run on several hosts, and mpi4py cannot be used",
-            where=f"rank {surroundings.rank} of {surroundings.size}, started by "
-            f"{surroundings.launcher}",
+            where=f"rank {launch_environment.rank} of {launch_environment.size}, started by "
+            f"{launch_environment.launcher}",
             expected="mpi4py, to tell every rank where rank 0 listens",
             found=problem[0],
             fix=f"{problem[1]}; or set MASTER_ADDR and MASTER_PORT for all ranks, by export under "
             "Flux and jsrun, or mpiexec -x MASTER_ADDR=host0 -x MASTER_PORT=29500 ...",
         )
     everyone = start_mpi().COMM_WORLD
-    if surroundings.rank > 0:
+    if launch_environment.rank > 0:
         host, port = everyone.bcast(None, root=0)
         return connect_store(host, port, timeout)
     listener = bind_listener("0.0.0.0", 0)
@@ -154,7 +154,7 @@ def load_mpi() -> Any:
     return sys.modules["mpi4py.MPI"]
 
 
-_starting = ModuleLock()
+_starting = ForkSafeLock()
 _HANDLERS = {"exception": "ERRORS_RETURN", "abort": "ERRORS_ABORT", "fatal": "ERRORS_ARE_FATAL"}
 _loaded_here: list[int] = []
 """The process in which mpi4py was loaded without an end of MPI of its own."""
@@ -238,7 +238,7 @@ def is_cuda_aware() -> bool:
 def _size_by_mpiexec(environment: Mapping[str, str]) -> tuple[str, int]:
     """Return the MPI of the mpiexec that started this process, and its size; else ("", 0)."""
     for launcher, name in _SIZES.items():
-        if size := find_whole_number(environment.get(name, "")):
+        if size := find_integer(environment.get(name, "")):
             return launcher, size
     return "", 0
 

@@ -3,11 +3,12 @@
 A store counts generations: ``open`` holds the number of the last, and the size of its world. In
 each, every rank claims its number with its card and is counted. When all have come, each confirms
 that it is still there; the last rank closes the generation as complete, and says on which hosts the
-ranks are and which wires all of them can use. (Without the second step a world could begin with the
-claim of a process that has died.) A generation that cannot become complete (a rank is missing at
-the timeout, two processes claim one rank, ranks disagree about the size) is closed as failed, and
-every rank in it raises the same error. What comes later begins the next generation, so that a world
-can be made again and again at one address, and nothing of an earlier world is taken for its own.
+ranks are and which backends all of them can use. (Without the second step a world could begin with
+the claim of a process that has died.) A generation that cannot become complete (a rank is missing
+at the timeout, two processes claim one rank, ranks disagree about the size) is closed as failed,
+and every rank in it raises the same error. What comes later begins the next generation, so that a
+world can be made again and again at one address, and nothing of an earlier world is taken for its
+own.
 
 A job that crashed while its ranks met leaves an open generation with claims of processes that have
 ended. A rank of the next job that finds such a claim closes the generation as stale, and all ranks
@@ -20,7 +21,7 @@ that joined it go on to the next. For example, ranks 0 and 1 of a job of 3 are k
 An ended process is recognized on its own host only. Elsewhere the claim is a failure, and the job
 after that begins in a new generation.
 
-Keys of a generation, below its number: ``arrived``, ``card/RANK``, ``joined/...`` and
+Keys of a generation, below its number: ``arrived``, ``process_info/RANK``, ``joined/...`` and
 ``confirmed/...``, which count heads; ``full``, ``gave up``, ``state``; the world's own keys lie
 below ``world``. However many ranks there are, each makes as many requests.
 """
@@ -39,12 +40,12 @@ from typing import Any
 from ..error_text import fields_among, first_line, ranks_text
 from ..errors import RendezvousError
 from ..runtime.deadlines import Deadline
-from ..runtime.hosts import ProcessCard, is_alive, my_card
+from ..runtime.hosts import ProcessInfo, is_alive, my_process_info
 from ..runtime.integers import from_runs, to_runs
-from .arrival_counters import head_count_of
+from .arrival_counters import arrival_counter_of
 from .stores import PrefixStore, Store
 from .timeout_store import (
-    BoundedStore,
+    TimeoutStore,
     await_key,
     find_value,
     parse_value,
@@ -77,7 +78,7 @@ class Rendezvous:
         server: the rank whose process serves the store; None where no rank does.
         hosts: for each rank the number of its host, numbered as they first appear.
         local_rank: this process's number among the ranks of its host.
-        wires: what all ranks said that they could use.
+        backends: what all ranks said that they could use.
         origin: how the ranks met, for messages.
         leave: call it once, when this process has closed the world and all that used its store.
     """
@@ -87,11 +88,11 @@ class Rendezvous:
     generation: int
     store: Store
     make_torch_store: Callable[[], Store]
-    handle: BoundedStore
+    handle: TimeoutStore
     server: int | None
     hosts: tuple[int, ...]
     local_rank: int
-    wires: frozenset[str]
+    backends: frozenset[str]
     origin: str
     leave: Callable[[], None] = lambda: None
 
@@ -102,7 +103,7 @@ class Rendezvous:
 
 
 @dataclass
-class Attempt:
+class RendezvousRound:
     """Attempt of this process to join a world of ``size`` ranks that meets in a store.
 
     Args:
@@ -110,19 +111,19 @@ class Attempt:
         rank: this process's rank; None lets it follow the order of arrival.
         timeout: how long to wait for the others.
         origin: how the ranks came here, for messages.
-        wires: the names of what this process could use to communicate.
+        backends: the names of what this process could use to communicate.
         local_rank: this process's number on its host, where its launcher numbers them.
         is_unique: whether a launcher sees to it that no rank runs twice at once.
         prefix: what the keys of the attempt begin with.
         serves: whether this process serves the store, or is thought to.
     """
 
-    handle: BoundedStore
+    handle: TimeoutStore
     rank: int | None
     size: int
     timeout: timedelta
     origin: str
-    wires: Collection[str] = ()
+    backends: Collection[str] = ()
     local_rank: int | None = None
     is_unique: bool = False
     prefix: str = "meshdist"
@@ -130,9 +131,9 @@ class Attempt:
 
     def __post_init__(self) -> None:
         self._deadline = Deadline(self.timeout)
-        self.card = my_card()
-        self._terms = ""
-        self._heads = head_count_of(tuple(range(self.size)), (0,) * self.size)
+        self.process_info = my_process_info()
+        self._init_arguments = ""
+        self._heads = arrival_counter_of(tuple(range(self.size)), (0,) * self.size)
         self.store = PrefixStore(self.prefix, self.handle)
 
     def join(self) -> Rendezvous:
@@ -149,24 +150,24 @@ class Attempt:
 
     def _enter(self) -> int:
         """Return the open generation's number; raise if its first rank gave another world size."""
-        held, terms = b"", [0]
+        held, init_arguments = b"", [0]
         for _ in range(_MOST_TRIES):
-            opened = f"[{terms[0]}, {self.size}]"
+            opened = f"[{init_arguments[0]}, {self.size}]"
             held = self.store.compare_set("open", held.decode(), opened)
-            terms = parse_value("open", held, lambda it: [int(it[0]), *map(int, it[1:2])])
-            if len(terms) == 2:
+            init_arguments = parse_value("open", held, lambda it: [int(it[0]), *map(int, it[1:2])])
+            if len(init_arguments) == 2:
                 break
         else:
             raise RendezvousError(
                 f"{_MOST_TRIES} worlds of the store have ended while this process came to join one",
-                where=f"{self.origin}; {self.card}",
+                where=f"{self.origin}; {self.process_info}",
                 expected="a world that waits for this process",
-                found=f"worlds up to number {terms[0]}, each of which other processes have closed",
+                found=f"worlds up to number {init_arguments[0]}, each of which other processes have closed",
                 fix="end the processes that make worlds at this address again and again, or give "
                 "this job another address, file or store",
             )
         generation, agreed = parse_value("open", held, lambda it: (int(it[0]), int(it[1])))
-        self._terms = held.decode()
+        self._init_arguments = held.decode()
         if agreed != self.size:
             generation_store = PrefixStore(f"{self.prefix}/{generation}", self.handle)
             is_stale = self._has_ended_claim(generation_store, agreed)
@@ -177,7 +178,7 @@ class Attempt:
 
     def _pass_over(self, generation: int) -> None:
         """Make the next generation the open generation, for the processes that come later."""
-        self.store.compare_set("open", self._terms, f"[{generation + 1}]")
+        self.store.compare_set("open", self._init_arguments, f"[{generation + 1}]")
 
     def try_generation(self, generation: int) -> Rendezvous | None:
         """Return the world, None if it is stale or closed; raise RendezvousError if it failed."""
@@ -199,16 +200,21 @@ class Attempt:
             return self._conclude(generation_store, generation, mine, outcome)
         except KeyboardInterrupt:
             self._resolve(
-                generation_store, _failure(f"rank {mine} was interrupted", where=str(self.card))
+                generation_store,
+                _failure(f"rank {mine} was interrupted", where=str(self.process_info)),
             )
             self._pass_over(generation)
             raise
 
     def _claim(self, generation_store: Store, generation: int) -> int | None:
         """Claim a rank by this process's card; return the rank, or None in a closed generation."""
-        about = {"local_rank": self.local_rank, "wires": sorted(self.wires), "serves": self.serves}
+        about = {
+            "local_rank": self.local_rank,
+            "backends": sorted(self.backends),
+            "serves": self.serves,
+        }
         about["is_server"] = self.handle.is_served_here
-        text = json.dumps({**self.card.to_json(), **about, "by": secrets.token_hex(8)})
+        text = json.dumps({**self.process_info.to_json(), **about, "by": secrets.token_hex(8)})
         while True:
             rank = generation_store.add("arrived", 1) - 1 if self.rank is None else self.rank
             if rank >= self.size:
@@ -222,7 +228,7 @@ class Attempt:
                 return rank
             if self.rank is not None:
                 break
-        other = parse_value(f"card/{rank}", found, ProcessCard.from_json)
+        other = parse_value(f"card/{rank}", found, ProcessInfo.from_json)
         if generation_store.check(["state"]):
             return None
         if self.is_unique or is_alive(other) is False:
@@ -233,7 +239,7 @@ class Attempt:
             f"rank {rank} was claimed by two processes",
             where=self.origin,
             expected=f"every rank from 0 to {self.size - 1} once",
-            found=f"{other}; {self.card}",
+            found=f"{other}; {self.process_info}",
             fix="give each process its own rank; or, if a job that has crashed used this "
             "store, start with a new address, file or store",
         )
@@ -242,8 +248,11 @@ class Attempt:
 
     def _has_ended_claim(self, generation_store: Store, size: int) -> bool:
         """Return whether a rank below ``size`` is claimed by a process of this host that ended."""
-        cards = (self._card_of(generation_store, rank) for rank in range(size))
-        return any(card is not None and is_alive(card) is False for card in cards)
+        process_infos = (self._process_info_of(generation_store, rank) for rank in range(size))
+        return any(
+            process_info is not None and is_alive(process_info) is False
+            for process_info in process_infos
+        )
 
     def _wait_for(self, generation_store: Store, key: str) -> bool:
         """Wait for ``key``; log once which ranks are missing; return whether it was set in time."""
@@ -309,7 +318,7 @@ class Attempt:
             server,
             hosts,
             hosts[:rank].count(hosts[rank]) if local_rank is None else local_rank,
-            frozenset(state["wires"]),
+            frozenset(state["backends"]),
             self.origin,
         )
 
@@ -325,32 +334,36 @@ class Attempt:
         if state["kind"] == "failed":
             raise RendezvousError(state["summary"], **state["fields"])
 
-    def _card_of(self, generation_store: Store, rank: int) -> ProcessCard | None:
+    def _process_info_of(self, generation_store: Store, rank: int) -> ProcessInfo | None:
         value = find_value(generation_store, f"card/{rank}")
         if value is None:
             return None
-        return parse_value(f"card/{rank}", value, ProcessCard.from_json)
+        return parse_value(f"card/{rank}", value, ProcessInfo.from_json)
 
     def _complete(self, generation_store: Store) -> dict[str, Any]:
         """Return the world's facts from every rank's card, or "stale" if a process has ended."""
         seen = read_jsons(
-            generation_store, [f"card/{rank}" for rank in range(self.size)], _parse_card
+            generation_store, [f"card/{rank}" for rank in range(self.size)], _parse_process_info
         )
-        cards = [card for card, _ in seen]
+        process_infos = [process_info for process_info, _ in seen]
         values = [value for _, value in seen]
-        if any(is_alive(card) is False for card in cards):
+        if any(is_alive(process_info) is False for process_info in process_infos):
             return {"kind": "stale"}
         numbers: dict[str, int] = {}
-        hosts = [numbers.setdefault(card.host, len(numbers)) for card in cards]
+        hosts = [
+            numbers.setdefault(process_info.host, len(numbers)) for process_info in process_infos
+        ]
         local_ranks = [value["local_rank"] for value in values]
         places = set(zip(hosts, local_ranks, strict=True))
-        served_by = next((card.to_json() for card, value in seen if value["is_server"]), None)
+        served_by = next(
+            (process_info.to_json() for process_info, value in seen if value["is_server"]), None
+        )
         return {
             "kind": "complete",
             "hosts": to_runs(hosts),
             # Not every launcher numbers them, or several launchers of one host do, each from 0.
             "is_numbered": None not in local_ranks and len(places) == self.size,
-            "wires": sorted(set.intersection(*(set(value["wires"]) for value in values))),
+            "backends": sorted(set.intersection(*(set(value["backends"]) for value in values))),
             "server": next((rank for rank, value in enumerate(values) if value["serves"]), None),
             "served_by": served_by,
         }
@@ -359,8 +372,12 @@ class Attempt:
         absent = self._absent(generation_store, "joined")
         present = sorted(set(range(self.size)).difference(absent))
         if not absent:
-            found = {rank: self._card_of(generation_store, rank) for rank in present}
-            if ended := [rank for rank, card in found.items() if card and is_alive(card) is False]:
+            found = {rank: self._process_info_of(generation_store, rank) for rank in present}
+            if ended := [
+                rank
+                for rank, process_info in found.items()
+                if process_info and is_alive(process_info) is False
+            ]:
                 return self._silent(
                     generation_store, ended
                 )  # they were counted, and could not say so
@@ -372,15 +389,17 @@ class Attempt:
                 fix="give more time: init_process_group(timeout=timedelta(minutes=30))",
             )
         ranks = ranks_text(absent)
-        verb = "has" if len(absent) == 1 else "have"
-        cards = [f"rank {rank}: {self._card_of(generation_store, rank)}" for rank in present[:8]]
+        operation = "has" if len(absent) == 1 else "have"
+        process_infos = [
+            f"rank {rank}: {self._process_info_of(generation_store, rank)}" for rank in present[:8]
+        ]
         more = ["..."] if len(present) > 8 else []
         return _failure(
-            f"{ranks} {verb} not joined the world of {self.size} within "
+            f"{ranks} {operation} not joined the world of {self.size} within "
             f"{self.timeout.total_seconds():g} s",
             where=self.origin,
             expected=f"{self.size} ranks, all at the same address",
-            found="\n".join([f"joined: {ranks_text(present)}", *cards, *more]),
+            found="\n".join([f"joined: {ranks_text(present)}", *process_infos, *more]),
             fix=f"look at the output of {ranks}: it may have failed before it came here; or give "
             "more time: init_process_group(timeout=timedelta(minutes=30))",
         )
@@ -388,15 +407,23 @@ class Attempt:
     def _silent(self, generation_store: Store, absent: list[int] | None = None) -> dict[str, Any]:
         absent = absent or self._absent(generation_store, "confirmed")
         if not absent:  # the last rank has ended before it told the others, maybe on another host
-            found = {rank: self._card_of(generation_store, rank) for rank in range(self.size)}
-            absent = [rank for rank, card in found.items() if not (card and is_alive(card))]
+            found = {
+                rank: self._process_info_of(generation_store, rank) for rank in range(self.size)
+            }
+            absent = [
+                rank
+                for rank, process_info in found.items()
+                if not (process_info and is_alive(process_info))
+            ]
         ranks = ranks_text(absent)
-        cards = [f"rank {rank}: {self._card_of(generation_store, rank)}" for rank in absent[:8]]
+        process_infos = [
+            f"rank {rank}: {self._process_info_of(generation_store, rank)}" for rank in absent[:8]
+        ]
         return _failure(
             f"{ranks} came to the world of {self.size}, and then fell silent",
             where=self.origin,
             expected=f"{self.size} ranks that live",
-            found="\n".join(cards),
+            found="\n".join(process_infos),
             fix=f"look at the output of {ranks}, and start the job again at a new address",
         )
 
@@ -409,7 +436,7 @@ class Attempt:
             "the ranks disagree about the size of the world",
             where=self.origin,
             expected="the same world_size on every rank",
-            found=f"{process} ({self.card}): {self.size}; the first that came: {agreed}",
+            found=f"{process} ({self.process_info}): {self.size}; the first that came: {agreed}",
             fix="give every rank the same world_size (WORLD_SIZE; -n of a launcher on each host)",
         )
 
@@ -418,17 +445,17 @@ def lost_while_joining(origin: str, error: RuntimeError) -> RendezvousError:
     """Return the error of a store lost while ranks join; ``origin`` says by what they had met."""
     return RendezvousError(
         f"the store was lost while the ranks were joining: {first_line(error)}",
-        where=f"{origin}; {my_card()}",
+        where=f"{origin}; {my_process_info()}",
         expected="the process that serves the store (rank 0, as a rule) to live",
         fix="look at the output of rank 0, and start the job again",
     )
 
 
-def _parse_card(value: dict[str, Any]) -> tuple[ProcessCard, dict[str, Any]]:
+def _parse_process_info(value: dict[str, Any]) -> tuple[ProcessInfo, dict[str, Any]]:
     """Return a rank's process card and the facts that it stored beside the card."""
-    return ProcessCard.from_json(value), {
+    return ProcessInfo.from_json(value), {
         "local_rank": None if value["local_rank"] is None else int(value["local_rank"]),
-        "wires": [str(wire) for wire in value["wires"]],
+        "backends": [str(backend) for backend in value["backends"]],
         "serves": bool(value["serves"]),
         "is_server": bool(value["is_server"]),
     }
@@ -450,9 +477,9 @@ def _state(generation_store: Store, size: int) -> dict[str, Any]:
             "kind": "complete",
             "hosts": hosts,
             "is_numbered": bool(value["is_numbered"]),
-            "wires": [str(wire) for wire in value["wires"]],
+            "backends": [str(backend) for backend in value["backends"]],
             "server": None if server is None else int(server),
-            "served_by": served_by and ProcessCard.from_json(served_by),
+            "served_by": served_by and ProcessInfo.from_json(served_by),
         }
 
     return parse_value("state", find_value(generation_store, "state") or b"", parse)

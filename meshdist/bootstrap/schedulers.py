@@ -14,7 +14,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Engine:
+class ClusterScheduler:
     """An engine that starts processes.
 
     Args:
@@ -32,7 +32,7 @@ class Engine:
     def fix(self) -> str:
         """The fix that errors give to a worker of this engine, in place of a launcher's command."""
         return (
-            "give each worker its rank and a store that all share, before its first verb or mesh: "
+            "give each worker its rank and a store that all share, before its first collective or mesh: "
             "init_process_group(store=store, rank=rank, world_size=size); the program that does so "
             f"stands in docs/engines.md under {self.name!r}"
         )
@@ -44,14 +44,16 @@ def _is_dask(_: Mapping[str, str]) -> bool:
 
 
 ENGINES = (
-    Engine("Ray", lambda them: "ray" in sys.modules and "RAY_RAYLET_PID" in them, is_service=True),
-    Engine("Dask", _is_dask, is_service=True),
-    Engine("submitit", lambda them: "SUBMITIT_EXECUTOR" in them),
-    Engine("joblib", lambda _: current_process().name.startswith("LokyProcess")),
-    Engine("Process pools", lambda _: parent_process() is not None),
+    ClusterScheduler(
+        "Ray", lambda them: "ray" in sys.modules and "RAY_RAYLET_PID" in them, is_service=True
+    ),
+    ClusterScheduler("Dask", _is_dask, is_service=True),
+    ClusterScheduler("submitit", lambda them: "SUBMITIT_EXECUTOR" in them),
+    ClusterScheduler("joblib", lambda _: current_process().name.startswith("LokyProcess")),
+    ClusterScheduler("Process pools", lambda _: parent_process() is not None),
 )
 
 
-def find_engine(environment: Mapping[str, str]) -> Engine | None:
+def find_engine(environment: Mapping[str, str]) -> ClusterScheduler | None:
     """Return the engine (such as Ray) whose worker this process is, None without any."""
     return next((engine for engine in ENGINES if engine.is_here(environment)), None)

@@ -33,12 +33,12 @@ _Key: TypeAlias = tuple[int, Hashable]
 
 
 @dataclass
-class _KeptStore:
+class _CachedStore:
     store: Store
     num_users: int = 0
 
 
-_kept: dict[_Key, _KeptStore] = {}
+_kept: dict[_Key, _CachedStore] = {}
 _keeping = threading.RLock()
 _had: set[_Key] = set()
 
@@ -54,7 +54,7 @@ def keep_store(address: Hashable, make: Callable[[], Store]) -> Store:
     with _keeping:
         kept = _kept.get(key)
         if kept is None:
-            kept = _kept[key] = _KeptStore(make())
+            kept = _kept[key] = _CachedStore(make())
             _had.add(key)
         kept.num_users += 1
         return kept.store
@@ -77,7 +77,7 @@ def hold_until_left(store: Store) -> None:
     root = root_of(store)
     if isinstance(root, TCPStore) and has_clients(root):
         with _keeping:
-            _kept[os.getpid(), ("given", root.port)] = _KeptStore(store)
+            _kept[os.getpid(), ("given", root.port)] = _CachedStore(store)
             _closer.start()
 
 

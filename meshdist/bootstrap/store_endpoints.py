@@ -16,7 +16,7 @@ import torch.distributed
 from ..error_text import first_line
 from ..errors import RendezvousError
 from ..runtime.deadlines import Deadline
-from .launch_environment import Surroundings
+from .launch_environment import LaunchEnvironment
 from .mpi_library import store_by_mpi
 from .store_cache import has_kept
 from .stores import (
@@ -63,19 +63,21 @@ def open_by_url(
 
 
 def place_by_environment(
-    surroundings: Surroundings, timeout: timedelta
+    launch_environment: LaunchEnvironment, timeout: timedelta
 ) -> tuple[Hashable, Callable[[], Store]]:
     """Return the key of a launcher's meeting place, and a function that opens its store."""
-    port, address = surroundings.port, surroundings.address or ""
+    port, address = launch_environment.port, launch_environment.address or ""
     if port is None:
-        return ("mpiexec", surroundings.job), partial(store_by_mpi, surroundings, timeout)
-    if surroundings.has_agent_store:
+        return ("mpiexec", launch_environment.job), partial(
+            store_by_mpi, launch_environment, timeout
+        )
+    if launch_environment.has_agent_store:
         return ("agent", address, port), partial(_store_of_agent, address, port, timeout)
 
     def make() -> Store:
-        if surroundings.rank > 0:
+        if launch_environment.rank > 0:
             return connect_store(address, port, timeout)
-        check_can_serve(surroundings.size)
+        check_can_serve(launch_environment.size)
         return _serve_or_find(address, port, timeout)
 
     return place_of(address, port), make

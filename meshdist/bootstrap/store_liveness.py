@@ -32,7 +32,7 @@ from torch.distributed import PrefixStore, Store, TCPStore
 
 from ..runtime.deadlines import Deadline
 from ..runtime.hosts import (
-    ProcessCard,
+    ProcessInfo,
     call_at_end,
     do_not_call_at_end,
     is_alive,
@@ -59,12 +59,12 @@ _MOST_ANSWERS = 64
 _HAS_LEFT = getattr(select, "POLLRDHUP", 0)  # unlike POLLIN, not for requests
 
 
-class ServerWatch:
+class StoreLiveness:
     """A connection to the server of ``store`` that carries no requests and ends with the server."""
 
     def __init__(self, store: Store) -> None:
         self.connection: socket.socket | None = None
-        self.server: ProcessCard | None = None  # the process that serves, once that is known
+        self.server: ProcessInfo | None = None  # the process that serves, once that is known
         self.stopped_since: float | None = None  # when it was first seen stopped, if it still is
         self._next_look = 0.0
         while isinstance(store, PrefixStore):

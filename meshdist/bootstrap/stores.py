@@ -24,7 +24,7 @@ from ..error_text import first_line
 from ..errors import RendezvousError, StoreError
 from ..runtime.deadlines import Deadline, wait_until
 from ..runtime.hosts import MORE_DESCRIPTORS, make_descriptor_room, name_locker, take_lock
-from ..runtime.integers import find_whole_number
+from ..runtime.integers import find_integer
 from .store_liveness import wait_for_clients_at_end
 
 __all__ = [
@@ -127,7 +127,7 @@ def unknown_address(address: str, error: Exception) -> RendezvousError:
 
 def inherited_listener(descriptor: str | None, port: int) -> socket.socket | None:
     """Return the launcher's socket ``descriptor``, listening, if bound to ``port``; else None."""
-    number = find_whole_number(descriptor or "", most=_MOST_DESCRIPTORS)
+    number = find_integer(descriptor or "", most=_MOST_DESCRIPTORS)
     if number is None:
         return None
     try:

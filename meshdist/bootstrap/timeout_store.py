@@ -1,7 +1,7 @@
 """A store whose requests end in time, also where its server is stopped or has ended.
 
 Torch's clients wait for an answer without a limit, report a lost server on stderr with a stack, and
-keep every other thread waiting that uses the same connection. A BoundedStore looks first whether
+keep every other thread waiting that uses the same connection. A TimeoutStore looks first whether
 the server lives, waits for a key on a connection of its own, and leaves requests to another process
 to a thread of its own, so that the caller can give up. Requests to a file, or to a server in this
 process, need no thread, and end by themselves; where another process is stopped while it keeps the
@@ -29,8 +29,8 @@ from torch.distributed import DistNetworkError, Store, TCPStore
 
 from ..errors import StoreError
 from ..runtime.deadlines import Deadline, wait_until
-from ..runtime.hosts import ProcessCard, name_locker, take_lock
-from .store_liveness import AlarmLost, KeyAlarm, ServerWatch, find_readable
+from ..runtime.hosts import ProcessInfo, name_locker, take_lock
+from .store_liveness import AlarmLost, KeyAlarm, StoreLiveness, find_readable
 from .stores import NamedPrefixStore, cloned, root_of
 
 T = TypeVar("T")
@@ -88,7 +88,7 @@ def _answer_limit_s() -> float:
     return ANSWER_S if deadline is None else max(ANSWER_S, deadline.left_s)
 
 
-class BoundedStore(Store):
+class TimeoutStore(Store):
     """A client of ``raw`` for all threads of this process, whose requests end in time.
 
     Args:
@@ -115,7 +115,7 @@ class BoundedStore(Store):
         self.client = f"process {os.getpid()}"
         """The name of this process in messages."""
         self._raw: Store | None = raw
-        self._watch: ServerWatch | None = None
+        self._watch: StoreLiveness | None = None
         self._file = os.open(path, os.O_RDONLY) if path else None
         self._process_id = os.getpid()
         self._is_closed = False
@@ -244,7 +244,7 @@ class BoundedStore(Store):
         """Return False: torch's classes need no more methods than these."""
         return False
 
-    def clone(self) -> BoundedStore:
+    def clone(self) -> TimeoutStore:
         """Return this store: a thread that waits on it keeps no other thread waiting."""
         return self
 
@@ -258,7 +258,7 @@ class BoundedStore(Store):
                 self._alarms.append(KeyAlarm(self.address))
         return self._alarms[-1] if self._alarms else None
 
-    def watch(self, server: ProcessCard) -> None:
+    def watch(self, server: ProcessInfo) -> None:
         """Set ``server``, a process of this host, whose end or stop this client then notices."""
         if self._watch is not None:
             self._watch.server = server
@@ -337,7 +337,7 @@ class BoundedStore(Store):
                         _silent_since[self.address] = time.monotonic() - self._silent_s()
                     raise self._lost("does not answer") from None
             except DistNetworkError:
-                raise (self._refused() if self.is_served else self._lost("has ended")) from None
+                raise (self._rejected() if self.is_served else self._lost("has ended")) from None
 
     def _check_usable(self) -> Store:
         if self._raw is None or self._is_closed or self._process_id != os.getpid():
@@ -387,8 +387,8 @@ class BoundedStore(Store):
         since = (_silent_since.get(self.address, self._busy_since), stopped)
         return max(0.0 if moment is None else time.monotonic() - moment for moment in since)
 
-    def _watched(self, raw: Store) -> ServerWatch:
-        watch = ServerWatch(raw)
+    def _watched(self, raw: Store) -> StoreLiveness:
+        watch = StoreLiveness(raw)
         if self._is_closed:  # it came too late
             watch.close()
         return watch
@@ -401,7 +401,7 @@ class BoundedStore(Store):
             fix="look at what that process wrote last, and whether it is stopped",
         )
 
-    def _refused(self) -> StoreError:
+    def _rejected(self) -> StoreError:
         return StoreError(
             f"{self.server} has closed this process's connection",
             where=self.client,
@@ -457,7 +457,7 @@ def await_key(
     store: Store, key: str, deadline: Deadline, look: Callable[[], object] | None = None
 ) -> bool:
     """Wait for ``key`` until ``deadline``, calling ``look`` at times; return whether it is set."""
-    if not isinstance(root_of(store), BoundedStore):
+    if not isinstance(root_of(store), TimeoutStore):
         return bool(wait_until(lambda: store.check([key]), deadline, look))
     try:
         with within(deadline), looking(look):

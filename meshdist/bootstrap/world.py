@@ -24,7 +24,7 @@ from ..errors import GroupClosedError, NotInitializedError, WorldError
 from ..runtime.hosts import handled_here, num_forks
 from .launch_environment import find_place, find_stray, ways_to_start
 from .schedulers import find_engine
-from .timeout_store import BoundedStore
+from .timeout_store import TimeoutStore
 
 __all__ = [
     "World",
@@ -45,7 +45,7 @@ class Caches:
         """Return the object stored under a type and a key, or None."""
         try:
             found: T | None = self.kept[kind].get(key)
-        except TypeError:  # no hash: what is made with such a key refuses it in better words
+        except TypeError:  # no hash: what is made with such a key rejects it in better words
             return None
         return found
 
@@ -81,13 +81,13 @@ class World:
         given_torch_store: as ``make_torch_store``; None lets it return ``store``.
         handle: makes the requests to the store; None for simulated ranks.
         server: the rank whose process serves the store; None where no rank does.
-        backends: the wire that serves each device type, for example ``{"cpu": "gloo"}``.
-        timeout: how long a verb may wait; None takes the wire's default.
+        backends: the backend that serves each device type, for example ``{"cpu": "gloo"}``.
+        timeout: how long a collective may wait; None takes the backend's default.
         local_rank: this rank among those of its host.
         local_size: how many ranks its host has.
         hosts: the number of each rank's host, counted by first appearance; () for one host.
         origin: how the world came to be, for messages ("env://", "simulated", ...).
-        options: what the caller gave for the wire (torch's options classes), or None.
+        options: what the caller gave for the backend (torch's options classes), or None.
         device: the device bound to this rank, or None.
     """
 
@@ -103,10 +103,10 @@ class World:
     options: Any = None
     device: Any = None
     given_torch_store: Callable[[], Store] | None = None
-    handle: BoundedStore | None = None
+    handle: TimeoutStore | None = None
     server: int | None = None
-    chooses_wires: bool = False
-    """Whether no wire was named, so that another may serve where the best cannot."""
+    chooses_backends: bool = False
+    """Whether no backend was named, so that another may serve where the best cannot."""
     compared: dict[str, str] | None = None
     """The gradients of simulated ranks to compare, which share them; else None."""
     num_compared: Counter[Any] = field(default_factory=Counter, init=False, repr=False)
@@ -121,8 +121,8 @@ class World:
     is_adopted: bool = field(default=False, init=False)
     """Whether init_process_group was called in this world of simulated ranks."""
     first_touch: str = field(default="", init=False)
-    """The site of the verb or mesh that made this world; "" where init_process_group did, or has
-    taken it over."""
+    """The site of the collective or mesh that made this world; "" where init_process_group did, or
+    has taken it over."""
     closers: list[Callable[[], None]] = field(default_factory=list, init=False, repr=False)
     """Called in reverse order when the world closes."""
     kept: list[object] = field(default_factory=list, init=False, repr=False)
@@ -135,7 +135,7 @@ class World:
     """The sets of ranks over which wrappers of this rank average gradients."""
     complete: tuple[int, tuple[int, ...], str] = field(default=(-1, (), ""), init=False, repr=False)
     """The last backward that came to a complete loss, its ranks and place: ``linear_function``."""
-    latest_signal: int = field(default=0, init=False, repr=False)
+    latest_control_message: int = field(default=0, init=False, repr=False)
     """The last signal's number that this rank has seen or posted (``groups.control_messages``)."""
     registry: Closable | None = field(default=None, init=False, repr=False)
     """This rank's communicators (``groups.communicators``), made at first use."""
@@ -207,7 +207,7 @@ class World:
                 "a forked child cannot communicate in its parent's world",
                 where=f"process {os.getpid()}, forked from rank {self.rank} "
                 f"(process {self.process_id})",
-                expected="verbs in the process that called init_process_group",
+                expected="collectives in the process that called init_process_group",
                 fix="start the child with the start method 'spawn', or let it only read "
                 "get_rank() and get_world_size()",
             )
@@ -223,7 +223,7 @@ class World:
             raise GroupClosedError(
                 "the world was closed",
                 where=f"rank {self.rank} of {self.size}",
-                fix="call init_process_group again before the next verb",
+                fix="call init_process_group again before the next collective",
             )
 
     def close(self) -> None:
@@ -292,18 +292,22 @@ def _no_world() -> NotInitializedError:
     expected, found = "init_process_group(...) before this call", ""
     if _is_past_first_touch():
         found = "the world of this process was closed"
-        fix = "call init_process_group() again before the next verb"
+        fix = "call init_process_group() again before the next collective"
     elif torch_distributed.is_initialized():
-        found = "a world of torch.distributed, which no verb adopts by itself"
+        found = "a world of torch.distributed, which no collective adopts by itself"
         fix = "call meshdist.init_process_group() on every rank of it, which adopts that world"
     elif find_place(os.environ) is not None:
         found = "a process that a launcher started, and that has not joined the others yet"
-        fix = "call init_process_group() before, or a verb, or make a mesh: each of them joins"
+        fix = (
+            "call init_process_group() before, or a collective, or make a mesh: each of them joins"
+        )
     elif (engine := find_engine(os.environ)) is not None:
         found = f"a worker of {engine.name}, which tells it no rank"
         fix = engine.fix
     else:
-        expected = "a launcher, whose processes join at their first verb or mesh; or " + expected
+        expected = (
+            "a launcher, whose processes join at their first collective or mesh; or " + expected
+        )
         command, fix = ways_to_start()[0], "call it under meshdist.simulate(fn, 4)"
         if command.startswith("meshdist run"):
             fix = f"start the program with `{command}`, or {fix}"
@@ -329,7 +333,7 @@ def find_unjoined_place() -> tuple[int, int] | None:
 
 
 def join_by(join: Callable[[], None]) -> None:
-    """Let ``join`` make the world at the first verb of a process that a launcher started."""
+    """Let ``join`` make the world at the first collective of a process that a launcher started."""
     global _join
     _join = join
 

@@ -1,4 +1,5 @@
-"""The program's line that called a verb, its traceback, its place now, and no verb inside a verb.
+"""The program's line that called a collective, its traceback, its place now, and no collective
+inside a collective.
 
 An error of ours leaves the package with one frame of ours in its traceback. What lies below it
 tells a program nothing that the error's text does not, and stands between the error and the line
@@ -8,9 +9,10 @@ too, for its ``__tracebackhide__``. At debug level DETAIL all frames stay.
 The handlers of exceptions cost a call nothing until an exception comes.
 
 Python runs the handlers of signals on the main thread, between two steps of whatever that does. A
-verb that waits there goes on only when the handler returns, and the other ranks know nothing of the
-handler: so a verb that a handler calls could wait for ever, or meet another verb than its own, also
-on another group. It is refused before anything is sent.
+collective that waits there goes on only when the handler returns, and the other ranks know nothing
+of the
+handler: so a collective that a handler calls could wait for ever, or meet another collective than
+its own, also on another group. It is rejected before anything is sent.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ import torch
 from typing_extensions import deprecated
 
 from ..bootstrap.world import find_world
-from ..errors import MeshdistError, NestedVerbError
+from ..errors import MeshdistError, NestedCollectiveError
 from ..runtime.graph_breaks import untraced
 from .debug_levels import DebugLevel, get_debug_level
 
@@ -49,7 +51,7 @@ _BETWEEN = (
     contextlib.__file__,
     queue.__file__,
     threading.__file__,
-    inspect.getfile(deprecated),  # in which torch wraps verbs of older names
+    inspect.getfile(deprecated),  # in which torch wraps collectives of older names
 )
 
 
@@ -177,13 +179,13 @@ def _find_program(caught: TracebackType) -> TracebackType | None:
 
 
 under_way: list[str | None] = [None]
-"""The verb that the main thread is in, or None. The native core writes it, too."""
+"""The collective that the main thread is in, or None. The native core writes it, too."""
 
 _main_thread = main_thread().ident
 
 
 def is_nested() -> bool:
-    """Return whether this is the main thread, in a verb."""
+    """Return whether this is the main thread, in a collective."""
     return under_way[0] is not None and get_ident() == _main_thread
 
 
@@ -193,53 +195,55 @@ def is_of_handler(error: BaseException) -> bool:
     return not (isinstance(error, Exception) and all(is_between[file] for file in files))
 
 
-def check_unnested(verb: str) -> None:
-    """Raise NestedVerbError if the main thread, which calls this, is in a verb already."""
+def check_unnested(operation: str) -> None:
+    """Raise NestedCollectiveError if the main thread, which calls this, is in a collective already."""
     if not is_nested():
         return
     world = find_world()
     rank = "" if world is None else f"rank {world.rank}, "
-    raise NestedVerbError(
-        f"{verb} was called inside {under_way[0]}, which has not returned",
+    raise NestedCollectiveError(
+        f"{operation} was called inside {under_way[0]}, which has not returned",
         where=f"{rank}called at {show_site(call_site())}",
-        expected="one verb at a time on a thread; a signal's handler runs on the main thread, in "
+        expected="one collective at a time on a thread; a signal's handler runs on the main thread, in "
         "the middle of what that does",
-        fix="let the handler set a flag and call the verb later; to end the wait, let it raise an "
+        fix="let the handler set a flag and call the collective later; to end the wait, let it raise an "
         "exception or call abort() of the group",
     )
 
 
-def run_unnested(verb: str, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    """Call ``function`` and return its result, with ``verb`` noted as this thread's verb.
+def run_unnested(operation: str, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    """Call ``function`` and return its result, with ``operation`` noted as this thread's
+    collective.
 
     Raises:
-        NestedVerbError: the thread is in a verb already.
+        NestedCollectiveError: the thread is in a collective already.
     """
     if get_ident() != _main_thread:
         return function(*args, **kwargs)
     if under_way[0] is not None:
-        check_unnested(verb)
+        check_unnested(operation)
     try:  # a handler may raise at any step: so it is noted inside, and forgotten in one
-        under_way[0] = verb
+        under_way[0] = operation
         return function(*args, **kwargs)
     finally:
         under_way[0] = None
 
 
 def never_nested(function: Callable[P, R]) -> Callable[P, R]:
-    """Wrap ``function`` as a verb of its name, which raises if it is called inside a verb."""
-    verb = function.__name__
+    """Wrap ``function`` as a collective of its name, which raises if it is called inside a
+    collective."""
+    operation = function.__name__
 
     @one_frame
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        return run_unnested(verb, function, *args, **kwargs)
+        return run_unnested(operation, function, *args, **kwargs)
 
     return call
 
 
 def _forget_in_child() -> None:
-    """Forget the parent's verbs in a forked child, whose only thread is the main thread."""
+    """Forget the parent's collectives in a forked child, whose only thread is the main thread."""
     global _main_thread
     _main_thread = get_ident()
     under_way[0] = None

@@ -19,7 +19,7 @@ from zlib import crc32
 import torch
 
 from ..dtypes import dtype_name
-from ..operation_table import OBJECT_VERBS, SENDING_VERBS
+from ..operation_table import OBJECT_OPERATIONS, SENDING_OPERATIONS
 from ..reduce_ops import ReduceKind, ReduceOp
 from .call_sites import place_text
 
@@ -45,15 +45,15 @@ class GroupFacts:
         ranks: the members' global ranks, in group order.
         rank: this member's place among them.
         label: of the communicator, equal on all members; "" for none.
-        wire: the name of its wire.
-        timeout: how long a verb may wait.
+        backend: the name of its backend.
+        timeout: how long a collective may wait.
     """
 
     name: str
     ranks: tuple[int, ...]
     rank: int
     label: str = ""
-    wire: str = ""
+    backend: str = ""
     timeout: timedelta = timedelta()
 
     @property
@@ -64,25 +64,26 @@ class GroupFacts:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A verb, and all that is equal each time that it is called so; ``get_call`` finds it.
+    """A collective, and all that is equal each time that it is called so; ``get_call`` finds it.
 
     Args:
-        verb: its public name.
+        collective: its public name.
         data: the shapes and dtypes of what it is called on.
         op_number: the number of its reduction; None where it does not reduce.
         root: the place of its source or destination in the group; None where it has none.
-        title: what the verb is a part of, equal on all members; "" where it stands for itself.
+        op_name: what the collective is a part of, equal on all members; "" where it stands for
+            itself.
         is_uneven: whether members may differ in how many elements go to and come from each.
         layouts: how the tensors lie in memory, where that must be equal on all members; else ().
         peer: of a message, the place of the other member; None: any.
         tag: of a message; None: it is a collective.
     """
 
-    verb: str
+    operation: str
     data: Data
     op_number: int | None = None
     root: int | None = None
-    title: str = ""
+    op_name: str = ""
     is_uneven: bool = False
     layouts: tuple[Any, ...] = ()
     peer: int | None = None
@@ -92,15 +93,15 @@ class Call:
     fingerprint: int = field(init=False, compare=False, repr=False)
     """32 bits made of the header: the same number on every process."""
     unseen: int = field(init=False, compare=False, repr=False)
-    """The fingerprint where more is equal than verb, data, op, root and sizes, which any wire sees;
-    else 0."""
+    """The fingerprint where more is equal than collective, data, op, root and sizes, which any
+    backend sees; else 0."""
     kind: tuple[bool, int | None, int | None] = field(init=False, compare=False, repr=False)
     """Of a message, the direction, peer and tag, among which it is numbered."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "header", _header(self))
         object.__setattr__(self, "fingerprint", fingerprint(*self.header))
-        object.__setattr__(self, "unseen", self.fingerprint if self.title else 0)
+        object.__setattr__(self, "unseen", self.fingerprint if self.op_name else 0)
         object.__setattr__(self, "kind", (self.is_send, self.peer, self.tag))
 
     def __hash__(self) -> int:
@@ -108,7 +109,7 @@ class Call:
 
     @property
     def op(self) -> ReduceKind | None:
-        """Return the reduction; None where the verb does not reduce."""
+        """Return the reduction; None where the collective does not reduce."""
         return _OPS.get(self.op_number)
 
     @property
@@ -120,13 +121,13 @@ class Call:
 
     @property
     def is_send(self) -> bool:
-        """Return whether the verb sends a message to a peer."""
-        return self.verb in SENDING_VERBS
+        """Return whether the collective sends a message to a peer."""
+        return self.operation in SENDING_OPERATIONS
 
     @property
     def name(self) -> str:
-        """The verb, with its title if any, as in ``all_reduce of the title``."""
-        return f"{self.verb} of {self.title}" if self.title else self.verb
+        """The collective, with its title if any, as in ``all_reduce of the op_name``."""
+        return f"{self.operation} of {self.op_name}" if self.op_name else self.operation
 
     @property
     def data_text(self) -> str:
@@ -141,17 +142,18 @@ class Call:
 
     @property
     def text(self) -> str:
-        """The call in words, as in ``all_reduce((2,) float32, SUM) of the title``."""
+        """The call in words, as in ``all_reduce((2,) float32, SUM) of the op_name``."""
         return self.with_arguments(self.arguments)
 
     def with_arguments(self, arguments: Sequence[str]) -> str:
         """Return ``text`` with ``arguments`` between its brackets."""
-        title = f" of {self.title}" if self.title else ""
-        return f"{self.verb}({', '.join(arguments)}){title}"
+        op_name = f" of {self.op_name}" if self.op_name else ""
+        return f"{self.operation}({', '.join(arguments)}){op_name}"
 
 
-class Note(NamedTuple):
-    """A record of a verb's call without its tensors; stored as a plain tuple until it is read.
+class CallRecord(NamedTuple):
+    """A record of a collective's call without its tensors; stored as a plain tuple until it is
+    read.
 
     Args:
         sequence: the number of collectives on its group's communicator so far, this call included.
@@ -210,7 +212,7 @@ class Note(NamedTuple):
 
     @property
     def called(self) -> str:
-        """The call in words, as in ``all_reduce((2,) float32, SUM) of the title``."""
+        """The call in words, as in ``all_reduce((2,) float32, SUM) of the op_name``."""
         return self.call.with_arguments([self.arguments])
 
     @property
@@ -226,7 +228,7 @@ class Note(NamedTuple):
         call = self.call
         if not self.is_message:
             return ""
-        if call.verb in OBJECT_VERBS:
+        if call.operation in OBJECT_OPERATIONS:
             answer = "recv_object_list" if call.is_send else "send_object_list"
             return f"{self._peer} in {answer}, with this rank as its peer"
         if call.is_send:
@@ -248,15 +250,15 @@ class _Calls(dict[tuple[Any, ...], Call]):
 
 
 calls = _Calls()
-"""Each call by a tuple of its fields, from ``verb`` to ``layouts``; a message's to ``tag``."""
+"""Each call by a tuple of its fields, from ``operation`` to ``layouts``; a message's to ``tag``."""
 
 
 def get_call(
-    verb: str,
+    operation: str,
     tensors: Tensors,
     op: ReduceKind | None = None,
     root: int | None = None,
-    title: str = "",
+    op_name: str = "",
     is_uneven: bool = False,
     layouts: tuple[Any, ...] = (),
 ) -> Call:
@@ -267,13 +269,13 @@ def get_call(
     elif tensors is not None:
         data = tuple([(part.shape, part.dtype) for part in tensors])
     number = _SUM_NUMBER if op is _SUM else None if op is None else op.value
-    return calls[verb, data, number, root, title, is_uneven, layouts]
+    return calls[operation, data, number, root, op_name, is_uneven, layouts]
 
 
-def get_message(verb: str, tensor: torch.Tensor, peer: int | None, tag: int) -> Call:
+def get_message(operation: str, tensor: torch.Tensor, peer: int | None, tag: int) -> Call:
     """Return the ``Call`` of a send to or a receive from member ``peer`` (None: any)."""
     data = tensor.shape, tensor.dtype
-    return calls[verb, data, None, None, "", False, (), peer, tag]
+    return calls[operation, data, None, None, "", False, (), peer, tag]
 
 
 def is_list(data: Data) -> bool:
@@ -288,14 +290,14 @@ def _header(call: Call) -> tuple[int, ...]:
     if is_list(call.data):
         dtype, count = fingerprint(*dtypes), fingerprint(*counts)
     if call.tag is not None:
-        return dtype, count, call.verb in OBJECT_VERBS
+        return dtype, count, call.operation in OBJECT_OPERATIONS
     if call.is_uneven:
         count = 0
     op, root = (-2 if number is None else number for number in (call.op_number, call.root))
     # Titles are not kept as codes are: a program may have any number of titles.
-    title = crc32(call.title.encode()) if call.title else 0
+    op_name = crc32(call.op_name.encode()) if call.op_name else 0
     layouts = [hash(call.layouts)] if call.layouts else []
-    return _code(call.verb), dtype, count, op, root, title, *layouts
+    return _code(call.operation), dtype, count, op, root, op_name, *layouts
 
 
 def fingerprint(*values: int) -> int:
@@ -305,20 +307,22 @@ def fingerprint(*values: int) -> int:
 
 @cache
 def _code(name: object) -> int:
-    """Return the number that stands for a verb or dtype in headers."""
+    """Return the number that stands for a collective or dtype in headers."""
     return crc32(str(name).encode())
 
 
-def likeness(note: Note | None) -> str:
+def likeness(note: CallRecord | None) -> str:
     """Return the words by which an error says what the members' calls must have in common.
 
     Args:
         note: this member's call, whose title and sizes count; None if it has been overwritten.
     """
-    title = "" if note is None else note.call.title
-    under = " under the same title" if title else ""
-    if title.startswith("lax."):
-        return "the same verb of lax, on leaves of equal paths, shapes and dtypes, on every member"
+    op_name = "" if note is None else note.call.op_name
+    under = " under the same title" if op_name else ""
+    if op_name.startswith("lax."):
+        return "the same collective of lax, on leaves of equal paths, shapes and dtypes, on every member"
     if note is not None and note.sizes:
-        return f"the same verb and dtype{under}, and what one member takes as the other sends it"
-    return f"the same verb, dtype, number of elements, op and root{under} on every member"
+        return (
+            f"the same collective and dtype{under}, and what one member takes as the other sends it"
+        )
+    return f"the same collective, dtype, number of elements, op and root{under} on every member"

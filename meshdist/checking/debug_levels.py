@@ -33,15 +33,15 @@ __all__ = [
     "set_debug_level",
     "set_debug_level_from_env",
     "shows_stacks",
-    "verbs_log",
+    "operations_log",
 ]
 
 TRACE = 5
-"""The level of messages about every verb, below ``logging.DEBUG``."""
+"""The level of messages about every collective, below ``logging.DEBUG``."""
 
 logging.addLevelName(TRACE, "TRACE")
-verbs_log = logging.getLogger("meshdist.verbs")
-"""Logs every verb, its rank and its caller's line, at level TRACE."""
+operations_log = logging.getLogger("meshdist.operations")
+"""Logs every collective, its rank and its caller's line, at level TRACE."""
 
 _CPP_LEVELS = {
     "INFO": logging.INFO,

@@ -1,12 +1,12 @@
 """Header tables: in shared words the members of a group on one host compare their calls.
 
 For each collective a member writes one word into its own table, the call's number and a fingerprint
-of verb, dtype, count, op and root, and then reads the others' words for the same call. Of two
+of collective, dtype, count, op and root, and then reads the others' words for the same call. Of two
 members whose calls differ the later one sees it, before it has sent anything. No member waits for
 another, so that asynchronous calls still overlap. Where members may differ in how much they send
-(uneven verbs), they also write how much they send to and take from each other member, and compare
-pair by pair. Where there is a native core, messages are compared in the order of their tags, sender
-with receiver.
+(uneven collectives), they also write how much they send to and take from each other member, and
+compare pair by pair. Where there is a native core, messages are compared in the order of their
+tags, sender with receiver.
 
 A write is one aligned 64-bit store of the interpreter's, long before the loads that follow it.
 
@@ -23,11 +23,11 @@ looks 768 back: at 1024 it found 256:7, at 1280 it finds no 512:7, and waits. So
 ahead, and no unread word is lost. Call 2**32 + 5 is noted as 5, and not behind call 2**32 + 3.
 
     >>> from types import SimpleNamespace as Stand
-    >>> words = [memoryview(bytearray(8 * HeaderTable.num_words(2))).cast("Q") for _ in range(2)]
+    >>> words = [memoryview(bytearray(8 * FingerprintTable.num_words(2))).cast("Q") for _ in range(2)]
     >>> others = Stand(find=lambda n, _: words[n], is_current=lambda _: 1, is_alive=lambda _: 1)
     >>> def table(n):
     ...     mine = Stand(reserve=lambda *_: words[n], release=id)
-    ...     return HeaderTable(mine, 1, (0, 0), n, others)
+    ...     return FingerprintTable(mine, 1, (0, 0), n, others)
     >>> table_0, table_1 = table(0), table(1)
     >>> member_0 = [table_0.enter(call, 7) for call in range(1, 1027)]
     >>> member_1 = [table_1.enter(call, 7) for call in range(1, 300)]
@@ -48,7 +48,7 @@ from functools import partial
 from typing import Any
 
 from ..runtime.deadlines import Deadline, Timer, wait_until
-from .shared_flags import Regions, SharedWords
+from .shared_flags import Regions, SharedFlags
 
 WINDOW = 1024
 """How many collectives a member may be ahead of another."""
@@ -64,7 +64,7 @@ _PUBLISH_S = 0.001
 _LOW = 0xFFFFFFFF
 
 
-class HeaderTable:
+class FingerprintTable:
     """A member's part in the headers that a group's members show each other.
 
     Args:
@@ -82,7 +82,7 @@ class HeaderTable:
 
     def __init__(
         self,
-        words: SharedWords,
+        words: SharedFlags,
         key: int,
         hosts: Sequence[int],
         member: int,
@@ -113,13 +113,13 @@ class HeaderTable:
                     _NUM_ENTRIES,
                 )
         self._publisher: Timer | None = None
-        self._finding = threading.Lock()  # several threads may call verbs at the same time
+        self._finding = threading.Lock()  # several threads may call collectives at the same time
         self._messages_lock = threading.Lock()  # the thread of timers uses them, too
 
     @classmethod
     def reserve(
-        cls, words: SharedWords | None, key: int, hosts: Sequence[int], member: int, *more: Any
-    ) -> HeaderTable | None:
+        cls, words: SharedFlags | None, key: int, hosts: Sequence[int], member: int, *more: Any
+    ) -> FingerprintTable | None:
         """Return a table, its arguments the class's; None without room or others on this host."""
         if words is not None and hosts.count(hosts[member]) > 1:
             with suppress(MemoryError):
@@ -178,8 +178,8 @@ class HeaderTable:
         Args:
             sequence: the call's number, from 1.
             header: its fingerprint.
-            sent, taken: how much goes to and comes from each member, for a verb whose members may
-                differ in that.
+            sent, taken: how much goes to and comes from each member, for a collective whose members
+                may differ in that.
         """
         if self._missing:
             self._find_missing()

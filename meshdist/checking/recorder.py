@@ -1,4 +1,4 @@
-"""The last calls of this rank on one communicator, noted at little cost at every verb."""
+"""The last calls of this rank on one communicator, noted at little cost at every collective."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..runtime.fork_safe_locks import ModuleLock
+from ..runtime.fork_safe_locks import ForkSafeLock
 from .call_sites import is_between, program_frame, stack_above
-from .calls import Call, GroupFacts, Note
+from .calls import Call, CallRecord, GroupFacts
 from .debug_levels import shows_stacks
 
 NUM_NOTES = 128
@@ -17,7 +17,7 @@ FORGOTTEN = "its call is no longer known"
 """The text for a call that is not kept any more."""
 
 _moments = memoryview(bytearray(8)).cast("Q")  # one number, which the core counts on, too
-_making = ModuleLock()
+_making = ForkSafeLock()
 _NO_STACK: Sequence[str] = ()
 _SEQUENCE, _MOMENT, _NUM_NOTES = range(3)
 
@@ -29,8 +29,8 @@ class Recorder:
         num_notes: how many are kept: those of plain calls by the native core, all others here.
     """
 
-    # A note has the fields of ``Note``: what is called, and a frame's code and position, which cost
-    # little to take. ``Note`` makes text of it when a message needs it.
+    # A note has the fields of ``CallRecord``: what is called, and a frame's code and position,
+    # which cost little to take. ``CallRecord`` makes text of it when a message needs it.
 
     def __init__(self, num_notes: int = NUM_NOTES) -> None:
         self._keeps_stacks = shows_stacks()
@@ -97,7 +97,7 @@ class Recorder:
                 )
         return self._of_core
 
-    def find_note(self, number: int | None = None) -> Note | None:
+    def find_note(self, number: int | None = None) -> CallRecord | None:
         """Return the note ``number``, by default the last note; None if it is not kept."""
         last, size = self.counts[_NUM_NOTES], len(self._notes)
         number = last if number is None else number
@@ -108,13 +108,13 @@ class Recorder:
             noted, fields = self._notes[number % size]
             if noted != number:  # another thread notes a call just now
                 return None
-        return Note(*fields)
+        return CallRecord(*fields)
 
-    def find_call(self, sequence: int) -> Note | None:
+    def find_call(self, sequence: int) -> CallRecord | None:
         """Return the note of the collective ``sequence``; None where it has been overwritten."""
         return self._find(lambda note: note.sequence == sequence and not note.is_message)
 
-    def find_message(self, *message: Any) -> Note | None:
+    def find_message(self, *message: Any) -> CallRecord | None:
         """Return the note of a message by (is send, peer, tag, number), None if overwritten."""
         return self._find(lambda note: (*note.call.kind, note.number) == message)
 
@@ -137,7 +137,7 @@ class Recorder:
             return note.text
         return FORGOTTEN if is_noted else None
 
-    def _find(self, is_meant: Callable[[Note], bool]) -> Note | None:
+    def _find(self, is_meant: Callable[[CallRecord], bool]) -> CallRecord | None:
         last = self.num_notes
         notes = map(self.find_note, range(max(0, last - len(self._notes)) + 1, last + 1))
         return next((note for note in notes if note is not None and is_meant(note)), None)

@@ -30,7 +30,7 @@ _NONCE, _COUNT, _IS_FULL, _ENTRIES = 0, 1, 2, 3
 _MOST_ENTRIES = (_DIRECTORY_WORDS - _ENTRIES) // 2
 
 
-class WordsAddress(NamedTuple):
+class FlagsAddress(NamedTuple):
     """The address at which other processes of the host find a process's shared words.
 
     Args:
@@ -44,7 +44,7 @@ class WordsAddress(NamedTuple):
     nonce: int
 
 
-class SharedWords:
+class SharedFlags:
     """Regions of 64-bit words that this process shares, each under a key of its own.
 
     Raises:
@@ -65,7 +65,7 @@ class SharedWords:
         self._free: list[_Slot] = []
         self._lock = threading.Lock()
         self._words[_NONCE] = secrets.randbits(63)
-        self.address = WordsAddress(os.getpid(), file, self._words[_NONCE])
+        self.address = FlagsAddress(os.getpid(), file, self._words[_NONCE])
 
     def reserve(self, key: int, num_words: int) -> memoryview:
         """Return ``num_words`` or more new words, all zero, that others find under ``key``.
@@ -118,14 +118,14 @@ class _Slot:
     num_words: int
 
 
-class SharedWordsView:
+class SharedFlagsView:
     """Another process's shared words, mapped to be read.
 
     Raises:
         OSError: it cannot be reached from here, or is not the process that was meant.
     """
 
-    def __init__(self, address: WordsAddress) -> None:
+    def __init__(self, address: FlagsAddress) -> None:
         self._path = path = f"/proc/{address.pid}/fd/{address.file}"
         if not self._is_there():  # checked first: to open another file could have effects
             raise OSError(f"{path} is no memory of meshdist")
@@ -182,9 +182,9 @@ class Regions:
             there; None while they are not known yet.
     """
 
-    def __init__(self, find: Callable[[int], tuple[SharedWordsView | None, int] | None]) -> None:
+    def __init__(self, find: Callable[[int], tuple[SharedFlagsView | None, int] | None]) -> None:
         self._find = find
-        self._found: dict[int, tuple[SharedWordsView | None, int]] = {}
+        self._found: dict[int, tuple[SharedFlagsView | None, int]] = {}
 
     def find(self, member: int, num_words: int) -> memoryview | None:
         """Return ``num_words`` words of ``member``, or None while they cannot be found."""
@@ -196,7 +196,7 @@ class Regions:
         view, _ = self._look(member)
         return view is not None and not view.is_full()
 
-    def _look(self, member: int) -> tuple[SharedWordsView | None, int]:
+    def _look(self, member: int) -> tuple[SharedFlagsView | None, int]:
         if member not in self._found:
             found = self._find(member)
             if found is None:
@@ -215,7 +215,7 @@ class Regions:
         return view is not None and view.is_kept() and self.is_current(member)
 
 
-class SignsOfLife:
+class Heartbeats:
     """Heartbeats that show a host's lowest live process, and the number it published last.
 
     Args:
@@ -254,18 +254,18 @@ class SignsOfLife:
         return None
 
 
-def make_shared_words() -> SharedWords | None:
+def make_shared_words() -> SharedFlags | None:
     """Return new shared words for this process, or None where the system has none (no memfd)."""
     if not hasattr(os, "memfd_create") or not os.path.exists("/proc/self/fd"):
         return None
     try:
-        return SharedWords()
+        return SharedFlags()
     except OSError:
         return None
 
 
 @cache
-def words_of_process() -> SharedWords | None:
+def words_of_process() -> SharedFlags | None:
     """Return this process's shared words for torch's groups; None where it can have none."""
     return make_shared_words()
 
@@ -273,10 +273,10 @@ def words_of_process() -> SharedWords | None:
 os.register_at_fork(after_in_child=words_of_process.cache_clear)
 
 
-def find_view(address: WordsAddress) -> SharedWordsView | None:
+def find_view(address: FlagsAddress) -> SharedFlagsView | None:
     """Return the shared words at ``address``, or None where they cannot be reached from here."""
     try:
-        return SharedWordsView(address)
+        return SharedFlagsView(address)
     except OSError:
         return None
 

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
-from ..arguments import get_whole_number
+from ..arguments import get_integer
 from ..errors import CheckpointError
 from ..mesh.device_mesh import DeviceMesh
 from . import files
@@ -47,7 +47,7 @@ class Checkpointer:
         mesh: DeviceMesh | None = None,
     ) -> None:
         self._root = checked_path("Checkpointer", root)
-        self._keep = None if keep is None else get_whole_number(keep, "Checkpointer: keep", 1)
+        self._keep = None if keep is None else get_integer(keep, "Checkpointer: keep", 1)
         self._mesh = mesh
         self._lock: int | None = None
         self._last: int | None = None
@@ -65,7 +65,7 @@ class Checkpointer:
         Raises:
             CheckpointError: as ``save``; another run saves under this root.
         """
-        step = get_whole_number(step, "Checkpointer.save: step", 0)
+        step = get_integer(step, "Checkpointer.save: step", 0)
         path = os.path.join(self._root, f"step-{step}")
         call = "Checkpointer.save"
         if step == self._last and not self._pending.has_failed:

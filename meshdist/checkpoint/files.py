@@ -34,7 +34,7 @@ from .manifest import (
     MALFORMED,
     NAME,
     SUFFIX,
-    HeaderFacts,
+    FingerprintFacts,
     Manifest,
     Piece,
     damaged,
@@ -220,11 +220,11 @@ class OpenFiles:
                 self._folder, f"{piece.file}: {name} is {found}; the manifest says {wanted}"
             )
 
-    def header(self, file: str) -> dict[str, HeaderFacts]:
+    def header(self, file: str) -> dict[str, FingerprintFacts]:
         """Return {array: (dtype's name, shape, offsets)} of a file."""
         return {name: self._facts_of(file, name) for name in list(self.get(file).keys())}
 
-    def _facts_of(self, file: str, name: str) -> HeaderFacts:
+    def _facts_of(self, file: str, name: str) -> FingerprintFacts:
         part = self.get(file).get_slice(name)
         shape = tuple(part.get_shape())
         if file not in self._offsets:

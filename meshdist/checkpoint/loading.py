@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..collectives.normalize_args import run_titled
+from ..collectives.normalize_args import run_named
 from ..collectives.torch_private import hidden_from_modes
 from ..error_text import first_line, first_texts
 from ..errors import ArgumentError, CheckpointError, DtypeError, KindError, ShapeError
@@ -82,7 +82,7 @@ def load(
             different values there; a disk that fails: then the state is undefined, as where an
             object's ``load_state_dict`` raises on a rank.
         ShapeError: an array has another shape there. DtypeError: another dtype.
-        AgreementError: ranks call otherwise. ArgumentError: ``only`` fits no name.
+        MismatchError: ranks call otherwise. ArgumentError: ``only`` fits no name.
 
     Example:
         >>> import tempfile, torch, meshdist as md
@@ -279,7 +279,7 @@ class _ArrayReader:
         self._all_read(read)
         if group is not None:
             line = line.to(group.first_device_type())
-            run_titled("all_reduce", group, f"{self._members.call}: small", line, ReduceOp.SUM)
+            run_named("all_reduce", group, f"{self._members.call}: small", line, ReduceOp.SUM)
         for name, entry in batch.items():
             index = index_of(entry.box(self._members.rank))
             entry.tensor.copy_(part(name, line)[index])

@@ -48,7 +48,7 @@ DTYPES_IN_FILES = {facts.name: facts for facts in DTYPES.values() if facts.in_fi
 _BY_FILE_NAME = {facts.in_files: name for name, facts in DTYPES_IN_FILES.items()}
 
 
-HeaderFacts = tuple[str, tuple[int, ...], tuple[int, ...]]
+FingerprintFacts = tuple[str, tuple[int, ...], tuple[int, ...]]
 """The facts of an array in a file: the dtype's name there, the shape, the offsets."""
 
 
@@ -187,14 +187,14 @@ def manifest_text(
 def sizes_in(given: Any) -> tuple[int, ...]:
     """Return a list of JSON as a tuple of sizes; raise ValueError if it is none."""
     if not isinstance(given, list) or {*map(type, given)} - {int}:
-        raise ValueError(f"{given!r} is no list of whole numbers")
+        raise ValueError(f"{given!r} is no list of integers")
     if given and not 0 <= min(given) <= max(max(given), math.prod(given)) < _MOST:
         raise ValueError(f"{given!r} is too large, or below 0")
     return tuple(given)
 
 
 def headers_as_manifest(
-    headers: Mapping[str, Mapping[str, HeaderFacts]],
+    headers: Mapping[str, Mapping[str, FingerprintFacts]],
     file_bytes: Mapping[str, int],
     where: str,
 ) -> Manifest:

@@ -13,7 +13,7 @@ from ..bootstrap.world import World, find_unjoined_place, find_world
 from ..collectives.objects import broadcast_object_list, gather_from_all
 from ..collectives.value_comparison import agree
 from ..error_text import fields_among, first_line, ranks_text
-from ..errors import AgreementError, CheckpointError, KindError, MeshdistError
+from ..errors import CheckpointError, KindError, MeshdistError, MismatchError
 from ..groups.process_group import ProcessGroup, resolve_group
 from ..mesh.device_mesh import DeviceMesh, coordinate_in
 from .files import FAILURES
@@ -71,7 +71,7 @@ class Members:
 
         Args:
             read: returns a value, and texts and tensors, by label, equal on all members, else
-                AgreementError.
+                MismatchError.
         """
         found: Any = (None, {"error": f"on rank {self.rank}"}, {})  # unlike all other members'
         error: Exception | None = None
@@ -83,7 +83,7 @@ class Members:
         if self.group is None and error is not None:
             raise as_ours(error, self.call)
         group = self.group
-        difference = None if group is None else agree(group, texts, tensors, title=self.call)
+        difference = None if group is None else agree(group, texts, tensors, op_name=self.call)
         if group is None or (difference is None and error is None):
             return value
         told = None if error is None else told_error(error, self.call)
@@ -92,7 +92,7 @@ class Members:
         if failures:
             raise told_again(failures, self.ranks) from error
         assert difference is not None
-        raise AgreementError(
+        raise MismatchError(
             f"{self.call}: ranks have other names, arrays or values",
             expected="the same on every rank",
             found=difference.found,

@@ -65,7 +65,7 @@ def save(state: Any, path: str | os.PathLike[str], *, mesh: DeviceMesh | None = 
 
     Raises:
         CheckpointError: the path is taken, the disk fails, ranks see different disks.
-        AgreementError: ranks have other names, arrays, leaves, or values of arrays that are not
+        MismatchError: ranks have other names, arrays, leaves, or values of arrays that are not
             marked; of arrays above 16 KiB 64 elements are compared, all on simulated ranks and at
             DETAIL.
         AxisTypeError: an array is unreduced. DtypeError: files lack the dtype. KindError: a leaf

@@ -15,7 +15,7 @@ from ..annotations.tensor_specs import find_spec, mark_spec
 from ..checking.call_sites import warn_caller
 from ..errors import KindError
 from ..mesh.device_mesh import DeviceMesh
-from ..typed_mode.module_annotations import restore_marks
+from ..typed_mode.module_annotations import restore_annotations
 from ..typed_mode.random_draws import find_seeded_axes, note_seeding, seed
 from .manifest import Manifest
 from .participants import Members
@@ -217,7 +217,7 @@ def _unwrapped(model: nn.Module) -> nn.Module:
 
 def _model_tree(model: nn.Module) -> dict[str, Any]:
     """Return a model's state dict of its own tensors, with marks; buffers are the first rank's."""
-    bare = restore_marks(_unwrapped(model))  # which a copy of parametrizations has lost
+    bare = restore_annotations(_unwrapped(model))  # which a copy of parametrizations has lost
     buffers = {name for name, _ in bare.named_buffers(remove_duplicate=False)}
     tree = dict(bare.state_dict(keep_vars=True))
     for name in buffers & tree.keys():

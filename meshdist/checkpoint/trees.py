@@ -165,7 +165,7 @@ class Tree:
             )
         for key, given in state.items():
             if isinstance(key, bool) or not isinstance(key, (str, int)) or not _is_utf8(str(key)):
-                raise _wrong(call, (*path, repr(key)), "a key", "a text or a whole number", key)
+                raise _wrong(call, (*path, repr(key)), "a key", "a text or an integer", key)
             here = (*path, str(key))
             name = ".".join(here)
             if name in self.arrays or name in self.leaves or str(key) in shape:
@@ -265,7 +265,7 @@ def _tell_sizes(entries: Sequence[StateArray], mesh: DeviceMesh, axes: tuple[str
 
 
 def facts_of_wholes(entries: Mapping[str, StateArray], members: Members) -> dict[str, str]:
-    """Return a text per array, equal on all members; raise if a part here misfits its spec."""
+    """Return a text per array, equal on all members; raise if a part here mismatchs its spec."""
     for name, entry in entries.items():
         if entry.sharding is not None:
             wanted = entry.sharding.shard_shape(entry.shape, members.rank)
@@ -289,16 +289,16 @@ def _entry(name: str, x: Any, members: Members, *, writable: bool) -> StateArray
     if isinstance(x, ShardedArray):
         sharding = _on_mesh_of(members, x.sharding, name)
         if sharding.spec.unreduced:
-            raise _summands(name, repr(sharding.spec), members.call)
-        tensor = as_tensor(x.local, argument=name, verb=members.call, writable=writable)
+            raise _partial_sums(name, repr(sharding.spec), members.call)
+        tensor = as_tensor(x.local, argument=name, operation=members.call, writable=writable)
         entry = StateArray(tensor.detach(), sharding, x.shape)
     else:
-        tensor = as_tensor(x, argument=name, verb=members.call, writable=writable)
+        tensor = as_tensor(x, argument=name, operation=members.call, writable=writable)
         spec, types = None, dict[str, str]()
         if isinstance(x, torch.Tensor):
             spec, types = find_spec(x), dict(kinds_in(type_of(x)))
         if "U" in types.values() or (spec is not None and spec.unreduced):
-            raise _summands(name, str(types), members.call)
+            raise _partial_sums(name, str(types), members.call)
         if "V" in types.values() and spec is None:
             raise AxisTypeError(
                 f"{members.call}: {name} varies, and nothing says how its parts lie",
@@ -370,9 +370,9 @@ def _on_mesh_of(members: Members, sharding: NamedSharding, name: str) -> NamedSh
     )
 
 
-def _summands(name: str, found: str, call: str) -> AxisTypeError:
+def _partial_sums(name: str, found: str, call: str) -> AxisTypeError:
     return AxisTypeError(
-        f"{call}: {name} is unreduced, each rank holds a summand",
+        f"{call}: {name} is unreduced, each rank holds a partial sum",
         expected="arrays that are whole, or cut",
         found=found,
         fix="reduce it first: x.reshard(P()), or lax.psum",
@@ -383,7 +383,7 @@ def _sampled(x: torch.Tensor) -> torch.Tensor:
     """Return some of a tensor's elements if it is large, else all."""
     if x.nbytes <= _LARGE_BYTES:
         return x
-    # As whole numbers with a sign, which torch takes of any tensor.
+    # As integers with a sign, which torch takes of any tensor.
     bits = x.resolve_conj().resolve_neg().view(_NUMBERS[x.dtype.itemsize])
     places = torch.arange(_SAMPLED, device=x.device) * (x.numel() - 1) // (_SAMPLED - 1)
     return bits.take(places).view(x.dtype)

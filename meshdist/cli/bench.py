@@ -12,9 +12,9 @@ from pathlib import Path
 
 from ..bench.measurement import Cell, Entrant, SideFailedError, measure, running
 from ..bench.reports import plot, size_text, table_text, to_json, write
-from ..bench.sides import DTYPES, SIDES, VERBS
+from ..bench.sides import DTYPES, OPERATIONS, SIDES
 from ..launching.rank_environment import find_mpiexec, mpiexec_environment
-from ..runtime.integers import find_whole_number
+from ..runtime.integers import find_integer
 from .flags import Parser
 
 SUMMARY = "measure collectives, ours and the peers', in turn"
@@ -23,7 +23,7 @@ _USAGE = "meshdist bench collectives [options]"
 _EPILOG = """\
 examples:
   meshdist bench collectives
-  meshdist bench collectives -n 4 --verbs all_reduce,broadcast --sizes 8,1M
+  meshdist bench collectives -n 4 --collectives all_reduce,broadcast --sizes 8,1M
   meshdist bench collectives --sides meshdist/gloo,torch/gloo --output report.json --plot plot.svg
 
 A size is that of the full buffer in bytes; a time is the median over interleaved rounds of the
@@ -42,10 +42,10 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("-n", "--nproc", type=_count, default=2, help="ranks of each side (2)")
     parser.add_argument(
-        "--verbs",
-        type=_some_of(VERBS),
-        default=VERBS,
-        help=f"a comma list of {', '.join(VERBS)}; all by default",
+        "--operations",
+        type=_some_of(OPERATIONS),
+        default=OPERATIONS,
+        help=f"a comma list of {', '.join(OPERATIONS)}; all by default",
     )
     parser.add_argument(
         "--sizes", type=_sizes, default=_SIZES, help=f"a comma list, in bytes ({_SIZES})"
@@ -73,9 +73,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _count(text: str) -> int:
-    number = find_whole_number(text)
+    number = find_integer(text)
     if not number:
-        raise ArgumentTypeError(f"{text!r} is not a whole number from 1")
+        raise ArgumentTypeError(f"{text!r} is not an integer from 1")
     return number
 
 
@@ -125,13 +125,13 @@ def _measure(arguments: Namespace) -> None:
     with running(entrants, num_ranks) as ranks, console.status("", refresh_per_second=1) as status:
 
         def show(cell: Cell) -> None:
-            status.update(f"{cell.verb} {size_text(cell.num_bytes)}")
+            status.update(f"{cell.operation} {size_text(cell.num_bytes)}")
 
-        cells = measure(ranks, arguments.verbs, arguments.sizes, rounds, show, arguments.dtype)
+        cells = measure(ranks, arguments.operations, arguments.sizes, rounds, show, arguments.dtype)
     head, *rows = table_text(cells, sides)
     table = Table(title=f"{num_ranks} ranks, {arguments.dtype}, median of {rounds} rounds")
     for column in head:
-        is_name = column == "verb"
+        is_name = column == "operation"
         table.add_column(column, justify="left" if is_name else "right", no_wrap=is_name)
     for row in rows:
         table.add_row(*row)

@@ -27,7 +27,7 @@ from ..runtime.hosts import find_version, num_cores
 
 _CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 _EXTRAS = {
-    "mpi": ("mpi4py", "the wire mpi, and mpiexec"),
+    "mpi": ("mpi4py", "the backend mpi, and mpiexec"),
     "examples": ("scikit-learn", "what the examples use"),
     "cupy": ("cupy-cuda13x", "arrays of CuPy"),
 }
@@ -178,23 +178,25 @@ def find_device_types() -> list[str]:
     return ["cpu", *([] if accelerator is None else [accelerator.type])]
 
 
-def find_wires() -> list[dict[str, Any]]:
-    """Return for each wire the devices here that it serves, or why it cannot be used, and a fix."""
-    from ..backends.capabilities import available_wires
-    from ..backends.registry import find_wire, wire_names
+def find_backends() -> list[dict[str, Any]]:
+    """Return for each backend the devices here that it serves, or why it cannot be used, and a fix."""
+    from ..backends.capabilities import available_backends
+    from ..backends.registry import backend_names, find_backend
 
-    usable = {wire.name for wire in available_wires()}  # asked first: it finds plug-ins' wires
+    usable = {
+        backend.name for backend in available_backends()
+    }  # asked first: it finds plug-ins' backends
     here = find_device_types()
     found = []
-    for name in wire_names():
-        wire = find_wire(name)
-        assert wire is not None
-        served = sorted(wire.device_types)
+    for name in backend_names():
+        backend = find_backend(name)
+        assert backend is not None
+        served = sorted(backend.device_types)
         entry: dict[str, Any] = {"name": name, "devices": served, "available": name in usable}
         if name in usable:
             entry["devices"] = [kind for kind in here if kind in served]
         else:
-            entry["reason"], entry["fix"] = wire.why_unavailable()
+            entry["reason"], entry["fix"] = backend.why_unavailable()
         found.append(entry)
     return found
 
@@ -276,7 +278,7 @@ def find_shared_words_problem() -> str | None:
     return None
 
 
-def loopback(wire: str, num_calls: int, torchs_url: str = "") -> float:
+def loopback(backend: str, num_calls: int, torchs_url: str = "") -> float:
     """All-reduce and compare on two ranks; return the seconds per call of a small all-reduce.
 
     Args:
@@ -292,16 +294,16 @@ def loopback(wire: str, num_calls: int, torchs_url: str = "") -> float:
     if torchs_url:
         offer()
         place = {"init_method": torchs_url, "rank": int(os.environ["RANK"]), "world_size": 2}
-    library.init_process_group(wire, timeout=timedelta(seconds=20), **place)
+    library.init_process_group(backend, timeout=timedelta(seconds=20), **place)
     try:
         numbers = torch.arange(100_000)
         total = numbers * (1 + library.get_rank())
         library.all_reduce(total)
         if not torch.equal(total, 3 * numbers):
             raise BackendError(
-                f"an all-reduce over {wire!r} gave wrong numbers",
+                f"an all-reduce over {backend!r} gave wrong numbers",
                 expected="the sum of both ranks' tensors",
-                fix="do not use this wire here",
+                fix="do not use this backend here",
             )
         small = torch.zeros(2)
         for _ in range(num_calls // 10):
@@ -315,11 +317,11 @@ def loopback(wire: str, num_calls: int, torchs_url: str = "") -> float:
         library.destroy_process_group()
 
 
-def check_wire(wire: str, timeout_s: float, num_calls: int = 500) -> dict[str, Any]:
-    """Run ``loopback`` on two ranks over a wire; return its latency, duration and error.
+def check_backend(backend: str, timeout_s: float, num_calls: int = 500) -> dict[str, Any]:
+    """Run ``loopback`` on two ranks over a backend; return its latency, duration and error.
 
     Args:
-        wire: its name, or "torch's shm" for torch.distributed over shared memory.
+        backend: its name, or "torch's shm" for torch.distributed over shared memory.
     """
     from ..errors import MeshdistError
     from ..worlds.simulation import simulate
@@ -328,21 +330,21 @@ def check_wire(wire: str, timeout_s: float, num_calls: int = 500) -> dict[str, A
     begin = time.perf_counter()
     latency, error = None, ""
     try:
-        if wire == "simulated":
-            latencies = simulate(loopback, 2, args=(wire, num_calls))
-        elif wire == "mpi":
+        if backend == "simulated":
+            latencies = simulate(loopback, 2, args=(backend, num_calls))
+        elif backend == "mpi":
             latencies = _loopback_under_mpiexec(num_calls, timeout_s)
         else:
             with tempfile.TemporaryDirectory() as folder:
-                url = f"file://{folder}/world" if wire == "torch's shm" else ""
-                asked = ("shm" if url else wire, num_calls, url)
+                url = f"file://{folder}/world" if backend == "torch's shm" else ""
+                asked = ("shm" if url else backend, num_calls, url)
                 limit = timedelta(seconds=timeout_s)
                 latencies = spawn(loopback, asked, nprocs=2, timeout=limit)
         latency = max(latencies)
     except MeshdistError as failure:
         error = str(failure.__cause__ or failure)
     took = time.perf_counter() - begin
-    return {"wire": wire, "latency_s": latency, "seconds": took, "error": error}
+    return {"backend": backend, "latency_s": latency, "seconds": took, "error": error}
 
 
 def _loopback_under_mpiexec(num_calls: int, timeout_s: float) -> list[float]:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from ..arguments import get_whole_number
+from ..arguments import get_integer
 from ..arrays import as_tensor, describe, shape_text
 from ..backends.operation_args import find_layout
 from ..dtypes import dtype_name
@@ -35,7 +35,7 @@ def premultiplied(tensor: torch.Tensor, factor: Factor) -> torch.Tensor:
 
 
 def check_reducible(
-    op: ReduceKind, tensor: torch.Tensor, verb: str, factor: Factor | None = None
+    op: ReduceKind, tensor: torch.Tensor, operation: str, factor: Factor | None = None
 ) -> None:
     """Raise DtypeError where ``op``, or its factor, has no meaning for the tensor's dtype."""
     if op is SUM and factor is None:
@@ -45,7 +45,7 @@ def check_reducible(
     if refusal is not None:
         name = (op if factor is None else ReduceOp.PREMUL_SUM).name
         raise DtypeError(
-            f"{verb} cannot reduce {dtype_name(dtype)} with {name}",
+            f"{operation} cannot reduce {dtype_name(dtype)} with {name}",
             where=f"argument of shape {shape_text(tensor.shape)}",
             expected=refusal,
             fix="use SUM and divide, or convert the tensor"
@@ -54,102 +54,102 @@ def check_reducible(
         )
 
 
-def as_wire_tensor(
-    x: Any, argument: str, verb: str, *, writable: bool, keeps_layout: bool = False
+def as_backend_tensor(
+    x: Any, argument: str, operation: str, *, writable: bool, keeps_layout: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ``x`` as a tensor, and the plain tensor that is sent for it; or raise.
 
     Args:
         keeps_layout: whether a tensor without gaps in memory travels as it lies; others travel as
-            contiguous copies, from which the verb copies back what it wrote.
+            contiguous copies, from which the collective copies back what it wrote.
     """
     if forward_ad._current_level >= 0:
-        _check_no_tangent(x, argument, verb)
+        _check_no_tangent(x, argument, operation)
     if are_transforms_active():
-        _check_unwrapped(x, argument, verb)
-    tensor = as_tensor(x, argument=argument, verb=verb, writable=writable)
-    check_stored(tensor, argument, verb)
+        _check_unwrapped(x, argument, operation)
+    tensor = as_tensor(x, argument=argument, operation=operation, writable=writable)
+    check_stored(tensor, argument, operation)
     if writable:
-        _check_writable(tensor, argument, verb)
+        _check_writable(tensor, argument, operation)
     plain = tensor.detach().resolve_conj().resolve_neg()
     if plain.is_contiguous() or (keeps_layout and find_layout(plain) is not None):
         return tensor, plain
     return tensor, plain.contiguous()
 
 
-def _check_unwrapped(x: Any, argument: str, verb: str) -> None:
+def _check_unwrapped(x: Any, argument: str, operation: str) -> None:
     """Raise if ``x`` is a tensor that a transform of torch.func has wrapped."""
     if isinstance(x, torch.Tensor) and is_wrapped(x):
         raise KindError(
-            f"torch.func cannot transform {verb}, which works in place",
-            where=f"argument {argument} of {verb}, {describe(x)}",
+            f"torch.func cannot transform {operation}, which works in place",
+            where=f"argument {argument} of {operation}, {describe(x)}",
             expected="a tensor that grad, vmap, jacrev and the like have not wrapped",
             fix="call a function of meshdist.lax that returns its result, as "
             "psum(x, axis, mesh=mesh) for all_reduce",
         )
 
 
-def _check_no_tangent(x: Any, argument: str, verb: str) -> None:
+def _check_no_tangent(x: Any, argument: str, operation: str) -> None:
     """Raise if ``x`` is a dual tensor of forward-mode differentiation."""
     is_seen = isinstance(x, torch.Tensor) and torch._C._is_fwd_grad_enabled()
     if is_seen and forward_ad.unpack_dual(x).tangent is not None:
         raise GradientError(
-            f"{verb} has no forward derivative, and {argument} is a dual tensor",
-            where=f"argument {argument} of {verb}, {describe(x)}",
-            expected="a tensor without a tangent, or a verb that differentiates",
-            fix="use a verb of meshdist.lax in its place, as psum(x, axis, mesh=mesh) for "
+            f"{operation} has no forward derivative, and {argument} is a dual tensor",
+            where=f"argument {argument} of {operation}, {describe(x)}",
+            expected="a tensor without a tangent, or a collective that differentiates",
+            fix="use a collective of meshdist.lax in its place, as psum(x, axis, mesh=mesh) for "
             "all_reduce, or call it on x.detach(), which has no tangent",
         )
 
 
-def check_stored(tensor: torch.Tensor, argument: str, verb: str) -> None:
+def check_stored(tensor: torch.Tensor, argument: str, operation: str) -> None:
     """Raise if a tensor has elements, and no memory for them."""
     if tensor.numel() and not tensor.is_meta and not tensor.data_ptr():
         raise ArgumentError(
-            f"{verb} cannot use {argument}: it has no memory",
-            where=f"argument {argument} of {verb}, {describe(tensor)}",
+            f"{operation} cannot use {argument}: it has no memory",
+            where=f"argument {argument} of {operation}, {describe(tensor)}",
             found="a storage that was resized to nothing, or zeros that are nowhere stored",
             fix=f"go on with a copy, {argument} = {argument}.clone(), or give the storage its "
             "memory back first",
         )
 
 
-def check_not_expanded(tensor: torch.Tensor, argument: str, verb: str) -> None:
+def check_not_expanded(tensor: torch.Tensor, argument: str, operation: str) -> None:
     """Raise if several elements of a tensor share memory."""
     layout = zip(tensor.shape, tensor.stride(), strict=True)
     if tensor.numel() and any(size > 1 and step == 0 for size, step in layout):
         raise ArgumentError(
-            f"{verb} cannot write into {argument}: several of its elements are one in memory",
-            where=f"argument {argument} of {verb}, {describe(tensor)}",
+            f"{operation} cannot write into {argument}: several of its elements are one in memory",
+            where=f"argument {argument} of {operation}, {describe(tensor)}",
             found=f"strides {tensor.stride()}: an expanded tensor",
             fix=f"pass a copy, {argument} = {argument}.clone(), and read the result there",
         )
 
 
-def _check_writable(tensor: torch.Tensor, argument: str, verb: str) -> None:
-    """Raise if torch would refuse to write into ``tensor``."""
-    check_not_expanded(tensor, argument, verb)
+def _check_writable(tensor: torch.Tensor, argument: str, operation: str) -> None:
+    """Raise if torch would reject to write into ``tensor``."""
+    check_not_expanded(tensor, argument, operation)
     base = tensor._base
     if torch.is_grad_enabled() and base is not None and base.is_leaf and base.requires_grad:
         raise GradientError(
-            f"{verb} cannot write into {argument}: a view of a leaf that requires a gradient",
-            where=f"argument {argument} of {verb}, {describe(tensor)}",
+            f"{operation} cannot write into {argument}: a view of a leaf that requires a gradient",
+            where=f"argument {argument} of {operation}, {describe(tensor)}",
             fix=f"call it under torch.no_grad(), or on {argument}.detach()",
         )
 
 
 def find_peer(
-    group: ProcessGroup, global_rank: int | None, group_rank: int | None, verb: str, role: str
+    group: ProcessGroup, global_rank: int | None, group_rank: int | None, operation: str, role: str
 ) -> int | None:
     """Return the group rank of a global rank or of a group rank; None for neither; or raise."""
     if group_rank is not None:
         if global_rank is not None:
             raise ArgumentError(
-                f"{verb} has both {role} and group_{role}",
+                f"{operation} has both {role} and group_{role}",
                 found=f"{role}={global_rank}, group_{role}={group_rank}",
                 fix=f"give {role} (a global rank) or group_{role} (a rank in the group)",
             )
-        group_rank = _plain_int(group_rank, f"group_{role}", verb)
+        group_rank = _plain_int(group_rank, f"group_{role}", operation)
         if not 0 <= group_rank < group.size():
             raise NotInGroupError(
                 f"group_{role}={group_rank} is outside the group",
@@ -159,10 +159,10 @@ def find_peer(
         return group_rank
     if global_rank is None:
         return None
-    global_rank = _plain_int(global_rank, role, verb)
+    global_rank = _plain_int(global_rank, role, operation)
     if global_rank not in group.ranks:
         raise NotInGroupError(
-            f"{verb}: {role}={global_rank!r} is not a member of {group.name}",
+            f"{operation}: {role}={global_rank!r} is not a member of {group.name}",
             where=f"rank {group.world.rank}",
             expected=f"a global rank of the group: {ranks_text(group.ranks)}",
             fix=f"use group_{role} to count in the group",
@@ -170,58 +170,58 @@ def find_peer(
     return group.ranks.index(global_rank)
 
 
-def _plain_int(rank: Any, argument: str, verb: str) -> int:
-    """Return ``rank`` as an int; raise unless it is a whole number."""
+def _plain_int(rank: Any, argument: str, operation: str) -> int:
+    """Return ``rank`` as an int; raise unless it is an integer."""
     if type(rank) is int:
         return rank
-    return get_whole_number(rank, f"{verb}: {argument}", expected="a rank")
+    return get_integer(rank, f"{operation}: {argument}", expected="a rank")
 
 
-def check_flag(async_op: object, verb: str) -> None:
+def check_flag(async_op: object, operation: str) -> None:
     """Raise KindError unless ``async_op`` has a truth value of its own, as a bool has."""
     if not hasattr(type(async_op), "__bool__"):
         raise KindError(
-            f"{verb}: async_op must be True or False",
+            f"{operation}: async_op must be True or False",
             found=f"{async_op!r}, a {type(async_op).__name__}",
         )
 
 
 def get_peer(
-    group: Any, global_rank: int | None, group_rank: int | None, verb: str, role: str
+    group: Any, global_rank: int | None, group_rank: int | None, operation: str, role: str
 ) -> int:
     """Return the group rank of a global rank or of a group rank; raise for neither."""
     if type(global_rank) is int and group_rank is None and global_rank in group.ranks:
         place: int = group.ranks.index(global_rank)
         return place  # the common case, decided fast
-    peer = find_peer(group, global_rank, group_rank, verb, role)
+    peer = find_peer(group, global_rank, group_rank, operation, role)
     if peer is None:
         raise ArgumentError(
-            f"{verb} needs {role} or group_{role}",
+            f"{operation} needs {role} or group_{role}",
             fix=f"name the global rank: {role}=0, or the rank in the group: group_{role}=0",
         )
     return peer
 
 
 def get_root(
-    group: Any, global_rank: int | None, group_rank: int | None, verb: str, role: str
+    group: Any, global_rank: int | None, group_rank: int | None, operation: str, role: str
 ) -> int:
     """Return the group rank of the root that either rank names, else of global rank 0; or raise."""
     if global_rank is None and group_rank is None:
         global_rank = 0
-    return get_peer(group, global_rank, group_rank, verb, role)
+    return get_peer(group, global_rank, group_rank, operation, role)
 
 
-def first_cuda_device(device_ids: object, verb: str) -> torch.device | None:
+def first_cuda_device(device_ids: object, operation: str) -> torch.device | None:
     """Return the first of ``device_ids`` as a device; None without any, or without CUDA."""
     if not isinstance(device_ids, list) or not all(type(number) is int for number in device_ids):
         raise KindError(
-            f"{verb}: device_ids must be a list of whole numbers, not {device_ids!r}",
+            f"{operation}: device_ids must be a list of integers, not {device_ids!r}",
             fix="for example device_ids=[0]",
         )
     count = torch.cuda.device_count()  # where there are none any numbers will do, as in torch
     if count and any(not 0 <= number < count for number in device_ids):
         raise ArgumentError(
-            f"{verb}: device_ids={device_ids} names a CUDA device that is not there",
+            f"{operation}: device_ids={device_ids} names a CUDA device that is not there",
             expected=f"numbers below {count}, the CUDA devices of this host",
         )
     return torch.device("cuda", device_ids[0]) if device_ids and count else None

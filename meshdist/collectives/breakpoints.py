@@ -11,11 +11,11 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
-from ..arguments import check_timeout, get_number, get_whole_number
+from ..arguments import check_timeout, get_integer, get_number
 from ..bootstrap.world import get_usable_world
 from ..checking.call_sites import call_site
 from ..errors import WorldError
-from ..groups.peer_status import wait_notice
+from ..groups.peer_status import stall_warning
 from .objects import broadcast_object_list
 from .tensor_collectives import barrier
 
@@ -49,8 +49,8 @@ def breakpoint(rank: int = 0, skip: int = 0, timeout_s: float | None = 3600) -> 
         WorldError: ``rank`` has no standard input; raised on every rank.
     """
     world = get_usable_world()
-    rank = get_whole_number(rank, "breakpoint: rank", 0, world.size - 1)
-    skip = get_whole_number(skip, "breakpoint: skip", 0)
+    rank = get_integer(rank, "breakpoint: rank", 0, world.size - 1)
+    skip = get_integer(skip, "breakpoint: skip", 0)
     meet = partial(_meet, rank, _limit(timeout_s))
     if world.next_number(("breakpoint", call_site())) <= skip:
         return
@@ -78,7 +78,7 @@ def _limit(timeout_s: object) -> timedelta | None:
 
 def _meet(rank: int, limit: timedelta | None, without_input: int | None = None) -> None:
     """Wait for all ranks; raise on each if ``rank`` passed ``without_input``, its process id."""
-    with wait_notice(None):
+    with stall_warning(None):
         barrier(timeout=limit)
     found = [without_input]
     broadcast_object_list(found, rank)

@@ -5,7 +5,7 @@ process first reduces its own tensors, then communicates once, then spreads the 
 list. The tensors of a list are alike in dtype and number of elements; the lists of all members are
 equally long. CPU tensors will do as well as several CUDA devices, and NumPy and CuPy arrays.
 
-Arguments, errors and results of both follow the rules of ``verbs``.
+Arguments, errors and results of both follow the rules of ``operations``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ..arguments import get_whole_number
+from ..arguments import get_integer
 from ..backends.c10d.dtype_fallbacks import read_as
 from ..backends.composed_collectives import divide, reduced
 from ..backends.work import Work
@@ -26,7 +26,7 @@ from ..reduce_ops import ReduceKind, ReduceOp, Reduction, is_whole_mean
 from .argument_checks import get_peer
 from .collective import Collective
 from .normalize_args import check_devices, prepare
-from .registration import verb
+from .registration import collective
 
 __all__ = [
     "all_gather_coalesced",
@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 
-@verb()
+@collective()
 def all_reduce_coalesced(
     tensors: Any,
     op: Reduction = ReduceOp.SUM,
@@ -53,7 +53,7 @@ def all_reduce_coalesced(
             list of itself.
         op, group, async_op: as in ``all_reduce``.
 
-    Cost: that of one ``all_reduce`` of all of them together, where the wire can join them.
+    Cost: that of one ``all_reduce`` of all of them together, where the backend can join them.
 
     Raises:
         ArgumentError: no list, or an empty list. DtypeError: a reduction that a dtype lacks.
@@ -71,7 +71,7 @@ def all_reduce_coalesced(
     return prepare("all_reduce_coalesced", group, tensors, op).run(async_op)
 
 
-@verb()
+@collective()
 def all_gather_coalesced(
     output_tensor_lists: list[list[Any]],
     input_tensor_list: list[Any],
@@ -113,7 +113,7 @@ def all_gather_coalesced(
     return _gather_packed(call, buffers, inputs, async_op)
 
 
-@verb()
+@collective()
 def broadcast_multigpu(
     tensor_list: list[Any],
     src: int,
@@ -131,7 +131,7 @@ def broadcast_multigpu(
         src_tensor: which of the source's tensors is sent.
 
     Raises:
-        AgreementError: the members' lists are not alike; on all members.
+        MismatchError: the members' lists are not alike; on all members.
         ArgumentError: no such ``src_tensor``. ShapeError, DtypeError: a list of unlike tensors.
 
     Example:
@@ -145,7 +145,7 @@ def broadcast_multigpu(
         [[[11, 11], [11, 11]], [[11, 11], [11, 11]]]
     """
     call = Collective("broadcast_multigpu", group)
-    call.root = get_peer(call.group, src, None, call.verb, "src")
+    call.root = get_peer(call.group, src, None, call.operation, "src")
     buffers = _take_alike(call, tensor_list, writes=True)
     place = _checked_place(call, src_tensor, "src_tensor", buffers)
     sent = buffers[place if call.is_root else 0]
@@ -156,7 +156,7 @@ def broadcast_multigpu(
     return call.run(async_op)
 
 
-@verb()
+@collective()
 def all_reduce_multigpu(
     tensor_list: list[Any],
     op: Reduction = ReduceOp.SUM,
@@ -173,7 +173,7 @@ def all_reduce_multigpu(
     Cost: that of one ``all_reduce`` of one of the tensors.
 
     Raises:
-        AgreementError: the members' lists are not alike; on all members.
+        MismatchError: the members' lists are not alike; on all members.
         DtypeError: a reduction that the dtype lacks. ShapeError, DtypeError: unlike tensors.
 
     Example:
@@ -192,7 +192,7 @@ def all_reduce_multigpu(
     return _reduce_as_one(call, "all_reduce", buffers, buffers, async_op, None)
 
 
-@verb()
+@collective()
 def reduce_multigpu(
     tensor_list: list[Any],
     dst: int,
@@ -211,7 +211,7 @@ def reduce_multigpu(
         dst_tensor: which of the destination's tensors takes the result. Written in place.
 
     Raises:
-        AgreementError: the members' lists are not alike; on all members.
+        MismatchError: the members' lists are not alike; on all members.
         ArgumentError: no such ``dst_tensor``. ShapeError, DtypeError: a list of unlike tensors.
 
     Example:
@@ -225,7 +225,7 @@ def reduce_multigpu(
         [[1.0, 6.0], [1.0, 2.0]]
     """
     call = Collective("reduce_multigpu", group)
-    call.root = get_peer(call.group, dst, None, call.verb, "dst")
+    call.root = get_peer(call.group, dst, None, call.operation, "dst")
     buffers = _take_alike(call, tensor_list)
     place = _checked_place(call, dst_tensor, "dst_tensor", buffers)
     outputs = [call.take(tensor_list[place], "tensor_list", writes=True)] if call.is_root else []
@@ -233,7 +233,7 @@ def reduce_multigpu(
     return _reduce_as_one(call, "reduce", buffers, outputs, async_op, tensor_list)
 
 
-@verb()
+@collective()
 def all_gather_multigpu(
     output_tensor_lists: list[list[Any]],
     input_tensor_list: list[Any],
@@ -250,7 +250,7 @@ def all_gather_multigpu(
         group, async_op: as in ``all_reduce``.
 
     Raises:
-        AgreementError: the members' lists are not alike; on all members.
+        MismatchError: the members' lists are not alike; on all members.
         ArgumentError: lists of another length. ShapeError, DtypeError: unlike tensors.
 
     Example:
@@ -276,7 +276,8 @@ def all_gather_multigpu(
 def _take_alike(
     call: Collective, given: Any, argument: str = "tensor_list", *, writes: bool = False
 ) -> list[torch.Tensor]:
-    """Return the checked tensors of a list, which the verb reads or ``writes``; they are alike."""
+    """Return the checked tensors of a list, which the collective reads or ``writes``; they are
+    alike."""
     tensors = [call.take(x, argument, writes=writes) for x in call.check_list(given, argument)]
     _check_same(call, tensors, tensors[0], (f"an entry of {argument}", f"{argument}[0]"))
     return tensors
@@ -296,7 +297,7 @@ def _checked_place(
 ) -> int:
     """Return ``place`` as an index of ``tensors``; raise if it is none."""
     last = len(tensors) - 1
-    return get_whole_number(place, f"{call.verb}: {argument}", 0, last, where="tensor_list")
+    return get_integer(place, f"{call.operation}: {argument}", 0, last, where="tensor_list")
 
 
 def _reduce_as_one(
@@ -313,8 +314,8 @@ def _reduce_as_one(
         result: what the Work's result() gives; None for the reduced tensor.
     """
     kind = call.op
-    assert kind is not None  # a verb that reduces
-    # A mean of whole numbers is rounded once, in the end: until then it is a sum.
+    assert kind is not None  # a collective that reduces
+    # A mean of integers is rounded once, in the end: until then it is a sum.
     step = ReduceOp.SUM if is_whole_mean(kind, buffers[0].dtype) else kind
     total = reduced([call.scaled(part).view(-1) for part in buffers], step)
     call.op = step

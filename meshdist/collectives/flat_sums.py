@@ -59,18 +59,18 @@ def assign_buckets(
         ((3,), (2,), (1, 0))
     """
     buckets: list[list[int]] = []
-    filling: dict[Hashable, tuple[list[int], int]] = {}  # the latest of each kind, its room
+    bucket_state: dict[Hashable, tuple[list[int], int]] = {}  # the latest of each kind, its room
     counts: dict[Hashable, int] = {}
     for index in order:
         num_bytes, kind = items[index]
-        bucket, room = filling.get(kind, ([], 0))
+        bucket, room = bucket_state.get(kind, ([], 0))
         if not bucket or num_bytes > room:
             nth = counts.get(kind, 0)
             bucket, room = [], caps[min(nth, len(caps) - 1)]
             counts[kind] = nth + 1
             buckets.append(bucket)
         bucket.append(index)
-        filling[kind] = bucket, room - num_bytes
+        bucket_state[kind] = bucket, room - num_bytes
     places = {index: place for place, index in enumerate(order)}
     return tuple(sorted(map(tuple, buckets), key=lambda bucket: places[bucket[-1]]))
 
@@ -167,19 +167,19 @@ def broadcast_from(source: int, tensors: Sequence[torch.Tensor], group: ProcessG
 
 def _chunks(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     """Yield lists of non-empty tensors of one device, up to 32 MiB; larger tensors alone."""
-    filling: dict[torch.device, list[torch.Tensor]] = {}
+    bucket_state: dict[torch.device, list[torch.Tensor]] = {}
     filled: dict[torch.device, int] = {}
     for tensor in tensors:
         device = tensor.device
         if tensor.numel() == 0:
             continue
         num_bytes = filled.get(device, 0) + _padded_bytes(tensor)
-        if num_bytes > CHUNK_BYTES and device in filling:
-            yield filling.pop(device)
+        if num_bytes > CHUNK_BYTES and device in bucket_state:
+            yield bucket_state.pop(device)
             num_bytes = _padded_bytes(tensor)
-        filling.setdefault(device, []).append(tensor)
+        bucket_state.setdefault(device, []).append(tensor)
         filled[device] = num_bytes
-    yield from filling.values()
+    yield from bucket_state.values()
 
 
 def _padded_bytes(tensor: torch.Tensor) -> int:

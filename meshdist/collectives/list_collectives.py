@@ -1,6 +1,6 @@
 """torch's collectives on lists of a tensor per member, whose sizes may differ.
 
-Arguments, errors and results follow the rules of ``verbs``. Lists are lists or tuples of
+Arguments, errors and results follow the rules of ``operations``. Lists are lists or tuples of
 torch tensors, NumPy or CuPy arrays, of one dtype and one device type; what one member takes must
 be what the other sends, which is compared before any data moves.
 """
@@ -14,7 +14,7 @@ from ..groups.process_group import GroupLike, ProcessGroup, resolve_group
 from ..reduce_ops import ReduceOp, Reduction
 from .argument_checks import get_root
 from .normalize_args import prepare
-from .registration import verb
+from .registration import collective
 
 __all__ = [
     "all_gather",
@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 
-@verb(has_fast_path=True)
+@collective(has_fast_path=True)
 def all_gather(
     tensor_list: list[Any], tensor: Any, group: GroupLike = None, async_op: bool = False
 ) -> Work | None:
@@ -42,7 +42,7 @@ def all_gather(
 
     Raises:
         ArgumentError: not one array per member. ShapeError: my own place has another size.
-        AgreementError: a member takes another size than I send.
+        MismatchError: a member takes another size than I send.
 
     Example:
         >>> import meshdist as md, torch
@@ -58,7 +58,7 @@ def all_gather(
     return prepare("all_gather", group, tensor_list, tensor).run(async_op)
 
 
-@verb(has_fast_path=True, missing=(0,))
+@collective(has_fast_path=True, missing=(0,))
 def gather(
     tensor: Any,
     gather_list: list[Any] | None = None,
@@ -99,7 +99,7 @@ def gather(
     return prepare("gather", group, tensor, gather_list, root).run(async_op)
 
 
-@verb(has_fast_path=True, missing=(0,))
+@collective(has_fast_path=True, missing=(0,))
 def scatter(
     tensor: Any,
     scatter_list: list[Any] | None = None,
@@ -139,7 +139,7 @@ def scatter(
     return prepare("scatter", group, tensor, scatter_list, root).run(async_op)
 
 
-@verb()
+@collective()
 def reduce_scatter(
     output: Any,
     input_list: list[Any],
@@ -174,7 +174,7 @@ def reduce_scatter(
     return prepare("reduce_scatter", group, output, input_list, op).run(async_op)
 
 
-@verb(has_fast_path=True)
+@collective(has_fast_path=True)
 def all_to_all(
     output_tensor_list: list[Any],
     input_tensor_list: list[Any],
@@ -193,7 +193,7 @@ def all_to_all(
 
     Raises:
         ArgumentError: not one array per member. DtypeError: two dtypes.
-        AgreementError: a member takes another size than I send.
+        MismatchError: a member takes another size than I send.
 
     Example:
         >>> import meshdist as md, torch
@@ -209,7 +209,7 @@ def all_to_all(
     return prepare("all_to_all", group, output_tensor_list, input_tensor_list).run(async_op)
 
 
-@verb(has_fast_path=True)
+@collective(has_fast_path=True)
 def all_to_all_single(
     output: Any,
     input: Any,
@@ -231,7 +231,7 @@ def all_to_all_single(
 
     Raises:
         ShapeError: dim 0 does not divide, or the sizes do not add up to it; rows of two sizes.
-        DtypeError: two dtypes. AgreementError: a member takes another size than I send.
+        DtypeError: two dtypes. MismatchError: a member takes another size than I send.
 
     Example:
         >>> import meshdist as md, torch

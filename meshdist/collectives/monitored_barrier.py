@@ -1,6 +1,7 @@
 """A barrier that names the members that do not come.
 
-It goes through the store of the world instead of a wire, so that a rank that does not come breaks
+It goes through the store of the world instead of a backend, so that a rank that does not come
+breaks
 nothing: the group can be used afterwards. It is not one of the collectives that the members count
 and compare.
 
@@ -26,20 +27,20 @@ from ..bootstrap.arrival_counters import digest_of_ranks
 from ..bootstrap.timeout_store import read_json, read_number, within
 from ..bootstrap.world import World
 from ..checking.call_sites import call_site, show_site
-from ..checking.calls import GroupFacts, Note, get_call
+from ..checking.calls import CallRecord, GroupFacts, get_call
 from ..errors import AbortedError, CollectiveTimeoutError, WorldError
 from ..groups.communicators import get_registry
 from ..groups.control_messages import ask, last_call_text
 from ..groups.process_group import GroupLike, ProcessGroup, resolve_group
 from ..runtime.deadlines import Deadline, wait_until
-from .registration import verb
+from .registration import collective
 
 __all__ = ["monitored_barrier"]
 
 _NAME = "monitored_barrier"
 
 
-@verb()
+@collective()
 def monitored_barrier(
     group: GroupLike = None, timeout: timedelta | None = None, wait_all_ranks: bool = False
 ) -> None:
@@ -91,7 +92,7 @@ monitoredBarrier
 def _keys_of(group: ProcessGroup) -> str:
     """Return the prefix of the store keys for a group's barriers, equal on its members."""
     if group.is_private:
-        return f"monitored/{group.open_channel(group.first_device_type()).opened.label}"
+        return f"monitored/{group.open_device_group(group.first_device_type()).opened.label}"
     return f"monitored/{digest_of_ranks(group.ranks)}"
 
 
@@ -103,7 +104,7 @@ def _meet(group: ProcessGroup, timeout: timedelta, names_all: bool) -> None:
     prefix = _keys_of(group)
     number = world.next_number(prefix)
     facts = GroupFacts(group.name, group.ranks, group.rank())
-    note = Note(*registry.beside_wires.note(facts, get_call(_NAME, None)))
+    note = CallRecord(*registry.beside_backends.note(facts, get_call(_NAME, None)))
     where = f"rank {world.rank}, {note._replace(sequence=number).heading}"
     barrier = MonitoredBarrier(
         world.store,
@@ -117,7 +118,7 @@ def _meet(group: ProcessGroup, timeout: timedelta, names_all: bool) -> None:
     )
     outcome = barrier.wait()
     came = [rank for rank in ranks if rank not in outcome.absent]
-    registry.presence.finish(f"{prefix}/{number}", came)
+    registry.liveness.finish(f"{prefix}/{number}", came)
     if outcome.failure:
         raise _timed_out(group.world, ranks, outcome, where, names_all)
 
@@ -187,7 +188,7 @@ def _meet_simulated(group: ProcessGroup) -> None:
         raise WorldError(
             f"{_NAME} of simulated rank {group.world.rank} was called from another thread",
             where=f"called at {show_site(call_site())}",
-            expected="verbs on the rank's own thread",
+            expected="collectives on the rank's own thread",
             fix="call it there, or run the program as processes (meshdist run, meshdist.spawn)",
         )
     counts = _counts_of_simulated(group)

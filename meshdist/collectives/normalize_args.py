@@ -1,14 +1,15 @@
-"""Calls of the plain verbs on tensors, made from their rows.
+"""Calls of the plain collectives on tensors, made from their rows.
 
-A row says what a verb's parameters are for, and the verb of a communicator that carries it which
-tensors a member brings and gets. ``prepare`` reads the arguments by these, and checks them; the
-call that it returns is run by its ``run``. ``run_titled`` does both for a call that is a part of
-something: a plan, or a verb of ``lax``.
+A row says what a collective's parameters are for, and the collective of a communicator that carries
+it which tensors a member brings and gets. ``prepare`` reads the arguments by these, and checks
+them; the call that it returns is run by its ``run``. ``run_named`` does both for a call that is a
+part of
+something: a plan, or a collective of ``lax``.
 
-Members whose titles differ raise the AgreementError of calls that differ, as if they had called
-different verbs, and reports name the title. All else is as the verb of the same name says: a call
-waits for its result, takes the fast path where it can, and is shown by
-torch's profiler.
+Members whose titles differ raise the MismatchError of calls that differ, as if they had called
+different collectives, and reports name the title. All else is as the collective of the same name
+says: a call waits for its result, takes the fast path where it can, and is shown by torch's
+profiler.
 """
 
 from __future__ import annotations
@@ -21,66 +22,74 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 import torch.autograd.profiler as profiler
 
-from ..arguments import find_whole_numbers
+from ..arguments import find_integers
 from ..arrays import apart, apart_from_all, shape_text
 from ..backends.work import Work
 from ..checking.call_sites import run_unnested
 from ..errors import KindError, ShapeError
 from ..groups.process_group import ProcessGroup
-from ..operation_table import VERBS, Form, Verb
+from ..operation_table import OPERATIONS, OperationSpec, TensorLayout
 from ..runtime.graph_breaks import untraced
 from .collective import Collective
 from .registration import num_bytes, recorded
 
 
 @lru_cache(maxsize=4096)  # the native core knows a title by its address, too
-def lax_title(verb: str, leaf_name: str, shape: torch.Size) -> str:
+def lax_name(operation: str, leaf_name: str, shape: torch.Size) -> str:
     """Return the title of a call of lax: "lax.psum((2, 3) at tree['w'])"."""
-    return f"lax.{verb}({tuple(shape)} at {leaf_name})"
+    return f"lax.{operation}({tuple(shape)} at {leaf_name})"
 
 
-def prepare(verb: str, group: Any, *given: Any, title: str = "") -> Collective:
-    """Return the checked call of a verb, not yet run.
+def prepare(operation: str, group: Any, *given: Any, op_name: str = "") -> Collective:
+    """Return the checked call of a collective, not yet run.
 
     Args:
-        given: its arguments, as its row of the table of verbs has them; a root is a place.
-        title: the name of what the call is a part of.
+        given: its arguments, as its row of the table of collectives has them; a root is a place.
+        op_name: the name of what the call is a part of.
     """
-    recipe = _RECIPES[verb]
-    call = Collective(verb, group, given[-1] if recipe.root else None, title, recipe.is_elementwise)
+    recipe = _RECIPES[operation]
+    call = Collective(
+        operation, group, given[-1] if recipe.root else None, op_name, recipe.is_elementwise
+    )
     call.way = recipe.way
     recipe.prepare(call, recipe, *given)
     return call
 
 
 @untraced
-def run_titled(
-    verb: str, group: ProcessGroup, title: str, *given: Any, async_op: bool = False
+def run_named(
+    operation: str, group: ProcessGroup, op_name: str, *given: Any, async_op: bool = False
 ) -> Work | None:
-    """Run a verb on plain tensors, compared by ``title``; return None, or the Work of async_op."""
+    """Run a collective on plain tensors, compared by ``op_name``; return None, or the Work of
+    async_op."""
     if not profiler._is_profiler_enabled:
         for path in (group.fast_path, group.fast_path_on_device):
             if async_op and path is not None:
                 path = path.starting
-            if path is not None and (work := getattr(path, verb)(*given, title)) is not False:
+            if (
+                path is not None
+                and (work := getattr(path, operation)(*given, op_name)) is not False
+            ):
                 return work  # type: ignore[no-any-return]
-        return run_unnested(verb, _run, verb, group, title, given, async_op)
+        return run_unnested(operation, _run, operation, group, op_name, given, async_op)
     count = sum(map(num_bytes, given))
-    with recorded(f"meshdist::{verb} of {title} {group.name} {count} bytes"):
-        return run_unnested(verb, _run, verb, group, title, given, async_op)
+    with recorded(f"meshdist::{operation} of {op_name} {group.name} {count} bytes"):
+        return run_unnested(operation, _run, operation, group, op_name, given, async_op)
 
 
 def _run(
-    verb: str, group: ProcessGroup, title: str, given: Sequence[Any], async_op: bool
+    operation: str, group: ProcessGroup, op_name: str, given: Sequence[Any], async_op: bool
 ) -> Work | None:
-    return prepare(verb, group, *given, title=title).run(async_op)
+    return prepare(operation, group, *given, op_name=op_name).run(async_op)
 
 
 class _Recipe(NamedTuple):
-    """The facts by which ``prepare`` makes a call of a verb."""
+    """The facts by which ``prepare`` makes a call of a collective."""
 
     prepare: Callable[..., None]  # reads the arguments of a call, and checks them
-    way: str  # the verb of a communicator that carries it; the next two are of that verb
+    way: (
+        str  # the collective of a communicator that carries it; the next two are of that collective
+    )
     reduces: bool
     root: str
     names: tuple[str, str]  # the parameters that it writes, and that it reads beside
@@ -189,7 +198,7 @@ def _exchanged_parts(
     is_flat = buffer.dim() == source.dim() == 1
     if not is_flat and buffer.shape[1:].numel() != source.shape[1:].numel():
         raise ShapeError(
-            f"{call.verb}: the rows of output and input have different sizes",
+            f"{call.operation}: the rows of output and input have different sizes",
             where=call.here,
             found=f"output {shape_text(buffer.shape)}, input {shape_text(source.shape)}",
             fix="give both the same shape but for dim 0",
@@ -197,7 +206,7 @@ def _exchanged_parts(
     me = call.group.rank()
     if taken[me] != sent[me]:
         raise ShapeError(
-            f"{call.verb}: what this rank takes from itself is not what it sends to itself",
+            f"{call.operation}: what this rank takes from itself is not what it sends to itself",
             where=call.here,
             found=f"{taken[me]} elements taken, {sent[me]} sent",
             fix=f"make entry {me} of both split sizes equal",
@@ -207,32 +216,32 @@ def _exchanged_parts(
     call.inputs, call.outputs, call.noted = [source], [buffer], source
 
 
-_Forms: TypeAlias = tuple[Form, Form]
+_Forms: TypeAlias = tuple[TensorLayout, TensorLayout]
 _PREPARE: dict[_Forms, Callable[..., None]] = {
-    (Form.IN_PLACE, Form.ONE): _in_place,
-    (Form.IN_PLACE, Form.ANY): _several_in_place,
-    (Form.ONE, Form.ONE): _blocks,
-    (Form.ONE, Form.EACH): _to_each,
-    (Form.ONE, Form.AT_ROOT): _to_root,
-    (Form.EACH, Form.ONE): _from_each,
-    (Form.AT_ROOT, Form.ONE): _from_root,
-    (Form.EACH, Form.EACH): _exchanged_lists,
-    (Form.PARTS, Form.PARTS): _exchanged_parts,
+    (TensorLayout.IN_PLACE, TensorLayout.ONE): _in_place,
+    (TensorLayout.IN_PLACE, TensorLayout.ANY): _several_in_place,
+    (TensorLayout.ONE, TensorLayout.ONE): _blocks,
+    (TensorLayout.ONE, TensorLayout.EACH): _to_each,
+    (TensorLayout.ONE, TensorLayout.AT_ROOT): _to_root,
+    (TensorLayout.EACH, TensorLayout.ONE): _from_each,
+    (TensorLayout.AT_ROOT, TensorLayout.ONE): _from_root,
+    (TensorLayout.EACH, TensorLayout.EACH): _exchanged_lists,
+    (TensorLayout.PARTS, TensorLayout.PARTS): _exchanged_parts,
 }
 
 
-def _make_recipe(row: Verb) -> _Recipe:
-    carrier = row.carrier
+def _make_recipe(row: OperationSpec) -> _Recipe:
+    executor = row.executor
     names = row.writes, "".join(row.reads)
-    is_elementwise = carrier.takes is Form.IN_PLACE
-    prepare = _PREPARE[carrier.takes, carrier.gives]
-    return _Recipe(prepare, carrier.name, carrier.reduces, carrier.root, names, is_elementwise)
+    is_elementwise = executor.takes is TensorLayout.IN_PLACE
+    prepare = _PREPARE[executor.takes, executor.gives]
+    return _Recipe(prepare, executor.name, executor.reduces, executor.root, names, is_elementwise)
 
 
 _RECIPES = {
     row.name: _make_recipe(row)
-    for row in VERBS.values()
-    if row.is_plain and (row.carrier.takes, row.carrier.gives) in _PREPARE
+    for row in OPERATIONS.values()
+    if row.is_plain and (row.executor.takes, row.executor.gives) in _PREPARE
 }
 
 
@@ -247,7 +256,7 @@ def _sizes(
     call: Collective, tensor: torch.Tensor, rows: Sequence[int] | None, role: str
 ) -> list[int]:
     """Return ``tensor``'s elements per member, by ``rows`` or equal; raise, naming it ``role``."""
-    name, size = call.verb, call.group.size()
+    name, size = call.operation, call.group.size()
     if rows is None and tensor.dim() and not tensor.shape[0] % size:
         return [tensor.numel() // size] * size  # the common case
     where = f"{call.here} of {size} ranks"
@@ -260,7 +269,7 @@ def _sizes(
         )
     num_rows = tensor.shape[0]
     row = math.prod(tensor.shape[1:])
-    rows = _whole_numbers(rows, f"{role}_split_sizes", name)
+    rows = _integers(rows, f"{role}_split_sizes", name)
     if not rows:
         if num_rows % size:
             raise ShapeError(
@@ -281,15 +290,15 @@ def _sizes(
     return [count * row for count in rows]
 
 
-def _whole_numbers(given: Any, argument: str, name: str) -> list[int]:
+def _integers(given: Any, argument: str, name: str) -> list[int]:
     """Return ``given`` split sizes as a list of ints, [] for None; else raise."""
     if given is None:
         return []
-    numbers = find_whole_numbers(given.tolist() if hasattr(given, "tolist") else given)
+    numbers = find_integers(given.tolist() if hasattr(given, "tolist") else given)
     if numbers is not None:
         return numbers
     raise KindError(
-        f"{name}: {argument} must be whole numbers",
+        f"{name}: {argument} must be integers",
         found=repr(given),
         fix="for example [2, 1, 1], one number per member",
     )

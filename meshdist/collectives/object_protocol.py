@@ -15,12 +15,12 @@ from typing import Any, NoReturn
 import torch
 
 from ..error_text import grouped_text, ranks_text
-from ..errors import AgreementError, BackendError, KindError, PicklingError
+from ..errors import BackendError, KindError, MismatchError, PicklingError
 from ..groups.process_group import ProcessGroup
 from .collective import Collective
 
 
-class Parcel:
+class PickledObject:
     """Pickled objects as bytes; if an object cannot be pickled, the error as bytes."""
 
     def __init__(self, objects: Mapping[str, Any]) -> None:
@@ -50,15 +50,16 @@ class Parcel:
         return self.data.numel() if self.error is None else -self.data.numel()
 
 
-def unpack(data: torch.Tensor, sender: int, verb: str, target: ProcessGroup) -> list[Any]:
-    """Return the objects in a parcel's bytes from another rank; raise if they cannot be read."""
+def unpack(data: torch.Tensor, sender: int, operation: str, target: ProcessGroup) -> list[Any]:
+    """Return the objects in a pickled object's bytes from another rank; raise if they cannot be
+    read."""
     view = data.numpy().data
     try:
         (count,) = struct.unpack_from("<q", view)
         sizes = struct.unpack_from(f"<{count}q", view, 8)
     except struct.error as error:
         raise BackendError(
-            f"{verb}: what rank {sender} sent is no list of objects",
+            f"{operation}: what rank {sender} sent is no list of objects",
             where=f"rank {target.world.rank}, {target.name}",
             found=f"{data.numel()} bytes: {error}",
             fix="see that both ranks run the same version of meshdist",
@@ -71,7 +72,7 @@ def unpack(data: torch.Tensor, sender: int, verb: str, target: ProcessGroup) -> 
         except Exception as error:  # whatever the object's own code raises
             which = "the object" if count == 1 else f"object {place}"
             raise BackendError(
-                f"{verb}: {which} that rank {sender} sent cannot be unpickled",
+                f"{operation}: {which} that rank {sender} sent cannot be unpickled",
                 where=f"rank {target.world.rank}, {target.name}",
                 found=_error_text(error),
                 fix="see that both ranks run the same program, and can import the same modules",
@@ -80,7 +81,7 @@ def unpack(data: torch.Tensor, sender: int, verb: str, target: ProcessGroup) -> 
     return objects
 
 
-def find_device(target: ProcessGroup, given: Any, verb: str) -> torch.device:
+def find_device(target: ProcessGroup, given: Any, operation: str) -> torch.device:
     """Return the device for objects' bytes: ``given``, else the group's first type; or raise."""
     if given is None:
         given = target.first_device_type()
@@ -88,19 +89,21 @@ def find_device(target: ProcessGroup, given: Any, verb: str) -> torch.device:
         device = torch.device(given)
     except (RuntimeError, TypeError) as error:
         raise KindError(
-            f"{verb}: {given!r} is not a device", expected="for example torch.device('cuda', 0)"
+            f"{operation}: {given!r} is not a device",
+            expected="for example torch.device('cuda', 0)",
         ) from error
-    target.wire_name(device.type)  # raises where nothing serves it
+    target.backend_name(device.type)  # raises where nothing serves it
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device
 
 
-def check_is_list(given: Any, argument: str, verb: str, *, is_written: bool) -> None:
-    """Raise KindError unless ``given`` is a list, or a tuple if the verb does not write to it."""
+def check_is_list(given: Any, argument: str, operation: str, *, is_written: bool) -> None:
+    """Raise KindError unless ``given`` is a list, or a tuple if the collective does not write to
+    it."""
     if not isinstance(given, list if is_written else (list, tuple)):
         raise KindError(
-            f"{verb}: {argument} must be a list",
+            f"{operation}: {argument} must be a list",
             expected="a list, whose entries are replaced" if is_written else "a list or tuple",
             found=type(given).__name__,
         )
@@ -111,10 +114,10 @@ def entries(argument: str, objects: Sequence[Any]) -> dict[str, Any]:
     return {f"{argument}[{place}]": x for place, x in enumerate(objects)}
 
 
-def other_length(verb: str, target: ProcessGroup, found: str) -> AgreementError:
+def other_length(operation: str, target: ProcessGroup, found: str) -> MismatchError:
     """Return the error for lists of objects that differ in length; ``found`` says how, by rank."""
-    return AgreementError(
-        f"{verb}: the members' lists of objects have different lengths",
+    return MismatchError(
+        f"{operation}: the members' lists of objects have different lengths",
         where=target.name,
         expected="as many entries on every rank as its source has; nothing was sent",
         found=found,
@@ -124,12 +127,12 @@ def other_length(verb: str, target: ProcessGroup, found: str) -> AgreementError:
 
 
 def raise_unpicklable(
-    failed: Sequence[tuple[int, torch.Tensor]], verb: str, cause: Exception | None = None
+    failed: Sequence[tuple[int, torch.Tensor]], operation: str, cause: Exception | None = None
 ) -> NoReturn:
     """Raise the error of ranks that failed to pickle: ``failed`` has (rank, reason as JSON)."""
     reasons = [(rank, json.loads(bytes(text.cpu().numpy()))) for rank, text in failed]
     raise PicklingError(
-        f"{verb}: an object of {ranks_text([rank for rank, _ in failed])} cannot be pickled",
+        f"{operation}: an object of {ranks_text([rank for rank, _ in failed])} cannot be pickled",
         expected="objects that pickle takes; nothing was sent",
         found=grouped_text(reasons),
         fix="send plain data, and classes and functions that stand at the top of a module",
@@ -141,7 +144,7 @@ def _error_text(error: Exception) -> str:
 
 
 class Rounds(Collective):
-    """A call of a verb on Python objects, carried by several collectives on sizes and bytes."""
+    """A call of a collective on Python objects, carried by several collectives on sizes and bytes."""
 
     device: torch.device
 
@@ -149,9 +152,9 @@ class Rounds(Collective):
         super().__init__(name, group)
         self.device = find_device(self.group, device, name)
 
-    def agree(self, parcel: Parcel, length: int = 0) -> list[int]:
+    def agree(self, pickled: PickledObject, length: int = 0) -> list[int]:
         """Return each member's number of bytes; raise if one failed to pickle or lengths differ."""
-        mine = torch.tensor([parcel.signed_size, length], device=self.device)
+        mine = torch.tensor([pickled.signed_size, length], device=self.device)
         gathered = mine.new_empty((self.group.size(), 2))
         flat = gathered.view(-1)
         self.carry("all_gather", [mine], [flat], mine, [flat, mine])
@@ -159,26 +162,26 @@ class Rounds(Collective):
         signed_sizes, lengths = gathered.t().tolist()
         ranks = self.group.ranks
         if min(signed_sizes) < 0:
-            reason = parcel.data if parcel.error is not None else self.empty(0)
+            reason = pickled.data if pickled.error is not None else self.empty(0)
             texts = self.all_gather_bytes(reason, [max(0, -size) for size in signed_sizes])
             failed = [(rank, text) for rank, text in zip(ranks, texts, strict=True) if len(text)]
-            raise_unpicklable(failed, self.verb, parcel.error)
+            raise_unpicklable(failed, self.operation, pickled.error)
         if len({*lengths}) > 1:
             entries = [(rank, f"{n} entries") for rank, n in zip(ranks, lengths, strict=True)]
-            raise other_length(self.verb, self.group, grouped_text(entries))
+            raise other_length(self.operation, self.group, grouped_text(entries))
         return list(signed_sizes)
 
-    def broadcast_sizes(self, parcels: Sequence[Parcel]) -> list[int]:
+    def broadcast_sizes(self, pickled_objects: Sequence[PickledObject]) -> list[int]:
         """Return the bytes that the source sends each member; raise if it cannot pickle."""
         assert self.root is not None
-        failure = next((parcel for parcel in parcels if parcel.error is not None), None)
-        signed_sizes = [(failure or parcel).signed_size for parcel in parcels]
+        failure = next((pickled for pickled in pickled_objects if pickled.error is not None), None)
+        signed_sizes = [(failure or pickled).signed_size for pickled in pickled_objects]
         signed_sizes = signed_sizes or [0] * self.group.size()
         sizes: list[int] = self.broadcast(torch.tensor(signed_sizes, device="cpu")).tolist()
         if sizes[0] < 0:
             text = self.broadcast(failure.data if failure else self.empty(-sizes[0]))
             source = self.group.ranks[self.root]
-            raise_unpicklable([(source, text)], self.verb, failure.error if failure else None)
+            raise_unpicklable([(source, text)], self.operation, failure.error if failure else None)
         return sizes
 
     def empty(self, num_bytes: int) -> torch.Tensor:
@@ -213,4 +216,4 @@ class Rounds(Collective):
 
     def unpack(self, data: torch.Tensor, member: int) -> list[Any]:
         """Return the objects in ``data``, which ``member`` sent."""
-        return unpack(data, self.group.ranks[member], self.verb, self.group)
+        return unpack(data, self.group.ranks[member], self.operation, self.group)

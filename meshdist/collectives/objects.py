@@ -1,10 +1,10 @@
-"""torch's verbs on Python objects: pickled, sent as bytes, unpickled.
+"""torch's collectives on Python objects: pickled, sent as bytes, unpickled.
 
-Unpickling can run any code, so these verbs trust all members of the group. A collective call takes
-two rounds, sizes and then bytes; a message between two ranks is its sizes, the receiver's answer
-and its bytes. The bytes travel by the wire that the group has open: over NCCL through the current
-CUDA device, else through host memory, or through ``device``. A tensor in an object comes back with
-its values on the device index that it had at its sender.
+Unpickling can run any code, so these collectives trust all members of the group. A collective call
+takes two rounds, sizes and then bytes; a message between two ranks is its sizes, the receiver's
+answer and its bytes. The bytes travel by the backend that the group has open: over NCCL through the
+current CUDA device, else through host memory, or through ``device``. A tensor in an object comes
+back with its values on the device index that it had at its sender.
 
 Every call blocks. An object that cannot be pickled is the same error on all members, and an object
 that cannot be unpickled an error where it arrives; the group is good for the next call after both.
@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 
-from ..backends.operation_args import PreparedCall
+from ..backends.operation_args import OperationArgs
 from ..errors import BackendError
 from ..groups.process_group import GroupLike, ProcessGroup, resolve_group
 from .argument_checks import find_peer, get_peer, get_root
 from .object_protocol import (
-    Parcel,
+    PickledObject,
     Rounds,
     check_is_list,
     entries,
@@ -31,8 +31,8 @@ from .object_protocol import (
     raise_unpicklable,
     unpack,
 )
-from .point_to_point import ANSWER_TAG, check_not_me, open_channel, prepare_message
-from .registration import verb
+from .point_to_point import ANSWER_TAG, check_not_me, open_device_group, prepare_message
+from .registration import collective
 from .torch_private import untransformed
 
 __all__ = [
@@ -50,7 +50,7 @@ _MARK = int.from_bytes(b"objects\0", "little")
 
 
 @untransformed
-@verb()
+@collective()
 def all_gather_object(object_list: list[Any], obj: Any, group: GroupLike = None) -> None:
     """Every member's list holds all members' objects, in group order.
 
@@ -80,10 +80,10 @@ def all_gather_object(object_list: list[Any], obj: Any, group: GroupLike = None)
     rounds = Rounds("all_gather_object", group)
     size = rounds.group.size()
     rounds.check_list(object_list, "object_list", size, may_be_longer=True)
-    check_is_list(object_list, "object_list", rounds.verb, is_written=True)
-    parcel = Parcel({"obj": obj})
-    sizes = rounds.agree(parcel)
-    parts = rounds.all_gather_bytes(parcel.data, sizes)
+    check_is_list(object_list, "object_list", rounds.operation, is_written=True)
+    pickled = PickledObject({"obj": obj})
+    sizes = rounds.agree(pickled)
+    parts = rounds.all_gather_bytes(pickled.data, sizes)
     object_list[:size] = [rounds.unpack(part, member)[0] for member, part in enumerate(parts)]
 
 
@@ -95,7 +95,7 @@ def gather_from_all(obj: Any, group: ProcessGroup) -> list[Any]:
 
 
 @untransformed
-@verb()
+@collective()
 def gather_object(
     obj: Any,
     object_gather_list: list[Any] | None = None,
@@ -129,16 +129,16 @@ def gather_object(
         [['a', 'b'], None]
     """
     rounds, argument = Rounds("gather_object", group), "object_gather_list"
-    root = rounds.root = get_root(rounds.group, dst, group_dst, rounds.verb, "dst")
+    root = rounds.root = get_root(rounds.group, dst, group_dst, rounds.operation, "dst")
     size = rounds.group.size()
     rounds.check_list(object_gather_list, argument, size, role="destination", may_be_longer=True)
     if rounds.is_root:
-        check_is_list(object_gather_list, argument, rounds.verb, is_written=True)
-    parcel = Parcel({"obj": obj})
-    sizes = rounds.agree(parcel)
+        check_is_list(object_gather_list, argument, rounds.operation, is_written=True)
+    pickled = PickledObject({"obj": obj})
+    sizes = rounds.agree(pickled)
     sent = [0] * size
-    sent[root] = parcel.data.numel()
-    parts = rounds.exchange(parcel.data, sent, sizes if rounds.is_root else [0] * size)
+    sent[root] = pickled.data.numel()
+    parts = rounds.exchange(pickled.data, sent, sizes if rounds.is_root else [0] * size)
     if object_gather_list and rounds.is_root:
         object_gather_list[:size] = [
             rounds.unpack(part, member)[0] for member, part in enumerate(parts)
@@ -146,7 +146,7 @@ def gather_object(
 
 
 @untransformed
-@verb()
+@collective()
 def broadcast_object_list(
     object_list: list[Any],
     src: int | None = None,
@@ -165,7 +165,7 @@ def broadcast_object_list(
         group_src: the source's rank in the group.
 
     Raises:
-        AgreementError: the members' lists have different lengths; on all members.
+        MismatchError: the members' lists have different lengths; on all members.
         PicklingError: an object cannot be pickled, on all members. KindError: no list.
         BackendError: what the source sent cannot be unpickled here.
 
@@ -180,17 +180,17 @@ def broadcast_object_list(
         ['foo', 12, {1: 2}]
     """
     rounds = Rounds("broadcast_object_list", group, device)
-    root = rounds.root = get_root(rounds.group, src, group_src, rounds.verb, "src")
-    check_is_list(object_list, "object_list", rounds.verb, is_written=not rounds.is_root)
-    parcel = Parcel(entries("object_list", object_list) if rounds.is_root else {})
-    sizes = rounds.agree(parcel, len(object_list))
-    arrived = rounds.broadcast(parcel.data if rounds.is_root else rounds.empty(sizes[root]))
+    root = rounds.root = get_root(rounds.group, src, group_src, rounds.operation, "src")
+    check_is_list(object_list, "object_list", rounds.operation, is_written=not rounds.is_root)
+    pickled = PickledObject(entries("object_list", object_list) if rounds.is_root else {})
+    sizes = rounds.agree(pickled, len(object_list))
+    arrived = rounds.broadcast(pickled.data if rounds.is_root else rounds.empty(sizes[root]))
     if not rounds.is_root:
         object_list[:] = rounds.unpack(arrived, root)
 
 
 @untransformed
-@verb()
+@collective()
 def scatter_object_list(
     scatter_object_output_list: list[Any],
     scatter_object_input_list: list[Any] | None = None,
@@ -228,20 +228,26 @@ def scatter_object_list(
     root = rounds.root = get_root(rounds.group, src, group_src, name, "src")
     rounds.check_list(scatter_object_output_list, "scatter_object_output_list")
     check_is_list(scatter_object_output_list, "scatter_object_output_list", name, is_written=True)
-    parcels = []
+    pickled_objects = []
     if rounds.is_root:
         objects = rounds.check_list(scatter_object_input_list, argument, size, role="source")
-        parcels = [Parcel({entry: x}) for entry, x in entries(argument, objects).items()]
-    data = torch.cat([parcel.data for parcel in parcels]) if parcels else rounds.empty(0)
-    sizes = rounds.broadcast_sizes(parcels)
+        pickled_objects = [
+            PickledObject({entry: x}) for entry, x in entries(argument, objects).items()
+        ]
+    data = (
+        torch.cat([pickled.data for pickled in pickled_objects])
+        if pickled_objects
+        else rounds.empty(0)
+    )
+    sizes = rounds.broadcast_sizes(pickled_objects)
     taken = [0] * size
     taken[root] = sizes[rounds.group.rank()]
-    arrived = rounds.exchange(data, sizes if parcels else [0] * size, taken)[root]
+    arrived = rounds.exchange(data, sizes if pickled_objects else [0] * size, taken)[root]
     scatter_object_output_list[0] = rounds.unpack(arrived, root)[0]
 
 
 @untransformed
-@verb()
+@collective()
 def send_object_list(
     object_list: list[Any],
     dst: int | None = None,
@@ -261,7 +267,7 @@ def send_object_list(
         use_batch: send as ``batch_isend_irecv`` does; equal on both sides.
 
     Raises:
-        AgreementError: the receiver's list has another length; on both sides.
+        MismatchError: the receiver's list has another length; on both sides.
         PicklingError: an object cannot be pickled, on both sides. KindError: no list.
         ArgumentError: the receiver is this rank; none or two receivers are named.
 
@@ -283,20 +289,20 @@ def send_object_list(
     check_is_list(object_list, "object_list", name, is_written=False)
     line = _Conversation(name, target, device, use_batch)
     num_sent = len(object_list)
-    parcel = Parcel(entries("object_list", object_list))
-    line.move(line.numbers(_MARK, num_sent, parcel.signed_size), peer, is_send=True)
+    pickled = PickledObject(entries("object_list", object_list))
+    line.move(line.numbers(_MARK, num_sent, pickled.signed_size), peer, is_send=True)
     answer = line.numbers(0)
     line.move(answer, peer, is_send=False, tag=ANSWER_TAG)
     num_taken = int(answer.view(torch.int64))
-    if parcel.error is not None or num_taken == num_sent:
-        line.move(parcel.data.to(line.device), peer, is_send=True)
-    if parcel.error is not None:
-        raise_unpicklable([(target.world.rank, parcel.data)], name, parcel.error)
+    if pickled.error is not None or num_taken == num_sent:
+        line.move(pickled.data.to(line.device), peer, is_send=True)
+    if pickled.error is not None:
+        raise_unpicklable([(target.world.rank, pickled.data)], name, pickled.error)
     _check_same_length(num_sent, target.world.rank, num_taken, target.ranks[peer], target)
 
 
 @untransformed
-@verb()
+@collective()
 def recv_object_list(
     object_list: list[Any],
     src: int | None = None,
@@ -316,7 +322,7 @@ def recv_object_list(
         use_batch: receive as ``batch_isend_irecv`` does; equal on both sides.
 
     Raises:
-        AgreementError: the sender's list has another length; on both sides.
+        MismatchError: the sender's list has another length; on both sides.
         PicklingError: an object cannot be pickled, on both sides. KindError: no list.
         ArgumentError: the sender is this rank, or two senders are named.
         BackendError: what the sender sent cannot be unpickled here, or is no list of objects.
@@ -329,7 +335,7 @@ def recv_object_list(
     num_taken = len(object_list)
     line = _Conversation(name, target, device, use_batch)
     numbers = line.numbers(0, 0, 0)
-    source = line.move(numbers, peer, is_send=False).operation.source()
+    source = line.move(numbers, peer, is_send=False).request.source()
     mark, num_sent, signed_size = numbers.view(torch.int64).tolist()
     sender = target.ranks[source]
     if mark != _MARK:
@@ -352,30 +358,30 @@ def recv_object_list(
 class _Conversation:
     """The messages between two members that make up one call."""
 
-    def __init__(self, verb: str, target: ProcessGroup, device: Any, use_batch: bool) -> None:
-        self.verb = verb
+    def __init__(self, operation: str, target: ProcessGroup, device: Any, use_batch: bool) -> None:
+        self.operation = operation
         self.target = target
         self.use_batch = use_batch
-        self.device = find_device(target, device, verb)
+        self.device = find_device(target, device, operation)
 
     def numbers(self, *values: int) -> torch.Tensor:
         """Return a tensor of ``values`` to send, or to receive into."""
-        # In a dtype that programs hardly send: a wire gives a message to any receive of its dtype
-        # and size.
+        # In a dtype that programs hardly send: a backend gives a message to any receive of its
+        # dtype and size.
         return torch.tensor(values, dtype=torch.int64, device=self.device).view(torch.uint64)
 
     def move(
         self, tensor: torch.Tensor, peer: int | None, *, is_send: bool, tag: int = 0
-    ) -> PreparedCall:
+    ) -> OperationArgs:
         """Send ``tensor`` to ``peer``, or receive into it, and wait; return the message."""
-        message = prepare_message(self.verb, self.target, peer, tensor, is_send=is_send)
+        message = prepare_message(self.operation, self.target, peer, tensor, is_send=is_send)
         message.tag = tag  # unchecked: no program may name an answer's
-        channel = open_channel(self.target, message)
+        device_group = open_device_group(self.target, message)
         if self.use_batch:
-            channel.start_together([message])
-            channel.finish(message)
+            device_group.start_together([message])
+            device_group.finish(message)
         else:
-            channel.run(message)
+            device_group.run(message)
         return message
 
 

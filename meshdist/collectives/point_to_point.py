@@ -1,8 +1,8 @@
-"""torch's point-to-point verbs, singly and in batches, on a group or mesh axes.
+"""torch's point-to-point collectives, singly and in batches, on a group or mesh axes.
 
 Peers are named by global rank (``dst``, ``src``), also in a group, or by their place in the group
 (``group_dst``, ``group_src``). Between two ranks messages with one tag arrive in the order sent.
-None of these verbs has a gradient.
+None of these collectives has a gradient.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ..arguments import get_whole_number
+from ..arguments import get_integer
 from ..arrays import as_tensor, shape_text
-from ..backends.operation_args import LARGEST_TAG, PreparedCall
+from ..backends.operation_args import LARGEST_TAG, OperationArgs
 from ..backends.work import Work
 from ..dtypes import dtype_name
 from ..errors import ArgumentError, LengthError
-from ..groups.device_group import Channel
+from ..groups.device_group import DeviceGroup
 from ..groups.process_group import GroupLike, ProcessGroup, resolve_group
 from .argument_checks import find_peer, get_peer
-from .collective import VerbCall
-from .registration import verb
+from .collective import OperationCall
+from .registration import collective
 
 __all__ = ["P2POp", "batch_isend_irecv", "irecv", "isend", "recv", "send"]
 
@@ -29,7 +29,7 @@ ANSWER_TAG = LARGEST_TAG + 1
 """The tag of a receiver's answer to a sender, which no program's message has."""
 
 
-@verb(has_fast_path=True)
+@collective(has_fast_path=True)
 def send(
     tensor: Any,
     dst: int | None = None,
@@ -65,10 +65,10 @@ def send(
     peer = get_peer(group, dst, group_dst, "send", "dst")
     check_not_me(group, peer, "send", "isend")
     message = prepare_message("send", group, peer, tensor, tag, is_send=True)
-    open_channel(group, message).run(message)
+    open_device_group(group, message).run(message)
 
 
-@verb(has_fast_path=True, missing=(None,))
+@collective(has_fast_path=True, missing=(None,))
 def recv(
     tensor: Any,
     src: int | None = None,
@@ -92,11 +92,11 @@ def recv(
     peer = find_peer(group, src, group_src, "recv", "src")
     check_not_me(group, peer, "recv", "irecv")
     message = prepare_message("recv", group, peer, tensor, tag, is_send=False)
-    open_channel(group, message).run(message)
-    return group.ranks[message.operation.source()]
+    open_device_group(group, message).run(message)
+    return group.ranks[message.request.source()]
 
 
-@verb()
+@collective()
 def isend(
     tensor: Any,
     dst: int | None = None,
@@ -116,10 +116,10 @@ def isend(
     target = group if type(group) is ProcessGroup else resolve_group(group)
     peer = get_peer(target, dst, group_dst, "isend", "dst")
     message = prepare_message("isend", target, peer, tensor, tag, is_send=True)
-    return open_channel(target, message).run(message, is_async=True)  # type: ignore[return-value]
+    return open_device_group(target, message).run(message, is_async=True)  # type: ignore[return-value]
 
 
-@verb()
+@collective()
 def irecv(
     tensor: Any,
     src: int | None = None,
@@ -142,7 +142,7 @@ def irecv(
     target = group if type(group) is ProcessGroup else resolve_group(group)
     peer = find_peer(target, src, group_src, "irecv", "src")
     message = prepare_message("irecv", target, peer, tensor, tag, is_send=False)
-    return open_channel(target, message).run(message, is_async=True)  # type: ignore[return-value]
+    return open_device_group(target, message).run(message, is_async=True)  # type: ignore[return-value]
 
 
 @dataclass(eq=False, repr=False)
@@ -191,7 +191,7 @@ class P2POp:
                 expected="meshdist.distributed.isend or meshdist.distributed.irecv",
                 found=f"{getattr(op, '__module__', '?')}.{getattr(op, '__qualname__', repr(op))}",
             )
-        as_tensor(self.tensor, argument="tensor", verb="P2POp", writable=op is irecv)
+        as_tensor(self.tensor, argument="tensor", operation="P2POp", writable=op is irecv)
         self.group = resolve_group(self.group)
         self.group_peer = get_peer(self.group, self.peer, self.group_peer, "P2POp", "peer")
         self.peer = self.group.ranks[self.group_peer]
@@ -199,14 +199,14 @@ class P2POp:
     def __repr__(self) -> str:
         ends = (self.group.rank(), self.group_peer)
         source, target = ends if self.op is isend else ends[::-1]
-        data = as_tensor(self.tensor, argument="tensor", verb="P2POp", writable=False)
+        data = as_tensor(self.tensor, argument="tensor", operation="P2POp", writable=False)
         return (
             f"P2POp({self.op.__name__}, {shape_text(data.shape)} {dtype_name(data.dtype)}, "
             f"group_src={source}, group_dst={target}, group={self.group.name}, tag={self.tag})"
         )
 
 
-@verb()
+@collective()
 def batch_isend_irecv(p2p_op_list: list[P2POp]) -> list[Work]:
     """Start all of a list's sends and receives; leave their tensors alone until waited for.
 
@@ -214,14 +214,14 @@ def batch_isend_irecv(p2p_op_list: list[P2POp]) -> list[Work]:
     does not matter. Messages from one rank to another under one tag arrive in the list's order.
 
     Args:
-        p2p_op_list: the operations, of one group and on devices that one wire serves.
+        p2p_op_list: the operations, of one group and on devices that one backend serves.
 
     Returns:
         A Work for each operation, in the list's order.
 
     Raises:
-        ArgumentError: no list of P2POp, an empty list, two groups or two wires.
-        AgreementError: a counterpart has another dtype or number of elements.
+        ArgumentError: no list of P2POp, an empty list, two groups or two backends.
+        MismatchError: a counterpart has another dtype or number of elements.
 
     Example:
         >>> import meshdist as md, torch
@@ -245,31 +245,37 @@ def batch_isend_irecv(p2p_op_list: list[P2POp]) -> list[Work]:
         name, is_send = p2p_op.op.__name__, p2p_op.op is isend
         given = name, target, p2p_op.group_peer, p2p_op.tensor, p2p_op.tag
         messages.append(prepare_message(*given, is_send=is_send))
-    wires = {target.wire_name(message.noted.device.type): message for message in messages}
-    if len(wires) > 1:
+    backends = {target.backend_name(message.noted.device.type): message for message in messages}
+    if len(backends) > 1:
         raise ArgumentError(
-            "batch_isend_irecv has tensors that travel over different wires",
+            "batch_isend_irecv has tensors that travel over different backends",
             where=target.name,
-            found=", ".join(f"{x.noted.device.type} over {name}" for name, x in wires.items()),
+            found=", ".join(f"{x.noted.device.type} over {name}" for name, x in backends.items()),
             fix="make one batch for each device type",
         )
-    channel = open_channel(target, messages[0])
-    channel.start_together(messages)
-    return [channel.work(message) for message in messages]
+    device_group = open_device_group(target, messages[0])
+    device_group.start_together(messages)
+    return [device_group.work(message) for message in messages]
 
 
 def prepare_message(
-    verb: str, target: ProcessGroup, peer: int | None, tensor: Any, tag: int = 0, *, is_send: bool
-) -> PreparedCall:
-    """Return a send or receive with checked arguments, ready to run on a channel.
+    operation: str,
+    target: ProcessGroup,
+    peer: int | None,
+    tensor: Any,
+    tag: int = 0,
+    *,
+    is_send: bool,
+) -> OperationArgs:
+    """Return a send or receive with checked arguments, ready to run on a device group.
 
     Args:
         peer: the other side's place in the group; None receives from any.
     """
-    message = VerbCall(verb, target, peer)
+    message = OperationCall(operation, target, peer)
     buffer = message.noted = message.take(tensor, "tensor", writes=not is_send)
     if tag.__class__ is not int or tag:  # a plain 0 is the common case
-        tag = _get_tag(tag, verb, target.wire_name(buffer.device.type))
+        tag = _get_tag(tag, operation, target.backend_name(buffer.device.type))
     message.tag, message.is_message = tag, True
     if is_send:
         message.way, message.inputs, message.result = "send", [buffer], [tensor]
@@ -278,25 +284,25 @@ def prepare_message(
     return message
 
 
-def open_channel(target: ProcessGroup, message: PreparedCall) -> Channel:
-    """Return the group's channel for the device of the message, opened if it is not yet."""
+def open_device_group(target: ProcessGroup, message: OperationArgs) -> DeviceGroup:
+    """Return the group's device group for the device of the message, opened if it is not yet."""
     tensor = message.noted
-    return target.open_channel("cpu" if tensor.is_cpu else tensor.device.type)
+    return target.open_device_group("cpu" if tensor.is_cpu else tensor.device.type)
 
 
-def check_not_me(target: ProcessGroup, peer: int | None, verb: str, other: str = "") -> None:
-    """Raise if ``peer`` is this rank; the error recommends the verb ``other``."""
+def check_not_me(target: ProcessGroup, peer: int | None, operation: str, other: str = "") -> None:
+    """Raise if ``peer`` is this rank; the error recommends the collective ``other``."""
     if peer == target.rank():
         raise ArgumentError(
-            f"{verb} between a rank and itself would wait for ever",
+            f"{operation} between a rank and itself would wait for ever",
             where=f"rank {target.world.rank}, {target.name}",
             fix=f"use {other}, which is legal between a rank and itself" if other else None,
         )
 
 
-def _get_tag(given: object, verb: str, wire_name: str) -> int:
-    tag = get_whole_number(given, f"{verb}: tag", 0, LARGEST_TAG)
-    if tag != 0 and wire_name == "nccl":
+def _get_tag(given: object, operation: str, backend_name: str) -> int:
+    tag = get_integer(given, f"{operation}: tag", 0, LARGEST_TAG)
+    if tag != 0 and backend_name == "nccl":
         raise ArgumentError(
             f"tag={tag} on NCCL, which has no tags",
             expected="tag=0",

@@ -1,10 +1,11 @@
-"""The marks of a public verb: its fast path, its place in a profile, the end of a compiled graph.
+"""The marks of a public collective: its fast path, its place in a profile, the end of a compiled
+graph.
 
-While a profiler of torch's is on, a call appears in it under the verb's name, its group and the
-bytes of all tensors it was given (none for a verb on objects): ``meshdist::all_reduce axis 'tp' of
-DeviceMesh(dp=2, tp=2) 4096 bytes``. torch.compile ends its graph before the call, runs the call as
-it is, and begins another graph behind it. The marks cost a call next to nothing while they are not
-in use.
+While a profiler of torch's is on, a call appears in it under the collective's name, its group and
+the bytes of all tensors it was given (none for a collective on objects): ``meshdist::all_reduce
+axis 'tp' of DeviceMesh(dp=2, tp=2) 4096 bytes``. torch.compile ends its graph before the call, runs
+the call as it is, and begins another graph behind it. The marks cost a call next to nothing while
+they are not in use.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from ..bootstrap.world import live_lists_of_worlds
 from ..checking.call_sites import end_here, run_unnested
 from ..errors import MeshdistError
 from ..groups.process_group import ProcessGroup, resolve_group
-from ..operation_table import OBJECT_VERBS, VERBS, Role
+from ..operation_table import OBJECT_OPERATIONS, OPERATIONS, Role
 from ..runtime.graph_breaks import untraced
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -37,41 +38,43 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 Watcher: TypeAlias = Callable[
     [Callable[..., Any], Callable[..., Any], Sequence[Any], Mapping[str, Any]], Any
 ]
-"""A function that is given a verb, what runs it, and the arguments of a call; it runs the call."""
+"""A function that is given a collective, what runs it, and the arguments of a call; it runs the
+call."""
 
 watchers: list[Watcher] = []
-"""Functions that run the calls of public verbs in their place: a single function while a typed
-context is open in this process, else none."""
+"""Functions that run the calls of public collectives in their place: a single function while a
+typed context is open in this process, else none."""
 
 
-def verb(
+def collective(
     *,
     has_fast_path: bool = False,
     missing: tuple[int | None, ...] = (),
     stays_off_streams: bool = False,
 ) -> Callable[[_F], _F]:
-    """Return a decorator that makes a function a public verb.
+    """Return a decorator that makes a function a public collective.
 
     Args:
-        has_fast_path: whether ``FastPath`` has the verb, too. The method there is given the
-            parameters of the verb's row. It is tried where all others have their defaults, and the
-            verb follows where it declines.
-        missing: the rank that the verb means where it is given none; empty where it needs a rank.
-        stays_off_streams: whether a group that has a wire on a stream takes no fast path.
+        has_fast_path: whether ``FastPath`` has the collective, too. The method there is given the
+            parameters of the collective's row. It is tried where all others have their defaults,
+            and the collective follows where it declines.
+        missing: the rank that the collective means where it is given none; empty where it needs a
+            rank.
+        stays_off_streams: whether a group that has a backend on a stream takes no fast path.
     """
 
     def mark(function: _F) -> _F:
-        """Return the verb: ``function`` with its fast path, its record and its watchers."""
+        """Return the collective: ``function`` with its fast path, its record and its watchers."""
         name, slow = function.__name__, _run_slowly(function)
         if has_fast_path and core is not None:
-            given = VERBS[name].parameters
+            given = OPERATIONS[name].parameters
             parameters = inspect.signature(function).parameters
             root = next((each.name for each in given if each.role in (Role.ROOT, Role.PEER)), "")
             places = {parameter: place for place, parameter in enumerate(parameters)}
             special = "group", "async_op", root, f"group_{root}"
             make = partial(
-                core.verb_call,
-                _surroundings(),
+                core.operation_call,
+                _launch_environment(),
                 name,
                 defaults=[parameter.default for parameter in parameters.values()],
                 taken=[places[parameter.name] for parameter in given],
@@ -132,13 +135,14 @@ def _watch(function: Callable[..., Any], unwatched: Callable[..., Any]) -> Calla
 
 
 def _run_slowly(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that runs ``function`` as a verb, recorded while torch's profiler is on."""
+    """Return a function that runs ``function`` as a collective, recorded while torch's profiler is
+    on."""
     name = function.__name__
 
     def run(*args: Any) -> Any:
         # Reading the flag takes 20 ns; a record_function takes 10 us even where no profiler runs.
         if profiler._is_profiler_enabled:
-            with recorded(_title(function, args)):
+            with recorded(_op_name(function, args)):
                 return run_unnested(name, function, *args)
         return run_unnested(name, function, *args)
 
@@ -146,10 +150,10 @@ def _run_slowly(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @cache
-def _surroundings() -> Any:
+def _launch_environment() -> Any:
     """Return the modules and variables that the native core reads before each call."""
     contexts, group_of_process = live_lists_of_worlds()
-    return core.Surroundings(
+    return core.LaunchEnvironment(
         profiler=vars(profiler),
         forward_ad=vars(forward_ad),
         contexts=contexts,
@@ -158,7 +162,7 @@ def _surroundings() -> Any:
     )
 
 
-# What async verbs hand out is part of them.
+# What async collectives hand out is part of them.
 for _kind in (Work, StartedWork):
     for _name, _method in inspect.getmembers(_kind, inspect.isfunction):
         if not _name.startswith("_"):
@@ -166,16 +170,16 @@ for _kind in (Work, StartedWork):
 
 
 @contextmanager
-def recorded(title: str) -> Iterator[None]:
+def recorded(op_name: str) -> Iterator[None]:
     """Record the block in the active profiler, with the rank's name if the rank is simulated."""
     # A profiler around ``simulate`` watches the thread alone that called ``simulate``: that thread
     # begins and ends the record.
     rank = find_rank_here()
     if rank is None or not rank.scheduler.is_profiled:
-        with profiler.record_function(title):
+        with profiler.record_function(op_name):
             yield
         return
-    record = profiler.record_function(f"rank {rank.index}: {title}")
+    record = profiler.record_function(f"rank {rank.index}: {op_name}")
     rank.scheduler.call_outside(record.__enter__)
     try:
         yield
@@ -183,15 +187,15 @@ def recorded(title: str) -> Iterator[None]:
         rank.scheduler.call_outside(partial(record.__exit__, None, None, None))
 
 
-def _title(function: Callable[..., Any], args: Sequence[Any]) -> str:
-    """Return the title of a verb's call in a profile: verb, group, bytes."""
+def _op_name(function: Callable[..., Any], args: Sequence[Any]) -> str:
+    """Return the title of a collective's call in a profile: collective, group, bytes."""
     words = [f"meshdist::{function.__name__}"]
     try:
         arguments = inspect.signature(function).bind(*args).arguments
         words.append(resolve_group(_group(arguments)).name)
     except (TypeError, MeshdistError):  # the call itself will say what is wrong with it
         return words[0]
-    if function.__name__ not in OBJECT_VERBS:
+    if function.__name__ not in OBJECT_OPERATIONS:
         words.append(f"{sum(map(num_bytes, arguments.values()))} bytes")
     return " ".join(words)
 

@@ -1,4 +1,4 @@
-"""Tensors in memory that the members of a group share: verbs on them copy less."""
+"""Tensors in memory that the members of a group share: collectives on them copy less."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import torch
 from torch.autograd.graph import increment_version
 
 from ..backends.native_core import core
-from ..backends.operation_args import PreparedCall
-from ..backends.requests import WireRefused
+from ..backends.operation_args import OperationArgs
+from ..backends.requests import BackendUnsupported
 from ..checking.call_sites import never_nested
 from ..error_text import first_line
 from ..errors import ArgumentError, BackendError, KindError
@@ -28,9 +28,9 @@ def shared_empty(
 ) -> torch.Tensor:
     """Return a tensor of this rank's own, uninitialised, in memory that the whole group maps.
 
-    Collective over the group. Verbs of the group on such tensors, of every member at once, skip
-    the copies that ordinary tensors need; to all else it is an ordinary CPU tensor. Where the
-    group's wire shares no memory its memory is ordinary, too, so that a program runs unchanged.
+    Collective over the group. Collectives of the group on such tensors, of every member at once,
+    skip the copies that ordinary tensors need; to all else it is an ordinary CPU tensor. Where the
+    group's backend shares no memory its memory is ordinary, too, so that a program runs unchanged.
 
     Args:
         shape: of the tensor, equal on all members.
@@ -45,7 +45,7 @@ def shared_empty(
     once.
 
     Raises:
-        KindError, ArgumentError: no shape or dtype. AgreementError: they differ between members.
+        KindError, ArgumentError: no shape or dtype. MismatchError: they differ between members.
         BackendError: there is not enough memory, and the group stays usable; or the store is lost.
 
     Example:
@@ -68,26 +68,26 @@ def shared_empty(
         raise ArgumentError(
             f"{shape!r} is no shape", found=first_line(error), fix="for example (2, 3)"
         ) from None
-    channel = target.open_channel("cpu")
+    device_group = target.open_device_group("cpu")
     count = torch.tensor([like.nbytes], device="cpu")
     counts = torch.empty(target.size(), dtype=torch.int64, device="cpu")
     # The places in memory follow from the sizes, which must be equal first.
-    prepared = PreparedCall("shared_empty", "all_gather", [count], [counts], like)
+    prepared = OperationArgs("shared_empty", "all_gather", [count], [counts], like)
     prepared.shows_all = False
-    channel.run(prepared)
+    device_group.run(prepared)
     if bool((counts != count).any()):
-        raise channel.disagree(channel.recorder.sequence)
+        raise device_group.disagree(device_group.recorder.sequence)
     try:
-        memory = channel.communicator.shared_bytes(like.nbytes, channel.timeout)
-    except WireRefused as refusal:  # on all members, and nothing is left of it
+        memory = device_group.communicator.shared_bytes(like.nbytes, device_group.timeout)
+    except BackendUnsupported as refusal:  # on all members, and nothing is left of it
         raise BackendError(
             f"shared_empty on {target.name}: memory cannot be shared",
             where=f"rank {target.world.rank}",
             found=str(refusal),
-            fix="ask for less, or use torch.empty: verbs take such tensors, too",
+            fix="ask for less, or use torch.empty: collectives take such tensors, too",
         ) from None
     except BaseException as error:
-        raise channel.explained(error) from None
+        raise device_group.explained(error) from None
     return memory.view(dtype).view(like.shape)
 
 
@@ -95,19 +95,20 @@ def flat_memory(
     count: int, dtype: torch.dtype, device: torch.device, group: ProcessGroup
 ) -> torch.Tensor:
     """Return new memory for ``count`` numbers; on a CPU the group shares it, collectively."""
-    # Where the wire shares no memory, or a member's store is lost, it is ordinary on all members.
+    # Where the backend shares no memory, or a member's store is lost, it is ordinary on all
+    # members.
     if device.type != "cpu":
         return torch.empty(count, dtype=dtype, device=device)
     try:
         memory = shared_empty(count, dtype, group)
-        is_refused = torch.tensor([0], dtype=torch.uint8, device=device)
+        is_rejected = torch.tensor([0], dtype=torch.uint8, device=device)
     except BackendError:
         memory = torch.empty(0, dtype=dtype, device=device)
-        is_refused = torch.tensor([1], dtype=torch.uint8, device=device)
-    # A wire refuses on all members alike, but the store may be lost on one alone. On memory that
-    # only some members share, verbs would copy on all.
-    all_reduce(is_refused, ReduceOp.MAX, group)
-    return torch.empty(count, dtype=dtype, device=device) if is_refused.item() else memory
+        is_rejected = torch.tensor([1], dtype=torch.uint8, device=device)
+    # A backend rejects on all members alike, but the store may be lost on one alone. On memory that
+    # only some members share, collectives would copy on all.
+    all_reduce(is_rejected, ReduceOp.MAX, group)
+    return torch.empty(count, dtype=dtype, device=device) if is_rejected.item() else memory
 
 
 def copy_past_caches(

@@ -1,13 +1,14 @@
 """torch's collectives on one tensor per member: in place, on a group, a mesh axis or several axes.
 
 ``group`` is a ProcessGroup, a mesh (``mesh["tp"]``; several axes are flattened, row-major) or None
-for the world. Every verb takes torch tensors, NumPy and CuPy arrays, without copies where they are
-contiguous; returns None, or a Work with ``async_op=True``; and refuses bad arguments before
-anything is sent. None of them has a gradient: see ``meshdist.lax`` for verbs that differentiate.
+for the world. Every collective takes torch tensors, NumPy and CuPy arrays, without copies where
+they are contiguous; returns None, or a Work with ``async_op=True``; and rejects bad arguments
+before anything is sent. None of them has a gradient: see ``meshdist.lax`` for collectives that
+differentiate.
 
-All of them raise AgreementError where members call different verbs, or on tensors that do not fit;
-CollectiveTimeoutError where a member does not come, with a report of what each member called last;
-AbortedError after an abort; and BackendError where the wire fails.
+All of them raise MismatchError where members call different collectives, or on tensors that do not
+fit; CollectiveTimeoutError where a member does not come, with a report of what each member called
+last; AbortedError after an abort; and BackendError where the backend fails.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from datetime import timedelta
 from typing import Any
 
 from ..arguments import check_timeout
-from ..backends.operation_args import PreparedCall
+from ..backends.operation_args import OperationArgs
 from ..backends.work import Work, joined
 from ..groups.process_group import GroupLike, ProcessGroup, resolve_group
 from ..reduce_ops import ReduceOp, Reduction
 from .argument_checks import check_flag, first_cuda_device, get_peer
 from .normalize_args import prepare
-from .registration import verb
+from .registration import collective
 
 __all__ = [
     "all_gather_into_tensor",
@@ -36,7 +37,7 @@ __all__ = [
 ]
 
 
-@verb(has_fast_path=True)
+@collective(has_fast_path=True)
 def all_reduce(
     tensor: Any, op: Reduction = ReduceOp.SUM, group: GroupLike = None, async_op: bool = False
 ) -> Work | None:
@@ -68,7 +69,7 @@ def all_reduce(
     return prepare("all_reduce", group, tensor, op).run(async_op)
 
 
-@verb(has_fast_path=True)
+@collective(has_fast_path=True)
 def broadcast(
     tensor: Any,
     src: int | None = None,
@@ -105,7 +106,7 @@ def broadcast(
     return prepare("broadcast", group, tensor, root).run(async_op)
 
 
-@verb(has_fast_path=True)
+@collective(has_fast_path=True)
 def reduce(
     tensor: Any,
     dst: int | None = None,
@@ -144,7 +145,7 @@ def reduce(
     return prepare("reduce", group, tensor, op, root).run(async_op)
 
 
-@verb(has_fast_path=True)
+@collective(has_fast_path=True)
 def all_gather_into_tensor(
     output_tensor: Any, input_tensor: Any, group: GroupLike = None, async_op: bool = False
 ) -> Work | None:
@@ -173,7 +174,7 @@ def all_gather_into_tensor(
     return prepare("all_gather_into_tensor", group, output_tensor, input_tensor).run(async_op)
 
 
-@verb(has_fast_path=True)
+@collective(has_fast_path=True)
 def all_gather_single(
     output_tensor: Any, input_tensor: Any, group: GroupLike = None, async_op: bool = False
 ) -> Work | None:
@@ -181,7 +182,7 @@ def all_gather_single(
     return prepare("all_gather_single", group, output_tensor, input_tensor).run(async_op)
 
 
-@verb(has_fast_path=True)
+@collective(has_fast_path=True)
 def reduce_scatter_tensor(
     output: Any,
     input: Any,
@@ -213,7 +214,7 @@ def reduce_scatter_tensor(
     return prepare("reduce_scatter_tensor", group, output, input, op).run(async_op)
 
 
-@verb(has_fast_path=True)
+@collective(has_fast_path=True)
 def reduce_scatter_single(
     output: Any,
     input: Any,
@@ -225,21 +226,21 @@ def reduce_scatter_single(
     return prepare("reduce_scatter_single", group, output, input, op).run(async_op)
 
 
-@verb(has_fast_path=True, stays_off_streams=True)
+@collective(has_fast_path=True, stays_off_streams=True)
 def barrier(
     group: GroupLike = None,
     async_op: bool = False,
     device_ids: list[int] | None = None,
     timeout: timedelta | None = None,
 ) -> Work | None:
-    """Return when every member has called it; earlier verbs of the group are complete then.
+    """Return when every member has called it; earlier collectives of the group are complete then.
 
-    Where the group has NCCL open as well as a wire for CPU tensors, both are at rest then.
+    Where the group has NCCL open as well as a backend for CPU tensors, both are at rest then.
 
     Args:
         group, async_op: as in ``all_reduce``.
         device_ids: the CUDA device that an NCCL barrier runs on; by default the device bound to
-            this rank, else the current device. A group of CPU wires alone ignores it.
+            this rank, else the current device. A group of CPU backends alone ignores it.
         timeout: in place of the group's.
 
     Raises:
@@ -251,12 +252,12 @@ def barrier(
     check_timeout(timeout)
     device = None if device_ids is None else first_cuda_device(device_ids, "barrier")
     is_on_cuda = device is not None and "cuda" in group.backends
-    channels = group.channels_at_rest("cuda" if is_on_cuda else group.first_device_type())
+    device_groups = group.idle_device_groups("cuda" if is_on_cuda else group.first_device_type())
     works: list[Work] = []
-    for channel in channels:
-        prepared = PreparedCall("barrier", "barrier", (), ())
+    for device_group in device_groups:
+        prepared = OperationArgs("barrier", "barrier", (), ())
         prepared.device, prepared.limit = device, timeout
-        started = channel.run(prepared, is_async=async_op)
+        started = device_group.run(prepared, is_async=async_op)
         if started is not None:
             works.append(started)
     return joined(works) if works else None

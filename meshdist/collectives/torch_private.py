@@ -1,4 +1,5 @@
-"""The private names of torch that verbs and typed contexts use; a test says that torch has them."""
+"""The private names of torch that collectives and typed contexts use; a test says that torch has
+them."""
 
 from __future__ import annotations
 

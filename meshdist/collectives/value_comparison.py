@@ -26,7 +26,7 @@ Drawn case: rank 2 of 3 has another value of "step", lacks "lr", and has "eps".
     >>> import meshdist as md
     >>> def program():
     ...     texts = {"step": "2", "eps": "0"} if md.get_rank() == 2 else {"step": "1", "lr": "0.1"}
-    ...     return agree(md.group.WORLD, texts, {}, title="options").found
+    ...     return agree(md.group.WORLD, texts, {}, op_name="options").found
     >>> print(md.simulate(program, 3)[0])
     step: ranks 0-1: 1; rank 2: 2
     lr: ranks 0-1: 0.1; rank 2: missing
@@ -54,7 +54,7 @@ from ..dtypes import DTYPES
 from ..error_text import grouped_text, ranks_text
 from ..groups.process_group import ProcessGroup
 from ..reduce_ops import ReduceOp
-from .normalize_args import run_titled
+from .normalize_args import run_named
 from .object_protocol import find_device
 from .objects import broadcast_object_list, gather_from_all
 from .tensor_collectives import broadcast
@@ -91,7 +91,7 @@ def agree(
     texts: Mapping[str, str],
     tensors: Tensors,
     *,
-    title: str,
+    op_name: str,
     device: torch.device | None = None,
 ) -> Difference | None:
     """Return None if all ranks have equal texts and tensors, else the difference; collective.
@@ -100,10 +100,10 @@ def agree(
         texts: by label. Ranks may have different labels, which is a difference, as is their order.
         tensors: dense, by label. Their shapes and dtypes are compared before their values; a text
             under the same label stands for these.
-        title: names the comparison if ranks call different collectives.
+        op_name: names the comparison if ranks call different collectives.
         device: where digests are reduced; None: the first of the group's devices.
     """
-    differs = find_unequal_digests(group, texts, tensors, title=title, device=device)
+    differs = find_unequal_digests(group, texts, tensors, op_name=op_name, device=device)
     if not differs:
         return None
     with torch.cuda.device_of(differs):  # to which objects travel
@@ -111,7 +111,7 @@ def agree(
         short = {label: _shortened(text) for label, text in held.items()}
         if difference := _find_different(short, group, grouped_text):
             return difference
-        distances = _distances_to_first(tensors, group, differs.device, title)
+        distances = _distances_to_first(tensors, group, differs.device, op_name)
         for is_rounding in (False, True):
             counted = {
                 f"{label}, {held[label]}" * bool(label): distances[label]
@@ -128,27 +128,27 @@ def find_unequal_digests(
     texts: Mapping[str, str],
     tensors: Tensors,
     *,
-    title: str,
+    op_name: str,
     device: torch.device | None,
 ) -> torch.Tensor:
     """Return whether ranks have different texts or tensors, on ``device``, unread; collective."""
     text = json.dumps([*_with_shapes(texts, tensors).items()]).encode()
     number = int.from_bytes(blake2b(text, digest_size=8).digest(), "little", signed=True)
-    digest = checksum([*tensors.values()], find_device(group, device, title)) + number
-    return find_unequal(digest, group, title)
+    digest = checksum([*tensors.values()], find_device(group, device, op_name)) + number
+    return find_unequal(digest, group, op_name)
 
 
-def find_unequal(numbers: torch.Tensor, group: ProcessGroup, title: str) -> torch.Tensor:
+def find_unequal(numbers: torch.Tensor, group: ProcessGroup, op_name: str) -> torch.Tensor:
     """Return, for each of some integers, whether it differs between ranks; collective."""
     both = torch.stack([numbers, ~numbers])
-    run_titled("all_reduce", group, title, both, ReduceOp.MAX)
+    run_named("all_reduce", group, op_name, both, ReduceOp.MAX)
     return both[0] != ~both[1]
 
 
-def is_any(is_so: bool, group: ProcessGroup, title: str) -> bool:
+def is_any(is_so: bool, group: ProcessGroup, op_name: str) -> bool:
     """Return whether ``is_so`` is True on any rank; collective."""
     flag = torch.tensor([is_so], dtype=torch.uint8, device=group.first_device_type())
-    run_titled("all_reduce", group, title, flag, ReduceOp.MAX)
+    run_named("all_reduce", group, op_name, flag, ReduceOp.MAX)
     return bool(flag.item())
 
 
@@ -208,7 +208,7 @@ def _odd_ranks(distances: Iterable[tuple[int, float]], _: str) -> str:
 
 
 def _distances_to_first(
-    tensors: Tensors, group: ProcessGroup, device: torch.device, title: str
+    tensors: Tensors, group: ProcessGroup, device: torch.device, op_name: str
 ) -> dict[str, float]:
     """Return the distance of each tensor from the group's first rank's; collective.
 
@@ -217,7 +217,7 @@ def _distances_to_first(
     """
     labels, distances = sorted(tensors), dict.fromkeys(tensors, 0.0)
     sums = [int(checksum([tensors[label]], device)) for label in labels]
-    unequal = find_unequal(torch.tensor(sums, dtype=torch.int64, device=device), group, title)
+    unequal = find_unequal(torch.tensor(sums, dtype=torch.int64, device=device), group, op_name)
     for label in compress(labels, unequal.tolist()):
         mine = tensors[label].to(device).clone(memory_format=torch.contiguous_format)
         first = mine.clone()

@@ -44,9 +44,10 @@ def accumulate_gradients(
     """Let backwards inside add up on each rank; at the end ``.grad`` has their sum over the axis.
 
     For microbatches: one reduction for all of them, in place of one each. Inside, the parameters
-    are reduced over the axis, and their ``.grad`` begins as None and is this rank's summand, which
-    no optimizer of a typed context takes. At the end the ranks' sums are added to the gradients
-    that were there before, and the types are what they were. Each rank's loss is the mean, or the
+    are reduced over the axis, and their ``.grad`` begins as None and is this rank's partial sum,
+    which no optimizer of a typed context takes. At the end the ranks' sums are added to the
+    gradients that were there before, and the types are what they were. Each rank's loss is the
+    mean, or the
     sum, over all ranks: ``lax.pmean(loss, axis)``, with terms of parameters alone inside of it.
 
     If the body raises, nothing is sent, and gradients and types are what they were; the other ranks

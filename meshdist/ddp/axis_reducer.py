@@ -41,7 +41,7 @@ OWNER = "DDP"
 """As messages call it."""
 
 
-class TypedOwner:
+class AxisReducer:
     """Marker of the types of a wrapper's parameters: with ``axes``, or with the group's ranks.
 
     Args:

@@ -18,17 +18,17 @@ Both gradients had a rank, so both ranks' ``.grad`` get both averages. And w had
 ranks would raise the same error.
 
     >>> from types import SimpleNamespace as Stand
-    >>> from .bucket_layout import ReductionOptions; from .tail import Tail
-    >>> tail, other = Tail(torch.empty(8), unit=1 / 2), Tail(torch.empty(8), unit=1 / 2)
-    >>> tail.write(Ending.WHOLE, None); other.write(Ending.PARTIAL, [True, False])
-    >>> tail.numbers.add_(other.numbers).tolist()
+    >>> from .bucket_layout import ReductionOptions; from .status_flags import StatusFlags
+    >>> status_flags, other = StatusFlags(torch.empty(8), unit=1 / 2), StatusFlags(torch.empty(8), unit=1 / 2)
+    >>> status_flags.write(Ending.WHOLE, None); other.write(Ending.PARTIAL, [True, False])
+    >>> status_flags.numbers.add_(other.numbers).tolist()
     [0.5, 0.5, 0.0, 0.0, 0.0, 0.0, 1.0, 0.5]
     >>> options, pair = ReductionOptions((8,), finds_unused=True), Stand(size=lambda: 2)
-    >>> layout = Stand(tail=tail, terms=Stand(options=options, wider=Stand(all_ranks=pair)))
-    >>> verdict, history = Verdict(layout, num_at_work=2), History(2)
-    >>> verdict.note_tail(), verdict.find_used(is_complete=True)
+    >>> layout = Stand(status_flags=status_flags, terms=Stand(options=options, extra_groups=Stand(all_ranks=pair)))
+    >>> outcome, expected_gradients = BackwardOutcome(layout, num_active=2), ExpectedGradients(2)
+    >>> outcome.note_flags(), outcome.find_used(is_complete=True)
     (True, [True, True])
-    >>> verdict._teach(history, stays=False); history.trailing
+    >>> outcome._teach(expected_gradients, stays=False); expected_gradients.deferred
     frozenset({1})
 """
 
@@ -41,7 +41,7 @@ import torch
 
 from ..collectives.objects import gather_from_all
 from .bucket_layout import BucketLayout
-from .expected_gradients import History
+from .expected_gradients import ExpectedGradients
 from .status_flags import Ending
 
 T = TypeVar("T")
@@ -49,12 +49,12 @@ T = TypeVar("T")
 _HAD_BACKWARD = (Ending.WHOLE, Ending.PARTIAL, Ending.LACKING, Ending.UNEXPECTED)
 
 
-class Verdict:
+class BackwardOutcome:
     """The end of one backward: on this rank at once, on all ranks once the tail is read.
 
     Args:
         ending: on this rank; None if it has no data.
-        num_at_work: how many ranks have data; the others add nothing to the map of used parameters.
+        num_active: how many ranks have data; the others add nothing to the map of used parameters.
         came: for each parameter, whether its gradient came here.
         lacking: the parameters that have had none since the forward, and must.
         unexpected: a line for each gradient that should not have come.
@@ -64,7 +64,7 @@ class Verdict:
         self,
         layout: BucketLayout,
         ending: Ending | None = Ending.WHOLE,
-        num_at_work: int = 0,
+        num_active: int = 0,
         came: Sequence[bool] = (),
         lacking: Sequence[int] = (),
         unexpected: Sequence[str] = (),
@@ -74,16 +74,16 @@ class Verdict:
         self._layout = layout
         self._lacking = lacking
         self._unexpected = unexpected
-        self._num_at_work = num_at_work
+        self._num_active = num_active
         self._counts: list[float] | None = None  # the averaged flags, until all is raised
         self._shares: list[float] | None = None  # the averaged map, if it was needed
         self._someone_lacks = False  # equal on every rank
         self._is_noted = False  # and not read
 
     def followed_by(
-        self, came: Sequence[bool], unexpected: Sequence[str], num_at_work: int
-    ) -> Verdict:
-        """Return the verdict of the next backward, with the arguments of ``Verdict``."""
+        self, came: Sequence[bool], unexpected: Sequence[str], num_active: int
+    ) -> BackwardOutcome:
+        """Return the verdict of the next backward, with the arguments of ``BackwardOutcome``."""
         is_complete = False not in came
         lacking: Sequence[int] = ()
         if not (is_complete or self._layout.terms.options.may_lack):
@@ -93,29 +93,29 @@ class Verdict:
         ending = Ending.WHOLE if is_complete else Ending.PARTIAL
         if unexpected or lacking:
             ending = Ending.UNEXPECTED if unexpected else Ending.LACKING
-        return Verdict(self._layout, ending, num_at_work, came, lacking, unexpected)
+        return BackwardOutcome(self._layout, ending, num_active, came, lacking, unexpected)
 
-    def followed_by_none(self, ending: Ending | None, num_at_work: int) -> Verdict:
+    def followed_by_none(self, ending: Ending | None, num_active: int) -> BackwardOutcome:
         """Return the next verdict if no gradient came here; ``ending`` is None without data."""
         lacking = () if ending is None else self._lacking
-        return Verdict(self._layout, ending, num_at_work, lacking=lacking)
+        return BackwardOutcome(self._layout, ending, num_active, lacking=lacking)
 
     def expect_all(self) -> None:
         """Expect a gradient of every parameter, as a synchronised forward begins."""
         self._lacking = range(len(self._layout.terms.parameters))
 
-    def refuse_lacking(self) -> None:
+    def reject_lacking(self) -> None:
         """Raise once, on every rank, if parameters got no gradient since the last forward."""
         if self._someone_lacks:
             self._someone_lacks = False
-            raise self._layout.terms.reports.lacking(self._gather(self._lacking))
+            raise self._layout.terms.gradient_errors.lacking(self._gather(self._lacking))
 
     # -- what all ranks learn ---------------------------------------------------------------------
 
-    def note_tail(self) -> bool:
+    def note_flags(self) -> bool:
         """Keep the reduced tail for reading, return True; return False in a graph's capture."""
-        tail = self._layout.tail
-        self._is_noted = tail.reader.note(tail.numbers)
+        status_flags = self._layout.status_flags
+        self._is_noted = status_flags.reader.note(status_flags.numbers)
         return self._is_noted
 
     def find_used(self, *, is_complete: bool) -> list[bool] | None:
@@ -125,7 +125,7 @@ class Verdict:
             is_complete: whether all came here, so that no device is waited for to read the answer.
         """
         # The device's work is awaited only where this rank lacks gradients, and may.
-        is_deferred = self._layout.tail.reader.is_deferred
+        is_deferred = self._layout.status_flags.reader.is_deferred
         if is_deferred and (is_complete or not self._layout.terms.options.finds_unused):
             return None
         self._look()
@@ -133,19 +133,21 @@ class Verdict:
 
     def _look(self) -> None:
         """Read the averaged tail unless read, or in a graph capture; raise for a broken group."""
-        tail = self._layout.tail
-        found = tail.reader.take() if self._is_noted else None
+        status_flags = self._layout.status_flags
+        found = status_flags.reader.take() if self._is_noted else None
         if found is None:
             return
         self._is_noted = False
-        if tail.reader.is_deferred:  # a reduction that was cut off has left any numbers
-            channel = self._layout.terms.wider.all_ranks.open_channel(tail.numbers.device.type)
-            channel.refuse_broken()
+        if status_flags.reader.is_deferred:  # a reduction that was cut off has left any numbers
+            device_group = self._layout.terms.extra_groups.all_ranks.open_device_group(
+                status_flags.numbers.device.type
+            )
+            device_group.reject_broken()
         self._counts = found[: len(Ending)].tolist()
         is_partial = self._counts[Ending.PARTIAL] > 0 or self._counts[Ending.LACKING] > 0
         self._shares = found[len(Ending) :].tolist() if is_partial else None
 
-    def raise_or_learn(self, history: History, *, stays: bool) -> None:
+    def raise_or_learn(self, expected_gradients: ExpectedGradients, *, stays: bool) -> None:
         """Read once how the backward ended on all ranks: teach the history, or raise on all.
 
         Args:
@@ -156,11 +158,17 @@ class Verdict:
         if self._counts is None:
             return
         counts, self._counts = self._counts, None
-        parameters, reports = self._layout.terms.parameters, self._layout.terms.reports
+        parameters, gradient_errors = (
+            self._layout.terms.parameters,
+            self._layout.terms.gradient_errors,
+        )
         has = {ending for ending, count in zip(Ending, counts, strict=True) if count > 0}
         self._someone_lacks = Ending.LACKING in has
         if self._shares and not (self._someone_lacks or self._layout.terms.options.may_lack):
-            most, num_ranks = self._num_at_work - 0.5, self._layout.terms.wider.all_ranks.size()
+            most, num_ranks = (
+                self._num_active - 0.5,
+                self._layout.terms.extra_groups.all_ranks.size(),
+            )
             if any(0.5 < share * num_ranks < most for share in self._shares):
                 # Frozen on some ranks.
                 self._someone_lacks = True
@@ -169,9 +177,11 @@ class Verdict:
             Ending.ABSENT in has and not has.isdisjoint(_HAD_BACKWARD)
         )
         if not (is_cut or Ending.UNEXPECTED in has):
-            is_news = self._shares or history.trailing or not history.is_learned
+            is_news = (
+                self._shares or expected_gradients.deferred or not expected_gradients.is_learned
+            )
             if is_news and Ending.ABSENT not in has:
-                self._teach(history, stays=stays)
+                self._teach(expected_gradients, stays=stays)
             return
         for parameter in parameters:  # no rank keeps gradients of an interrupted backward
             parameter.grad = None
@@ -180,31 +190,34 @@ class Verdict:
         self._someone_lacks = False  # the error below says it
         found = self._gather((self.ending, self._unexpected))
         if not is_cut:
-            history.forget()
-            raise reports.unexpected({rank: lines for rank, (_, lines) in found.items()})
+            expected_gradients.forget()
+            raise gradient_errors.unexpected({rank: lines for rank, (_, lines) in found.items()})
         cut, absent = (
             [rank for rank, (ending, _) in found.items() if ending is wanted]
             for wanted in (Ending.INTERRUPTED, Ending.ABSENT)
         )
-        raise reports.interrupted(cut, absent)
+        raise gradient_errors.interrupted(cut, absent)
 
-    def _teach(self, history: History, *, stays: bool) -> None:
+    def _teach(self, expected_gradients: ExpectedGradients, *, stays: bool) -> None:
         """Settle in the history which parameters trail: those whose gradient some rank lacked.
 
         Args:
             stays: whether the set stays as it is, once it has been learned.
         """
-        options, num_ranks = self._layout.terms.options, self._layout.terms.wider.all_ranks.size()
+        options, num_ranks = (
+            self._layout.terms.options,
+            self._layout.terms.extra_groups.all_ranks.size(),
+        )
         # In half precision the sum may fall short of what all have: the parameter trails then, on
         # every rank alike, which costs overlap and nothing else.
-        limit = 0.5 if options.skips_unused else self._num_at_work - 0.5
+        limit = 0.5 if options.skips_unused else self._num_active - 0.5
         shares = enumerate(self._shares or ())
-        trailing = [index for index, share in shares if share * num_ranks < limit]
-        may_move = not history.is_learned or (options.may_move and not stays)
-        history.settle(trailing, may_move=may_move and options.may_lack)
+        deferred = [index for index, share in shares if share * num_ranks < limit]
+        may_move = not expected_gradients.is_learned or (options.may_move and not stays)
+        expected_gradients.settle(deferred, may_move=may_move and options.may_lack)
 
     def _gather(self, mine: T) -> dict[int, T]:
         """Return the values of all ranks, by rank; collective."""
-        group = self._layout.terms.wider.all_ranks
-        with torch.cuda.device_of(self._layout.tail.numbers):
+        group = self._layout.terms.extra_groups.all_ranks
+        with torch.cuda.device_of(self._layout.status_flags.numbers):
             return dict(zip(group.ranks, gather_from_all(mine, group), strict=True))

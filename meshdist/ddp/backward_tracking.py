@@ -12,7 +12,7 @@ from functools import partial
 
 from ..groups.process_group import ProcessGroup
 from .autograd_engines import NO_TASK, at_end_of_task, current_task, is_made_within, next_number
-from .gradient_errors import Reports
+from .gradient_errors import GradientErrors
 
 _NUM_FORWARDS = 64
 
@@ -59,14 +59,14 @@ class LocalBackwards:
             self._local_task = current_task()
             self._is_local_running = at_end_of_task(ends)
 
-    def keep(self, index: int, reports: Reports) -> None:
+    def keep(self, index: int, gradient_errors: GradientErrors) -> None:
         """Keep gradient ``index`` until its backward reaches an output, or ends without."""
         self.has_sums = True
         task = current_task()
         if task != self._early_task:
             self._early_task = task
             self._early.clear()
-            at_end_of_task(partial(self._end, task, reports))
+            at_end_of_task(partial(self._end, task, gradient_errors))
         self._early.append(index)
 
     def backward_begins(self, task: int) -> list[int]:
@@ -78,21 +78,23 @@ class LocalBackwards:
         early, self._early, self._early_task = self._early, [], None
         return early
 
-    def warn(self, reports: Reports, num_local: int = 0) -> None:
+    def warn(self, gradient_errors: GradientErrors, num_local: int = 0) -> None:
         """Warn, once, of ``num_local`` local backwards in a row, 0 if a forward awaits its own."""
         if not self._has_warned:
             self._has_warned = True
-            reports.warn_of_local(num_local=num_local)
+            gradient_errors.warn_of_local(num_local=num_local)
 
-    def warn_of_complete(self, task: int, group: ProcessGroup, reports: Reports) -> None:
+    def warn_of_complete(
+        self, task: int, group: ProcessGroup, gradient_errors: GradientErrors
+    ) -> None:
         """Warn, once, if the loss of autograd task ``task`` was reduced over ``group`` before."""
         noted, ranks, group_and_line = group.world.complete
         if noted == task and group_and_line and not self._has_warned_of_complete:
             self._has_warned_of_complete = len({*ranks} & {*group.ranks}) > 1
             if self._has_warned_of_complete:
-                reports.warn_of_complete(group_and_line)
+                gradient_errors.warn_of_complete(group_and_line)
 
-    def _end(self, task: int, reports: Reports) -> None:
+    def _end(self, task: int, gradient_errors: GradientErrors) -> None:
         """Drop the gradients of ``task``, which reached no output; warn if that looks wrong."""
         if task != self._early_task:
             return
@@ -103,6 +105,6 @@ class LocalBackwards:
             return
         self._num_local += 1
         if self.is_averaged_expected:
-            self.warn(reports)
+            self.warn(gradient_errors)
         elif self._num_local == _MANY:  # the program trains so: it does not look only
-            self.warn(reports, _MANY)
+            self.warn(gradient_errors, _MANY)

@@ -24,10 +24,10 @@ from ..errors import ArgumentError, KindError
 from ..groups.process_group import ProcessGroup
 from ..reduce_ops import ReduceOp
 from .buckets import Averaging, Bucket, Flat, Pending
-from .expected_gradients import History
-from .extra_axis_groups import WiderGroups
-from .gradient_errors import Reports
-from .status_flags import Ending, Tail
+from .expected_gradients import ExpectedGradients
+from .extra_axis_groups import ExtraAxisGroups
+from .gradient_errors import GradientErrors
+from .status_flags import Ending, StatusFlags
 from .unbucketed_gradients import InPlace, Sparse
 
 _MIB = 1024 * 1024
@@ -74,7 +74,7 @@ class LaidBucket(NamedTuple):
     """The parameters of a bucket, in expected order; if trailing, it goes at a backward's end."""
 
     indices: tuple[int, ...]
-    is_trailing: bool = False
+    is_deferred: bool = False
 
 
 def lay_out(
@@ -82,7 +82,7 @@ def lay_out(
     order: Sequence[int],
     caps: Sequence[int],
     *,
-    trailing: Collection[int] = (),
+    deferred: Collection[int] = (),
     delayed: Collection[int] = (),
     delayed_behind: int | None = None,
 ) -> tuple[LaidBucket, ...]:
@@ -90,25 +90,25 @@ def lay_out(
 
     Args:
         items, order, caps: as in ``assign_buckets``; every index is in ``order``.
-        trailing: indices that some rank may lack: in buckets of their own, sent last.
+        deferred: indices that some rank may lack: in buckets of their own, sent last.
         delayed: indices whose gradients are sent together, as soon as
         delayed_behind: this one's has come, so behind its bucket.
 
     Example:
         >>> items = [(4, "f32")] * 4
-        >>> lay_out(items, [3, 2, 1, 0], (8,), trailing={3}, delayed={0}, delayed_behind=2)
+        >>> lay_out(items, [3, 2, 1, 0], (8,), deferred={3}, delayed={0}, delayed_behind=2)
         ... # doctest: +NORMALIZE_WHITESPACE
-        (LaidBucket(indices=(2, 1), is_trailing=False),
-         LaidBucket(indices=(0,), is_trailing=False), LaidBucket(indices=(3,), is_trailing=True))
+        (LaidBucket(indices=(2, 1), is_deferred=False),
+         LaidBucket(indices=(0,), is_deferred=False), LaidBucket(indices=(3,), is_deferred=True))
     """
-    apart = {*trailing, *delayed}
+    apart = {*deferred, *delayed}
     early = list(assign_buckets(items, [i for i in order if i not in apart], caps))
     if delayed:
         together = assign_buckets(items, [i for i in order if i in delayed], (sys.maxsize,))
         before = [number for number, bucket in enumerate(early) if delayed_behind in bucket]
         number = before[0] + 1 if before else len(early)
         early[number:number] = together
-    last = assign_buckets(items, [i for i in order if i in trailing and i not in delayed], caps)
+    last = assign_buckets(items, [i for i in order if i in deferred and i not in delayed], caps)
     return (*map(LaidBucket, early), *(LaidBucket(bucket, True) for bucket in last))
 
 
@@ -143,7 +143,7 @@ class ReductionOptions:
 
         Example:
             >>> options = ReductionOptions(caps=(1 << 20,), delayed=frozenset({1}))
-            >>> shared = options.shared(["head", "tail"])
+            >>> shared = options.shared(["head", "status_flags"])
             >>> shared["bucket_cap_mb"], shared["delay_all_reduce_named_params"]
             ([1.0], ['tail'])
         """
@@ -176,9 +176,9 @@ class ReductionTerms(NamedTuple):
     parameters: Sequence[torch.nn.Parameter]
     group: ProcessGroup
     options: ReductionOptions
-    reports: Reports
+    gradient_errors: GradientErrors
     order: Sequence[int]
-    wider: WiderGroups
+    extra_groups: ExtraAxisGroups
 
 
 @dataclass(frozen=True, eq=False)
@@ -186,25 +186,28 @@ class BucketLayout:
     """The division of gradients into buckets, with their memory; any change makes a new layout.
 
     Args:
-        trailing: the parameters whose gradient some rank may lack.
+        deferred: the parameters whose gradient some rank may lack.
         is_learned: whether the order is that in which gradients came.
         buckets: in the order in which they are sent.
         unsent: the parameters without a bucket, since no rank had their gradient at first.
-        tail: averaged over the union of all groups.
-        tail_average: starts its average; None where it is sent with the last bucket.
+        status_flags: averaged over the union of all groups.
+        flags_average: starts its average; None where it is sent with the last bucket.
     """
 
     terms: ReductionTerms
-    trailing: frozenset[int]
+    deferred: frozenset[int]
     is_learned: bool
     buckets: tuple[Bucket, ...]
     unsent: frozenset[int]
-    tail: Tail
-    tail_average: Callable[[torch.Tensor], Pending] | None
+    status_flags: StatusFlags
+    flags_average: Callable[[torch.Tensor], Pending] | None
 
-    def fits(self, history: History) -> bool:
+    def fits(self, expected_gradients: ExpectedGradients) -> bool:
         """Return whether the layout's order and trailing parameters match the history's."""
-        return (self.is_learned, self.trailing) == (history.is_learned, history.trailing)
+        return (self.is_learned, self.deferred) == (
+            expected_gradients.is_learned,
+            expected_gradients.deferred,
+        )
 
     @cached_property
     def places(self) -> dict[int, tuple[int, int]]:
@@ -223,14 +226,18 @@ class BucketLayout:
 # Collective once arrivals are learned: then the buckets lie in memory that the group shares.
 @torch.no_grad()
 def lay(
-    terms: ReductionTerms, history: History, *, has_hook: bool, before: Iterable[Bucket] = ()
+    terms: ReductionTerms,
+    expected_gradients: ExpectedGradients,
+    *,
+    has_hook: bool,
+    before: Iterable[Bucket] = (),
 ) -> BucketLayout:
     """Return a layout in new memory; gradients in buckets of ``before`` move with their values.
 
     Args:
         has_hook: whether a communication hook averages, so that gradients travel unscaled.
     """
-    parameters, group, options, _, order, wider = terms
+    parameters, group, options, _, order, extra_groups = terms
     old_views = {
         index: view
         for bucket in before
@@ -239,14 +246,16 @@ def lay(
     }
     device_type = parameters[0].device.type
     averagings = {}
-    for over in (group, *wider.groups.values(), wider.all_ranks):
-        at_once = over.open_channel(device_type).communicator.averages_at_once
+    for over in (group, *extra_groups.groups.values(), extra_groups.all_ranks):
+        at_once = over.open_device_group(device_type).communicator.averages_at_once
         at_once = at_once or (has_hook and over is group)
         op, scale = (ReduceOp.AVG, None) if at_once else (ReduceOp.SUM, 1.0 / over.size())
         averagings[over] = Averaging(over, scale, partial(start_reduction, op=op, group=over))
-    of_each = [averagings[wider.groups.get(index, group)] for index in range(len(parameters))]
-    unsent = history.trailing if options.skips_unused else frozenset[int]()
-    # Where the wire shares memory, or divides by itself, buckets cost less than they save.
+    of_each = [
+        averagings[extra_groups.groups.get(index, group)] for index in range(len(parameters))
+    ]
+    unsent = expected_gradients.deferred if options.skips_unused else frozenset[int]()
+    # Where the backend shares memory, or divides by itself, buckets cost less than they save.
     in_place = {
         index
         for index, parameter in enumerate(parameters)
@@ -256,79 +265,84 @@ def lay(
     }
     # Parameters of another group share no bucket with the others, and are sent behind them.
     items = [
-        (num_bytes, (kind, wider.groups.get(index)))
+        (num_bytes, (kind, extra_groups.groups.get(index)))
         for index, (num_bytes, kind) in enumerate(
             items_of(parameters, options.dtype, options.sparse | in_place)
         )
     ]
-    own = [index for index in order if index not in wider.groups]
+    own = [index for index in order if index not in extra_groups.groups]
     # The tail travels with the last bucket, if that goes over all ranks.
-    others = sorted(wider.groups, key=lambda index: (wider.groups[index] is wider.all_ranks, index))
+    others = sorted(
+        extra_groups.groups,
+        key=lambda index: (extra_groups.groups[index] is extra_groups.all_ranks, index),
+    )
     laid = lay_out(
         items,
         [index for index in (*own, *others) if index not in unsent],
         options.caps,
-        trailing=(history.trailing | {*wider.groups}) - unsent,
-        delayed=options.delayed - {*wider.groups},
+        deferred=(expected_gradients.deferred | {*extra_groups.groups}) - unsent,
+        delayed=options.delayed - {*extra_groups.groups},
         delayed_behind=options.delayed_behind,
     )
     num_behind = len(Ending) + len(parameters)
     buckets = []
-    for indices, is_trailing in laid:
+    for indices, is_deferred in laid:
         is_last = indices is laid[-1].indices
-        is_trailing = is_trailing or is_last or not history.is_learned
+        is_deferred = is_deferred or is_last or not expected_gradients.is_learned
         index = indices[0]
         first, averaging = parameters[index], of_each[index]
         if index in options.sparse or index in in_place:
-            taking = Sparse() if index in options.sparse else InPlace()
-            bucket = Bucket.of_one(index, first, taking, averaging, is_trailing=is_trailing)
+            copy_mode = Sparse() if index in options.sparse else InPlace()
+            bucket = Bucket.of_one(index, first, copy_mode, averaging, is_deferred=is_deferred)
             buckets.append(bucket)
             continue
         num = num_behind * is_last
-        bucket = _flat_bucket(terms, history, indices, averaging, num, is_trailing=is_trailing)
+        bucket = _flat_bucket(
+            terms, expected_gradients, indices, averaging, num, is_deferred=is_deferred
+        )
         for member, index, view in zip(bucket.members, bucket.indices, bucket.views, strict=True):
             if index in old_views:
                 member.grad = view.copy_(old_views[index])
         buckets.append(bucket)
-    last, of_tail = buckets[-1], averagings[wider.all_ranks]
+    last, of_flags = buckets[-1], averagings[extra_groups.all_ranks]
     is_in_bucket = (
-        isinstance(last.taking, Flat)
-        and last.averaging is of_tail
-        and not (has_hook and of_tail.group is group)
+        isinstance(last.copy_mode, Flat)
+        and last.averaging is of_flags
+        and not (has_hook and of_flags.group is group)
     )
     numbers = (
         last.sent[len(last.flat) :]
-        if isinstance(last.taking, Flat)
+        if isinstance(last.copy_mode, Flat)
         else torch.empty(num_behind, device=last.sent.device)
     )
-    tail = Tail(numbers, 1.0 if of_tail.scale is None else of_tail.scale)
-    if isinstance(last.taking, Flat):
-        last.tail = tail
+    status_flags = StatusFlags(numbers, 1.0 if of_flags.scale is None else of_flags.scale)
+    if isinstance(last.copy_mode, Flat):
+        last.status_flags = status_flags
     for bucket in buckets:
         bucket.note_users()
     return BucketLayout(
         terms,
-        history.trailing,
-        history.is_learned,
+        expected_gradients.deferred,
+        expected_gradients.is_learned,
         tuple(buckets),
         unsent,
-        tail,
-        None if is_in_bucket else of_tail.start,
+        status_flags,
+        None if is_in_bucket else of_flags.start,
     )
 
 
 def _flat_bucket(
     terms: ReductionTerms,
-    history: History,
+    expected_gradients: ExpectedGradients,
     indices: Sequence[int],
     averaging: Averaging,
     num_behind: int,
     *,
-    is_trailing: bool,
+    is_deferred: bool,
 ) -> Bucket:
     """Return a bucket in new memory, with ``num_behind`` numbers behind its gradients."""
-    parameters, options, reports = terms.parameters, terms.options, terms.reports
-    first, is_learned = parameters[indices[0]], history.is_learned
+    parameters, options, gradient_errors = terms.parameters, terms.options, terms.gradient_errors
+    first, is_learned = parameters[indices[0]], expected_gradients.is_learned
     dtype, device = options.dtype or first.dtype, first.device
     count = sum(parameters[index].numel() for index in indices) + num_behind
     return Bucket.of_several(
@@ -339,6 +353,6 @@ def _flat_bucket(
         else torch.empty(count, dtype=dtype, device=device),
         averaging,
         as_views=options.as_views,
-        is_trailing=is_trailing,
-        reports=reports,
+        is_deferred=is_deferred,
+        gradient_errors=gradient_errors,
     )

@@ -2,7 +2,7 @@
 
 A bucket is one flat tensor, and its gradients are views into it; or it is a single gradient
 (``single_gradients``). What a bucket is does not change; what one backward knows of it stands in a
-``Filling``.
+``BucketState``.
 
 A hook on every parameter costs more than to copy a small gradient. So of the small gradients of a
 bucket only the last has a hook; that the others have come is seen by their ``.grad``, which is
@@ -27,8 +27,8 @@ from ..collectives.shared_buffers import copy_past_caches
 from ..collectives.torch_private import storage_uses, tensor_uses
 from ..groups.process_group import ProcessGroup
 from .device_streams import GradientStreams, is_capturing, streams_for
-from .gradient_errors import Reports
-from .status_flags import Tail
+from .gradient_errors import GradientErrors
+from .status_flags import StatusFlags
 
 # A gradient of this size or more is copied at once, while it is in the cache, and its memory is
 # free again; smaller gradients wait for the bucket and go by one call together.
@@ -58,7 +58,7 @@ class Averaging(NamedTuple):
     """A way to average over one group.
 
     Args:
-        scale: a factor of gradients as they are copied; None where the wire averages, and for a
+        scale: a factor of gradients as they are copied; None where the backend averages, and for a
             communication hook.
         start: starts the average of a tensor in place.
     """
@@ -75,11 +75,11 @@ class Bucket:
     Args:
         indices: of the parameters, in the order in which their gradients lie.
         members: these parameters.
-        taking: how gradients get in, and averages out.
+        copy_mode: how gradients get in, and averages out.
         views: of each gradient, where it lies in ``flat``; or a tensor of its shape.
         flat: memory for the gradients; empty where a gradient lies in its own.
         sent: that memory, and behind it that of the tail.
-        is_trailing: whether it waits for the end of a backward, since some rank may lack a
+        is_deferred: whether it waits for the end of a backward, since some rank may lack a
             gradient of it.
         averaging: over which group they are averaged, and how.
         num_at_once: so many gradients, the first, are taken as soon as they have come.
@@ -87,19 +87,19 @@ class Bucket:
 
     indices: tuple[int, ...]
     members: Sequence[torch.nn.Parameter]
-    taking: Taking
+    copy_mode: GradientCopy
     views: list[torch.Tensor]
     flat: torch.Tensor
     sent: torch.Tensor
-    is_trailing: bool
+    is_deferred: bool
     averaging: Averaging
     num_at_once: int = 0
 
     def __post_init__(self) -> None:
         self.new_streams: Callable[[], GradientStreams] | None = None  # None on the CPU, too
-        self.tail: Tail | None = None  # which lies behind the gradients in ``sent``
+        self.status_flags: StatusFlags | None = None  # which lies behind the gradients in ``sent``
         self.num_users = 0  # of the memory, if the program has none; 0 if ``.grad`` are no views
-        if isinstance(self.taking, Flat):
+        if isinstance(self.copy_mode, Flat):
             self.new_streams = streams_for(self.sent.device)
 
     @classmethod
@@ -111,8 +111,8 @@ class Bucket:
         averaging: Averaging,
         *,
         as_views: bool,
-        is_trailing: bool,
-        reports: Reports,
+        is_deferred: bool,
+        gradient_errors: GradientErrors,
     ) -> Bucket:
         """Return a bucket with its gradients in a row in ``sent``, the large before the small.
 
@@ -121,7 +121,7 @@ class Bucket:
             parameters: all parameters of the model.
             sent: memory for the gradients and the tail behind them.
             as_views: whether ``.grad`` become views into ``sent``.
-            is_trailing: whether the bucket waits for the end of a backward.
+            is_deferred: whether the bucket waits for the end of a backward.
         """
         is_small = {
             index: parameters[index].numel() * sent.itemsize < _AT_ONCE_BYTES for index in indices
@@ -143,12 +143,12 @@ class Bucket:
                 averaging.scale,
                 as_views and not is_cast,
                 is_cast,
-                reports,
+                gradient_errors,
             ),
             views,
             flat,
             sent,
-            is_trailing,
+            is_deferred,
             averaging,
             num_large,
         )
@@ -158,19 +158,19 @@ class Bucket:
         cls,
         index: int,
         parameter: torch.nn.Parameter,
-        taking: Taking,
+        copy_mode: GradientCopy,
         averaging: Averaging,
         *,
-        is_trailing: bool,
+        is_deferred: bool,
     ) -> Bucket:
-        """Return a bucket of one gradient, without own memory, sent last if ``is_trailing``."""
+        """Return a bucket of one gradient, without own memory, sent last if ``is_deferred``."""
         like = parameter.detach()
         none = like.new_empty(0)
-        return cls((index,), [parameter], taking, [like], none, none, is_trailing, averaging)
+        return cls((index,), [parameter], copy_mode, [like], none, none, is_deferred, averaging)
 
     def note_users(self) -> None:
         """Count the tensors in the memory that the library itself has, once all of them exist."""
-        if isinstance(self.taking, Flat) and self.taking.as_views:
+        if isinstance(self.copy_mode, Flat) and self.copy_mode.as_views:
             self.num_users = storage_uses(self.sent)
 
     def release_kept(self) -> None:
@@ -203,14 +203,14 @@ class Bucket:
         for member, old, view in zip(self.members, before, self.views, strict=True):
             if member.grad is old:
                 member.grad = view
-        assert isinstance(self.taking, Flat)
-        self.taking.move_to(self.flat)
-        if self.tail is not None:
-            self.tail.numbers = sent[len(self.flat) :]
+        assert isinstance(self.copy_mode, Flat)
+        self.copy_mode.move_to(self.flat)
+        if self.status_flags is not None:
+            self.status_flags.numbers = sent[len(self.flat) :]
         self.note_users()
 
 
-class Filling:
+class BucketState:
     """A bucket's state in one backward: gradients awaited, and gradients copied in."""
 
     def __init__(self, bucket: Bucket) -> None:
@@ -230,33 +230,38 @@ class Filling:
             apart = [grad for member, view in pairs if (grad := member.grad) is not view]
             self.streams.await_others([grad for grad in apart if grad is not None])
         if is_zero:
-            bucket.taking.clear(self)
+            bucket.copy_mode.clear(self)
         else:
-            bucket.taking.take(self)
+            bucket.copy_mode.take(self)
 
 
-class Taking(ABC):
+class GradientCopy(ABC):
     """A way in which gradients get into a bucket, are sent, and come out as averages."""
 
     @abstractmethod
-    def take(self, filling: Filling, slot: int | None = None) -> None:
+    def take(self, bucket_state: BucketState, slot: int | None = None) -> None:
         """Take the gradient at ``slot``, or all gradients for None, in order to send it."""
 
     @abstractmethod
-    def clear(self, filling: Filling) -> None:
+    def clear(self, bucket_state: BucketState) -> None:
         """Let this rank contribute zeros in place of its gradients."""
 
     @abstractmethod
-    def buffer(self, filling: Filling) -> torch.Tensor:
+    def buffer(self, bucket_state: BucketState) -> torch.Tensor:
         """Return the tensor that a communication hook averages in place."""
 
     @abstractmethod
-    def start(self, filling: Filling) -> Pending:
+    def start(self, bucket_state: BucketState) -> Pending:
         """Start the bucket's average, without a communication hook; return it in flight."""
 
     @abstractmethod
     def give(
-        self, filling: Filling, is_used: Sequence[bool] | None, *, is_complete: bool, share: float
+        self,
+        bucket_state: BucketState,
+        is_used: Sequence[bool] | None,
+        *,
+        is_complete: bool,
+        share: float,
     ) -> None:
         """Let ``.grad`` hold the averages, times ``share``.
 
@@ -269,7 +274,7 @@ class Taking(ABC):
         """
 
 
-class Flat(Taking):
+class Flat(GradientCopy):
     """Copies of gradients in one flat tensor.
 
     Args:
@@ -287,11 +292,11 @@ class Flat(Taking):
         scale: float | None,
         as_views: bool,
         is_cast: bool,
-        reports: Reports,
+        gradient_errors: GradientErrors,
     ) -> None:
         self.as_views = as_views
         self._scale = scale
-        self._reports = reports
+        self._gradient_errors = gradient_errors
         self._is_row_major = not is_cast and all(view.is_contiguous() for view in small)
         self._is_1d = all(view.dim() == 1 for view in small)
         sizes = [view.numel() for view in small]
@@ -307,28 +312,32 @@ class Flat(Taking):
         self._small_flat = flat[len(flat) - sum(self._sizes) :]
         self._runs = list(zip(self._cuts, self._small_flat.split(self._sizes), strict=True))
 
-    def take(self, filling: Filling, slot: int | None = None) -> None:
+    def take(self, bucket_state: BucketState, slot: int | None = None) -> None:
         """Copy the gradient at ``slot``, or all for None, into the bucket; zeros if it is None."""
         if slot is not None:
-            self._take_large(filling, slot)
+            self._take_large(bucket_state, slot)
             return
-        for large in {*range(filling.bucket.num_at_once)} - filling.taken:
-            self._take_large(filling, large)
-        self._take_small(filling.bucket, list(map(_grad_of, filling.bucket.members)))
+        for large in {*range(bucket_state.bucket.num_at_once)} - bucket_state.taken:
+            self._take_large(bucket_state, large)
+        self._take_small(bucket_state.bucket, list(map(_grad_of, bucket_state.bucket.members)))
 
-    def _take_large(self, filling: Filling, slot: int) -> None:
-        member, view, scale = filling.bucket.members[slot], filling.bucket.views[slot], self._scale
+    def _take_large(self, bucket_state: BucketState, slot: int) -> None:
+        member, view, scale = (
+            bucket_state.bucket.members[slot],
+            bucket_state.bucket.views[slot],
+            self._scale,
+        )
         grad = member.grad
         if grad is None:
             view.zero_()
         elif grad is view:
             self._multiply(view)
         else:
-            self._refuse_unfit(filling.bucket, slot, grad)
+            self._reject_mismatched(bucket_state.bucket, slot, grad)
             copy_past_caches(view, grad, scale)
             if self.as_views:
                 member.grad = view
-        filling.taken.add(slot)
+        bucket_state.taken.add(slot)
 
     def _take_small(self, bucket: Bucket, read: Grads) -> None:
         first = bucket.num_at_once
@@ -366,7 +375,7 @@ class Flat(Taking):
         # Checked only now: checking costs as much as copying. ``cat`` warns before it resizes.
         except (RuntimeError, UserWarning):
             for slot, grad in enumerate(read[first:], first):
-                self._refuse_unfit(bucket, slot, grad)
+                self._reject_mismatched(bucket, slot, grad)
             # A gradient may lie in its place already, as another tensor: ``grad = grad.detach()``.
             torch._foreach_copy_(views, grads)
             self._multiply(self._small_flat)
@@ -377,32 +386,37 @@ class Flat(Taking):
         if self._scale is not None:
             moved.mul_(self._scale)
 
-    def _refuse_unfit(self, bucket: Bucket, slot: int, grad: torch.Tensor | None) -> None:
+    def _reject_mismatched(self, bucket: Bucket, slot: int, grad: torch.Tensor | None) -> None:
         index, shape = bucket.indices[slot], bucket.views[slot].shape
         if grad is None:
             return
         if grad.layout is not torch.strided:
-            raise self._reports.sparse(index, grad.layout)
+            raise self._gradient_errors.sparse(index, grad.layout)
         if grad.shape != shape:
-            raise self._reports.reshaped(index, grad.shape, shape)
+            raise self._gradient_errors.reshaped(index, grad.shape, shape)
 
-    def clear(self, filling: Filling) -> None:
+    def clear(self, bucket_state: BucketState) -> None:
         """Fill the bucket with zeros."""
-        filling.bucket.flat.zero_()
+        bucket_state.bucket.flat.zero_()
 
-    def buffer(self, filling: Filling) -> torch.Tensor:
+    def buffer(self, bucket_state: BucketState) -> torch.Tensor:
         """Return the flat tensor of all gradients in the bucket."""
-        return filling.bucket.flat
+        return bucket_state.bucket.flat
 
-    def start(self, filling: Filling) -> Pending:
+    def start(self, bucket_state: BucketState) -> Pending:
         """Start to average the gradients, and the tail behind them; return it in flight."""
-        return filling.bucket.averaging.start(filling.bucket.sent)
+        return bucket_state.bucket.averaging.start(bucket_state.bucket.sent)
 
     def give(
-        self, filling: Filling, is_used: Sequence[bool] | None, *, is_complete: bool, share: float
+        self,
+        bucket_state: BucketState,
+        is_used: Sequence[bool] | None,
+        *,
+        is_complete: bool,
+        share: float,
     ) -> None:
         """Scale the averages by ``share``; copy those of used parameters unless they are views."""
-        bucket = filling.bucket
+        bucket = bucket_state.bucket
         if share != 1.0:
             bucket.flat.mul_(share)
         if is_complete and self.as_views:

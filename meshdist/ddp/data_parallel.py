@@ -18,10 +18,10 @@ from ..errors import ArgumentError, GradientError, MeshError
 from ..groups.process_group import GroupLike, ProcessGroup, resolve_group
 from ..mesh.device_mesh import DeviceMesh
 from ..runtime.graph_breaks import untraced
-from ..typed_mode.module_annotations import restore_marks
-from .axis_reducer import TypedOwner
+from ..typed_mode.module_annotations import restore_annotations
+from .axis_reducer import AxisReducer
 from .bucket_layout import ReductionOptions, bucket_caps
-from .divergence_checks import Parting
+from .divergence_checks import DivergenceChecks
 from .extra_axis_groups import further_axes, open_wider_groups
 from .gradient_hooks import moved
 from .join_hook import JoinMethods
@@ -33,9 +33,9 @@ from .model_checks import (
     find_devices,
     let_go,
     module_state,
-    refuse_both,
-    refuse_unfrozen,
-    refuse_wrapped,
+    reject_both,
+    reject_unfrozen,
+    reject_wrapped,
     sparse_parameters,
     trainable_parameters,
 )
@@ -43,10 +43,10 @@ from .precision import CastParameters, MixedPrecisionConfig, check_precision
 from .reducer import Reducer
 from .replicas import ModelBuffers, check_equal, tensor_facts
 from .shard_checks import (
-    refuse_marked_shards,
-    refuse_probable_shards,
-    refuse_unnamed_axes,
-    without_marks,
+    reject_marked_shards,
+    reject_probable_shards,
+    reject_unnamed_axes,
+    without_annotations,
 )
 from .torch_methods import TorchMethods
 
@@ -116,7 +116,7 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
         of all buffers a forward.
 
     Raises:
-        AgreementError: the ranks' modules differ, or options that must be equal; on every rank,
+        MismatchError: the ranks' modules differ, or options that must be equal; on every rank,
             showing both.
         AxisTypeError: a tensor is marked as varying between the ranks (``md.annotate``); or as
             reduced over an axis that is no axis of the wrapper's group, which has no mesh.
@@ -165,7 +165,7 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
         super().__init__()
         has_buffers = broadcast_buffers is not False
         self.parameters_to_ignore = check_module(module, with_buffers=has_buffers)
-        restore_marks(module)
+        restore_annotations(module)
         self.verify_every = check_period(verify_every)
         self._caps = bucket_caps(bucket_cap_mb, bucket_cap_mb_list)
         self.bucket_bytes_cap = max(self._caps)
@@ -183,15 +183,15 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
             warn_caller(_ALWAYS_CHECKED, FutureWarning)
         self.dim = dim
         older, newer = broadcast_buffers, forward_sync_buffers
-        refuse_both(ArgumentError, broadcast_buffers=older, forward_sync_buffers=newer)
-        refuse_both(MeshError, process_group=process_group, device_mesh=device_mesh)
+        reject_both(ArgumentError, broadcast_buffers=older, forward_sync_buffers=newer)
+        reject_both(MeshError, process_group=process_group, device_mesh=device_mesh)
         self.process_group = resolve_group(process_group if device_mesh is None else device_mesh)
         self.device_mesh = device_mesh
         state = module_state(module, self.parameters_to_ignore, with_buffers=has_buffers)
-        refuse_marked_shards(state if init_sync else trained, self.process_group, device_mesh)
+        reject_marked_shards(state if init_sync else trained, self.process_group, device_mesh)
         if process_group is None and device_mesh is None:
             weights = module_state(module, self.parameters_to_ignore, with_buffers=False)
-            refuse_unnamed_axes(weights, self.process_group)
+            reject_unnamed_axes(weights, self.process_group)
         self.find_unused_parameters = find_unused_parameters
         self.static_graph = static_graph
         self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
@@ -211,7 +211,7 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
             self._compare(module, self.process_group, facts)
             if self.device_mesh is not None and self.device_mesh.mesh_dim_names:
                 device = next(iter(trained.values())).device
-                refuse_probable_shards(without_marks(state), self.device_mesh, device)
+                reject_probable_shards(without_annotations(state), self.device_mesh, device)
         self._adopt(module)
         if init_sync:
             self._make_equal(state)
@@ -240,11 +240,14 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
     def _make_equal(self, state: dict[str, torch.Tensor]) -> None:
         """Take tensors of the first rank of their group."""
         terms, group = self.reducer.layout.terms, self.process_group
-        if terms.wider.groups:  # shards differ in shape along further axes
-            names = dict.fromkeys(terms.reports.names, "trained")
-            self._compare(self.module, terms.wider.all_ranks, names)
+        if terms.extra_groups.groups:  # shards differ in shape along further axes
+            names = dict.fromkeys(terms.gradient_errors.names, "trained")
+            self._compare(self.module, terms.extra_groups.all_ranks, names)
         by_group: dict[ProcessGroup, list[torch.Tensor]] = {group: []}
-        over_further = {terms.reports.names[i]: wider for i, wider in terms.wider.groups.items()}
+        over_further = {
+            terms.gradient_errors.names[i]: extra_groups
+            for i, extra_groups in terms.extra_groups.groups.items()
+        }
         for name, tensor in state.items():
             by_group.setdefault(over_further.get(name, group), []).append(tensor.detach())
         for over, tensors in by_group.items():
@@ -252,7 +255,7 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
 
     def _adopt(self, module: nn.Module) -> None:
         """Take ``module`` as the model, and put hooks on its parameters; opens further groups."""
-        refuse_wrapped(module, self.parameters_to_ignore)  # since ranks have been waited for
+        reject_wrapped(module, self.parameters_to_ignore)  # since ranks have been waited for
         self.module = module
         trainable = trainable_parameters(module, self.parameters_to_ignore)
         parameters = list(trainable.values())
@@ -271,10 +274,12 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
         options = self._reduction_options(module, trainable)
         group = self.process_group
         names = list(trainable)
-        wider = open_wider_groups(self._further, names, group, self.device_mesh, self.device)
-        self._owner = TypedOwner(trainable, group, self.device_mesh, self._further)
-        self._parting = Parting(module, self.verify_every, self.device)
-        self.reducer = Reducer(parameters, names, group, options, wider, self._parting)
+        extra_groups = open_wider_groups(self._further, names, group, self.device_mesh, self.device)
+        self._owner = AxisReducer(trainable, group, self.device_mesh, self._further)
+        self._divergence_checks = DivergenceChecks(module, self.verify_every, self.device)
+        self.reducer = Reducer(
+            parameters, names, group, options, extra_groups, self._divergence_checks
+        )
         # A module that outlives its wrapper must not go on reducing.
         weakref.finalize(self, let_go, self.reducer, self._cast, self._owner).atexit = False
 
@@ -395,8 +400,8 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
         try:
             self.reducer.check()
         finally:  # once all ranks are in step
-            refuse_unfrozen(self._left_frozen, self.process_group)
-            self._parting.refuse_local_gradients()
+            reject_unfrozen(self._left_frozen, self.process_group)
+            self._divergence_checks.reject_local_gradients()
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Let ``hook(state, bucket)`` average the gradients of each bucket; on every rank alike.
@@ -414,13 +419,13 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
 
     @hidden_from_modes
     def _begin_forward(self) -> None:
-        refuse_unfrozen(self._left_frozen, self.process_group)
-        self._parting.forward_begins()
+        reject_unfrozen(self._left_frozen, self.process_group)
+        self._divergence_checks.forward_begins()
         self.announce_forward()
         try:
             self.reducer.before_forward(is_synchronised=self.require_backward_grad_sync)
         except GradientError:
-            self._parting.refuse_local_gradients()  # which may be why
+            self._divergence_checks.reject_local_gradients()  # which may be why
             raise
         if self.takes_buffers(is_before=True):
             self.take_buffers()
@@ -436,8 +441,10 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
 
     def take_buffers(self) -> None:
         """Make buffers equal, as a forward does."""
-        sending, buffers = self.reducer.sending, self._buffers_of_model
-        sending.awaited += buffers.synchronise(self.process_group, sending.at_work.source)
+        reducer_state, buffers = self.reducer.reducer_state, self._buffers_of_model
+        reducer_state.awaited += buffers.synchronise(
+            self.process_group, reducer_state.active_ranks.source
+        )
 
     @hidden_from_modes
     def _end_forward(self, outputs: Any) -> Any:

@@ -53,7 +53,7 @@ def streams_for(device: torch.device) -> Callable[[], GradientStreams] | None:
     return partial(GradientStreams, device, accelerator)
 
 
-class TailReader:
+class StatusReader:
     """Holder of the numbers averaged after a backward's gradients, until the host reads them."""
 
     is_deferred = False
@@ -73,7 +73,7 @@ class TailReader:
         return None if reduced is None else _real(reduced)
 
 
-class DeferredReader(TailReader):
+class DeferredReader(StatusReader):
     """Copies averaged numbers to pinned memory by ``accelerator``, a module as ``torch.cuda``."""
 
     is_deferred = True
@@ -104,13 +104,15 @@ class DeferredReader(TailReader):
         return self._copied
 
 
-def reader_for(device: torch.device, count: int, dtype: torch.dtype = torch.float32) -> TailReader:
+def reader_for(
+    device: torch.device, count: int, dtype: torch.dtype = torch.float32
+) -> StatusReader:
     """Return a reader that brings ``count`` numbers from ``device`` to the host, as ``dtype``."""
     accelerator = None if device.type == "cpu" else torch.get_device_module(device)
     if not hasattr(
         accelerator, "current_stream"
     ):  # it has a single stream, which reading waits for
-        return TailReader()
+        return StatusReader()
     return DeferredReader(
         device, accelerator, torch.empty(count, dtype=dtype, device="cpu", pin_memory=True)
     )

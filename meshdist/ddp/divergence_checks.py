@@ -34,7 +34,7 @@ _TITLE = "a comparison of replicas"
 _ROUNDED = "use equal processors and threads, and torch.use_deterministic_algorithms(True)"
 
 
-class Parting:
+class DivergenceChecks:
     """Compares a model's replicas after a few early and each ``every``-th backward; never for 0."""
 
     def __init__(self, module: nn.Module, every: int, device: torch.device) -> None:
@@ -51,9 +51,9 @@ class Parting:
         if torch.is_grad_enabled():
             self._num_forwards += 1
             if self._num_forwards <= _LOOKS or self._num_forwards % _LOOK_EVERY == 0:
-                self.refuse_local_gradients()
+                self.reject_local_gradients()
 
-    def refuse_local_gradients(self) -> None:
+    def reject_local_gradients(self) -> None:
         """Raise GradientError for new parameters, and for optimizers that step in the backward."""
         if any(hasattr(parameter, _IN_BACKWARD) for parameter in self._wrapped.values()):
             raise GradientError(
@@ -91,10 +91,10 @@ class Parting:
         self._num_backwards += 1
         number, every = self._num_backwards, self._every
         if every > 0 and (number in _FIRST or number % every == 0):
-            sending, group = backward.sending, backward.layout.terms.group
-            averages = sending.hook is None or sending.hook.name not in _LOCAL_HOOKS
+            reducer_state, group = backward.reducer_state, backward.layout.terms.group
+            averages = reducer_state.hook is None or reducer_state.hook.name not in _LOCAL_HOOKS
             # In a join context the weights of ranks that joined are behind.
-            is_meant = averages and not sending.at_work.is_joining
+            is_meant = averages and not reducer_state.active_ranks.is_joining
             if is_meant and group.size() > 1 and not is_capturing(self._device):
                 self._compare(group)
 
@@ -103,7 +103,7 @@ class Parting:
     def _compare(self, group: ProcessGroup) -> None:
         """Start to compare the ranks' digests, read at the next forward; collective."""
         state = self._state(group)
-        differs = find_unequal_digests(group, *state, title=_TITLE, device=self._device)
+        differs = find_unequal_digests(group, *state, op_name=_TITLE, device=self._device)
         self._reader.note(differs.view(1))  # read later: a device is not awaited
 
     def _state(self, group: ProcessGroup) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
@@ -126,7 +126,7 @@ class Parting:
         differs = self._reader.take()
         if not differs:
             return
-        difference = agree(group, *self._state(group), title=_TITLE, device=self._device)
+        difference = agree(group, *self._state(group), op_name=_TITLE, device=self._device)
         if difference:
             is_rounding = difference.is_rounding
             raise GradientError(

@@ -18,7 +18,7 @@ lay buckets anew costs more than some late ones."""
 _NEVER = 1 << 60
 
 
-class History:
+class ExpectedGradients:
     """The gradients that backwards have brought, and those that are expected of the next."""
 
     def __init__(self, num_parameters: int) -> None:
@@ -30,7 +30,7 @@ class History:
         self.expected = [1] * self._num  # arrivals in the backward before, and at least 1
         self.learned: tuple[int, ...] = ()  # arrivals in the backward that was watched
         self.order: list[int] = []  # of the first arrivals, while it is learned
-        self.trailing: frozenset[int] = frozenset()  # equal on every rank
+        self.deferred: frozenset[int] = frozenset()  # equal on every rank
         self.is_learned = False  # whether a whole backward was watched; equal on every rank
         self._streaks: dict[int, int] = {}  # backwards in a row in which a gradient was everywhere
 
@@ -66,10 +66,10 @@ class History:
             missing = frozenset(not_everywhere)
             streaks = {
                 index: 0 if index in missing else self._streaks.get(index, 0) + 1
-                for index in self.trailing | missing
+                for index in self.deferred | missing
             }
             self._streaks = {at: n for at, n in streaks.items() if n < _BACKWARDS_TO_RETURN}
-            self.trailing = frozenset(self._streaks)
+            self.deferred = frozenset(self._streaks)
 
     def laid_order(self, expected: Iterable[int]) -> list[int]:
         """Return the indices in the order of arrival here, then the rest of ``expected``."""

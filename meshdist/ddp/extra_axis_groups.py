@@ -18,7 +18,7 @@ from .reduction import find_further_axes
 
 
 @dataclass(frozen=True)
-class WiderGroups:
+class ExtraAxisGroups:
     """Groups over which gradients of one wrapper are averaged, beside its own.
 
     Args:
@@ -85,7 +85,7 @@ def further_axes(
     """
     if axes is None or axes.mesh_dim_names is None:
         for name, x in parameters.items():
-            _refuse_without_mesh(name, x, group)
+            _reject_without_mesh(name, x, group)
         return {}
     mesh, own = axes.root, _own_axes(group, axes)
     sizes = {**axes.axis_sizes, **mesh.axis_sizes}
@@ -109,7 +109,7 @@ def open_wider_groups(
     group: ProcessGroup,
     axes: DeviceMesh | None,
     device: torch.device,
-) -> WiderGroups:
+) -> ExtraAxisGroups:
     """Return the groups over which a wrapper over ``group`` reduces; opens them, collectively.
 
     Args:
@@ -119,7 +119,7 @@ def open_wider_groups(
         device: for which they are opened.
     """
     if axes is None or not further:
-        return WiderGroups(group)
+        return ExtraAxisGroups(group)
     mesh, own = axes.root, _own_axes(group, axes)
 
     def group_over(more: Sequence[str]) -> ProcessGroup:
@@ -132,10 +132,12 @@ def open_wider_groups(
     groups = {more: group_over(more) for more in dict.fromkeys(further.values())}
     all_ranks = group_over([axis for more in groups for axis in more])
     indices = {name: index for index, name in enumerate(names)}
-    return WiderGroups(all_ranks, {indices[name]: groups[more] for name, more in further.items()})
+    return ExtraAxisGroups(
+        all_ranks, {indices[name]: groups[more] for name, more in further.items()}
+    )
 
 
-def _refuse_without_mesh(name: str, parameter: torch.Tensor, group: ProcessGroup) -> None:
+def _reject_without_mesh(name: str, parameter: torch.Tensor, group: ProcessGroup) -> None:
     """Raise where a parameter is reduced over an axis that ``group`` does not cover."""
     for axis in axes_of_kind(type_of(parameter), "R"):
         layouts = layouts_with(axis, group, None)

@@ -39,7 +39,7 @@ from torch import nn
 from ..annotations.axis_types import kinds_in, shown
 from ..arguments import get_number, mesh_kind_error
 from ..checking.call_sites import warn_caller
-from ..collectives.normalize_args import run_titled
+from ..collectives.normalize_args import run_named
 from ..collectives.torch_private import has_foreach_support, hidden_from_modes
 from ..error_text import ranks_text
 from ..errors import ArgumentError, AxisTypeError, GradientError, KindError, MeshError
@@ -49,7 +49,7 @@ from ..mesh.layout_arguments import no_axis
 from ..reduce_ops import ReduceOp
 from ..typed_mode.gradients import find_type_of_grad, gradient_type_of
 from ..typed_mode.type_errors import axes_argument, mesh_text, where
-from .norm_flags import NormParameter, flags_of, name_of, refused_norm
+from .norm_flags import NormParameter, flags_of, name_of, rejected_norm
 
 __all__ = ["clip_grad_norm_"]
 
@@ -94,13 +94,13 @@ def clip_grad_norm_(
         An all-reduce of 24 bytes over the mesh; none where no parameter is cut.
 
     Raises:
-        AxisTypeError: a gradient is unreduced, a summand on each rank.
+        AxisTypeError: a gradient is unreduced, a partial sum on each rank.
         AxisError: the mesh lacks an axis that cuts a parameter.
         MeshError: no mesh is in force, and parameters are cut; or a DTensor lies along no axes.
         GradientError: on every rank, and nothing has been scaled: ``error_if_nonfinite``; gradients
             of a backward under ``no_sync``; of equal elements some holders have none. The last two
             need the sum: on an accelerator, which is not waited for, the norm is NaN in place.
-        AgreementError: other arguments on some ranks, or other parameters that are equal on all.
+        MismatchError: other arguments on some ranks, or other parameters that are equal on all.
         ArgumentError: a norm_type that is not above 0, a max_norm below 0. KindError: something
             else than parameters, or sparse gradients.
 
@@ -128,12 +128,12 @@ def clip_grad_norm_(
     total = _local_power(groups, found if is_cut else None, norm_type, device)
     if is_cut:
         equal = [local.numel() for local, axes in gradients if not axes]
-        title = (
+        op_name = (
             f"clip_grad_norm_(max_norm={max_norm}, norm_type={norm_type}, error_if_nonfinite="
             f"{bool(error_if_nonfinite)}) with {len(equal)} gradients, of {sum(equal)} elements, "
             "that are equal on all ranks"
         )
-        total = _summed(total, norm_parameters, found, title, norm_type)
+        total = _summed(total, norm_parameters, found, op_name, norm_type)
     is_double = any(parameter.dtype in _DOUBLE for parameter in given)
     norm = (total if math.isinf(norm_type) else total.pow(1 / norm_type)).to(
         device=gradients[0][0].device if gradients else device,
@@ -163,7 +163,7 @@ def _summed(
     share: torch.Tensor,
     parameters: Sequence[NormParameter],
     mesh: DeviceMesh,
-    title: str,
+    op_name: str,
     order: float,
 ) -> torch.Tensor:
     """Return the sum of the ranks' shares, or their maximum if ``order`` is infinite.
@@ -176,12 +176,12 @@ def _summed(
     flags = [is_local] if math.isinf(order) else [is_local, lacking]
     told = torch.cat((share.view(1), share.new_tensor(flags)))
     op = ReduceOp.MAX if math.isinf(order) else ReduceOp.SUM
-    run_titled("all_reduce", mesh.open_group(), title, told, op)
-    total, is_refused = told[0], told[1:].any()
+    run_named("all_reduce", mesh.open_group(), op_name, told, op)
+    total, is_rejected = told[0], told[1:].any()
     if share.device.type != "cpu":  # which the host does not wait for
-        return torch.where(is_refused, torch.nan, total)
-    if is_refused:
-        raise refused_norm(parameters, mesh)
+        return torch.where(is_rejected, torch.nan, total)
+    if is_rejected:
+        raise rejected_norm(parameters, mesh)
     return total
 
 
@@ -243,7 +243,7 @@ def _find_mesh(given: Sequence[torch.Tensor], mesh: DeviceMesh | None) -> Device
     if mesh is None:
         for index, parameter in enumerate(given):
             kinds = kinds_in(gradient_type_of(parameter))
-            _refuse_unreduced(index, parameter, kinds, None)
+            _reject_unreduced(index, parameter, kinds, None)
             if axes := [axis for axis, kind in kinds.items() if kind == "V"]:
                 mesh_in_force("clip_grad_norm_", f" of a parameter that is cut over {shown(axes)}")
         if len({getattr(parameter, "device_mesh", None) for parameter in given}) > 1:
@@ -268,7 +268,7 @@ def _gradients_of(
         if key not in known:
             kinds = _kinds_of(tensor, text, index, mesh)
             if tensor is not parameter:
-                _refuse_unreduced(index, parameter, kinds, mesh)
+                _reject_unreduced(index, parameter, kinds, mesh)
             axes = _axes_cut(kinds, mesh, given_mesh)
             if "U" in kinds.values():  # each gradient is looked at, to be named
                 return axes
@@ -336,7 +336,7 @@ def _axes_cut(
     return frozenset(a for a, kind in kinds.items() if kind == "V" and mesh.axis_sizes[a] > 1)
 
 
-def _refuse_unreduced(
+def _reject_unreduced(
     index: int, parameter: torch.Tensor, kinds: Mapping[str, str], mesh: DeviceMesh | None
 ) -> None:
     sizes = {} if mesh is None else mesh.axis_sizes
@@ -348,7 +348,7 @@ def _refuse_unreduced(
     raise AxisTypeError(
         f"clip_grad_norm_ of a gradient that is unreduced over {shown(axes)}",
         where=None if mesh is None else where(mesh, axes),
-        expected="complete gradients: the norm of a sum does not follow from those of its summands",
+        expected="complete gradients: the norm of a sum does not follow from those of its partial sums",
         found=name_of(index, parameter),
         fix="p.grad = p.grad.redistribute(placements=p.placements)"
         if hasattr(parameter, "placements")

@@ -22,7 +22,7 @@ from ..error_text import first_texts, ranks_text
 from ..errors import ArgumentError, DtypeError, GradientError
 from ..groups.process_group import GroupLike, resolve_group
 from ..reduce_ops import ReduceOp
-from ..runtime.fork_safe_locks import ModuleLock
+from ..runtime.fork_safe_locks import ForkSafeLock
 from .bucket_layout import bucket_caps
 from .replicas import check_equal, tensor_facts
 
@@ -31,7 +31,7 @@ __all__ = ["GradientBuckets"]
 _NAMESPACE = "meshdist"
 """Where classes are registered, so that programs and other libraries see no difference."""
 
-_registering = ModuleLock()
+_registering = ForkSafeLock()
 
 
 def flattened(tree: Any) -> tuple[list[optree.PyTreeAccessor], list[Any], optree.PyTreeSpec]:
@@ -150,7 +150,7 @@ class GradientBuckets:
         and nothing is copied.
 
     Raises:
-        AgreementError: the ranks' trees differ; on every rank, showing both.
+        MismatchError: the ranks' trees differ; on every rank, showing both.
         DtypeError: a leaf is of integers or bools, which have no averages.
         KindError: a leaf is no array. ArgumentError: the tree has no leaves, or a wrong cap.
 
@@ -179,7 +179,7 @@ class GradientBuckets:
         self._names = [accessor.codify("tree") for accessor in accessors]
         originals = [np.asarray(leaf) if isinstance(leaf, np.generic) else leaf for leaf in leaves]
         likes = [
-            as_tensor(array, argument=name, verb="GradientBuckets", writable=False).detach()
+            as_tensor(array, argument=name, operation="GradientBuckets", writable=False).detach()
             for array, name in zip(originals, self._names, strict=True)
         ]
         self._check(likes)
@@ -210,7 +210,8 @@ class GradientBuckets:
             for leaf, view in zip(members, inside, strict=True):
                 views[leaf] = like(view, originals[leaf])
                 self._bucket_of[leaf] = number
-            # CuPy has a stream of its own, which verbs regard where they are given its arrays.
+            # CuPy has a stream of its own, which collectives regard where they are given its
+            # arrays.
             arrays = [originals[leaf] for leaf in members]
             foreign = [each for each in arrays if not isinstance(each, (torch.Tensor, np.ndarray))]
             self._flats.append(like(flat, foreign[0]) if foreign else flat)
@@ -279,7 +280,7 @@ class GradientBuckets:
 
         Raises:
             GradientError: an array was put in the place of a view; nothing more is sent.
-            CollectiveTimeoutError, AbortedError, AgreementError, BackendError: as ``all_reduce``.
+            CollectiveTimeoutError, AbortedError, MismatchError, BackendError: as ``all_reduce``.
         """
         held = flattened(self.views)[1]
         if len(held) != len(self._views) or any(map(is_not, held, self._views)):

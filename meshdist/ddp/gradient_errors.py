@@ -15,7 +15,7 @@ from ..groups.process_group import ProcessGroup
 _SHOWN_PARAMETERS = 20
 
 
-class Reports:
+class GradientErrors:
     """Makes errors about gradients of the parameters ``names``, to be raised, and warns."""
 
     def __init__(self, names: Sequence[str], group: ProcessGroup) -> None:
@@ -44,7 +44,7 @@ class Reports:
         warn_caller(explain(summary, where=self._where, expected=expected, fix=fix))
 
     def warn_of_complete(self, group_and_line: str) -> None:
-        """Warn that a loss was reduced over ranks before backward(), by that group's verb."""
+        """Warn that a loss was reduced over ranks before backward(), by that group's collective."""
         summary = "a DistributedDataParallel averages the gradients of a loss that its ranks made "
         summary += "together: they are divided by the number of ranks once too often"
         where = f"{self._where}; the loss is made of what all ranks have along {group_and_line}"

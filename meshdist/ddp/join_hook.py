@@ -18,7 +18,7 @@ from ..join.join import Join, Joinable, JoinHook, config_of
 from ..join.step_flags import Flags
 from ..reduce_ops import ReduceOp
 from .autograd_engines import NO_TASK, current_task
-from .backward import AtWork
+from .backward import ActiveRanks
 from .model_checks import module_state
 
 _FORWARD, _AVERAGED, _BUFFERS = 1, 2, 4  # bits of the number that a forward announces
@@ -69,8 +69,8 @@ class JoinMethods(Joinable):
     def announce_forward(self) -> None:
         """Announce a forward in a join context; average over all ranks again outside of it."""
         if not config_of(self).enable:
-            if self.reducer.sending.at_work.is_joining:
-                self.reducer.sending.at_work = AtWork(self.process_group.size())
+            if self.reducer.reducer_state.active_ranks.is_joining:
+                self.reducer.reducer_state.active_ranks = ActiveRanks(self.process_group.size())
             return
         if current_task() != NO_TASK:  # a checkpoint computes the forward again, in a backward
             return
@@ -86,7 +86,7 @@ class JoinMethods(Joinable):
         actions = Flags(action, group, self.device, "a forward of DDP in md.Join").wait()
         num, source = sum(map(bool, actions)), next(i for i, it in enumerate(actions) if it)
         share = 1.0 if self._divides_by_all else group.size() / num
-        self.reducer.sending.at_work = AtWork(num, source, share, is_joining=True)
+        self.reducer.reducer_state.active_ranks = ActiveRanks(num, source, share, is_joining=True)
         return max(actions)
 
     def join(
@@ -130,8 +130,8 @@ class JoinMethods(Joinable):
             kwargs: ``divide_by_initial_world_size``, as in ``join``.
         """
         terms = self.reducer.layout.terms
-        if terms.wider.groups:
-            raise terms.reports.joined_beside_wider()
+        if terms.extra_groups.groups:
+            raise terms.gradient_errors.joined_beside_wider()
         self._divides_by_all = kwargs.get("divide_by_initial_world_size", True)
         return ReplicaHook(self)
 

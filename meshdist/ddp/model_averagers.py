@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..arguments import get_whole_number
+from ..arguments import get_integer
 from ..arrays import describe
 from ..checking.call_sites import warn_caller
 from ..collectives.flat_sums import reduce_together
@@ -42,7 +42,7 @@ class ModelAverager(ABC):
     """
 
     def __init__(self, process_group: ProcessGroup, warmup_steps: int) -> None:
-        self.warmup_steps = get_whole_number(warmup_steps, "warmup_steps", 0)
+        self.warmup_steps = get_integer(warmup_steps, "warmup_steps", 0)
         self.process_group = process_group
         self.step = 0
 
@@ -59,7 +59,7 @@ class ModelAverager(ABC):
         Cost: at a step that averages, one all-reduce of all parameters of one dtype and device.
 
         Raises:
-            AgreementError: the ranks would average different parameters, since some have a gradient
+            MismatchError: the ranks would average different parameters, since some have a gradient
                 on some ranks alone, say, or at different steps; on every rank, showing both.
             KindError: neither parameters nor groups of them.
         """
@@ -258,7 +258,7 @@ def _average(parameters: list[torch.nn.Parameter], group: ProcessGroup, step: in
 
 
 def _check_period(period: object) -> None:
-    get_whole_number(period, "a period", 1, expected="1 step at least, and mostly more than 1")
+    get_integer(period, "a period", 1, expected="1 step at least, and mostly more than 1")
 
 
 def _warn_of_one(longest: int) -> None:

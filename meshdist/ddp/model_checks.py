@@ -11,13 +11,13 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ..arguments import get_whole_number
+from ..arguments import get_integer
 from ..bootstrap.world import Closable, find_world
 from ..dtypes import dtype_name
 from ..errors import ArgumentError, DtypeError, GradientError, KindError, MeshdistError
 from ..groups.process_group import ProcessGroup, resolve_group, world_group
 from ..mesh.device_mesh import DeviceMesh
-from ..typed_mode.module_annotations import restore_marks
+from ..typed_mode.module_annotations import restore_annotations
 from .gradient_hooks import find_reducing_world
 from .precision import CastParameters
 
@@ -32,7 +32,7 @@ _BOUND = {
     "reducer",
     "_buffers_of_model",
     "_owner",
-    "_parting",
+    "_divergence_checks",
     "_join_config",
 }
 """Attributes that belong to this process, and are made anew for a copy."""
@@ -120,7 +120,7 @@ class WrappedModel(nn.Module, ABC):
             self._cast.close()  # its hooks are on the copied modules, too
         if "process_group" not in state:
             self.process_group, self.device_mesh = resolve_group(None), None
-        restore_marks(self.module)
+        restore_annotations(self.module)
         self._adopt(self.module)
 
 
@@ -194,7 +194,7 @@ def check_module(module: object, *, with_buffers: bool = True) -> frozenset[str]
                 fix="convert with "
                 "md.distributed.SyncBatchNorm.convert_sync_batchnorm(module, mesh['dp'])",
             )
-    refuse_wrapped(module, ignored)
+    reject_wrapped(module, ignored)
     for name, parameter in module.named_parameters():
         if name in ignored:
             continue
@@ -225,7 +225,7 @@ def check_module(module: object, *, with_buffers: bool = True) -> frozenset[str]
     return ignored
 
 
-def refuse_wrapped(module: nn.Module, ignored: frozenset[str]) -> None:
+def reject_wrapped(module: nn.Module, ignored: frozenset[str]) -> None:
     """Raise if a wrapper averages gradients of ``module`` already, save those ignored."""
     for name, parameter in module.named_parameters():
         if name in ignored:
@@ -273,8 +273,8 @@ def _check_tensor(name: str, tensor: torch.Tensor) -> None:
 
 
 def check_period(verify_every: object) -> int:
-    """Return ``verify_every``; raise unless it is a whole number, 0 or more."""
-    return get_whole_number(
+    """Return ``verify_every``; raise unless it is an integer, 0 or more."""
+    return get_integer(
         verify_every,
         "verify_every",
         0,
@@ -290,7 +290,7 @@ def let_go(*rooms: Closable | None) -> None:
             room.close()
 
 
-def refuse_both(kind: type[MeshdistError], **arguments: object) -> None:
+def reject_both(kind: type[MeshdistError], **arguments: object) -> None:
     """Raise an error of ``kind`` unless at least one of the two arguments is None."""
     if None not in arguments.values():
         first, second = arguments
@@ -301,7 +301,7 @@ def refuse_both(kind: type[MeshdistError], **arguments: object) -> None:
         )
 
 
-def refuse_unfrozen(frozen: Iterable[tuple[str, nn.Parameter]], group: ProcessGroup) -> None:
+def reject_unfrozen(frozen: Iterable[tuple[str, nn.Parameter]], group: ProcessGroup) -> None:
     """Raise if a parameter of ``frozen``, frozen at wrapping, now requires a gradient."""
     for name, parameter in frozen:
         if parameter.requires_grad:

@@ -13,7 +13,7 @@ from part to part; so the sum is 0 where holders agree, whatever each part has.
               dp=1          -5                   -3
     has it, 1 or 0; the sum of all weighed
               all           5 - 5          +     3 - 3              = 0
-              dp=0          5 - 0          +     3 - 3              = 5, refused
+              dp=0          5 - 0          +     3 - 3              = 5, rejected
               part 1 alone  0              +     3 - 3              = 0
 
     >>> import meshdist as md
@@ -139,10 +139,10 @@ def _are_several_on(ranks: Sequence[int], mesh: DeviceMesh) -> bool:
     return len({*ranks} & {*mesh.layout.ranks().ravel().tolist()}) > 1
 
 
-# -- what is refused ------------------------------------------------------------------------------
+# -- what is rejected ------------------------------------------------------------------------------
 
 
-def refused_norm(parameters: Sequence[NormParameter], mesh: DeviceMesh) -> GradientError:
+def rejected_norm(parameters: Sequence[NormParameter], mesh: DeviceMesh) -> GradientError:
     """Return a norm's error, on local gradients or gradients that ranks lack; collective."""
     group = mesh.open_group()
     mine = [
@@ -166,7 +166,7 @@ def refused_norm(parameters: Sequence[NormParameter], mesh: DeviceMesh) -> Gradi
             places[axes] += 1
     if local:
         lines = [f"{text}, on {ranks_text(ranks)}" for text, ranks in local.items()]
-        return _refused_local(lines, axes_of_wrapper, mesh)
+        return _rejected_local(lines, axes_of_wrapper, mesh)
     lacking: dict[str, list[int]] = {}
     for (axes, part, _), (text, by_rank) in has_it.items():
         holders = [rank for rank in group.ranks if _part_and_index(axes, mesh, rank)[0] == part]
@@ -184,7 +184,7 @@ def refused_norm(parameters: Sequence[NormParameter], mesh: DeviceMesh) -> Gradi
     )
 
 
-def _refused_local(lines: Sequence[str], over: Collection[str], mesh: DeviceMesh) -> GradientError:
+def _rejected_local(lines: Sequence[str], over: Collection[str], mesh: DeviceMesh) -> GradientError:
     rest = [axis for axis in mesh.axis_names if axis not in over]
     own = f"; for the norm of each replica's own: mesh=mesh[{axes_argument(rest)}]"
     return GradientError(

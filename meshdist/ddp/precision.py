@@ -40,7 +40,7 @@ class MixedPrecision:
         buffer_dtype: of buffers, from the construction of the wrapper on.
 
     Cost: a copy of each parameter in ``param_dtype`` while forward and backward need it; on the
-        wire the bytes of ``reduce_dtype``.
+        backend the bytes of ``reduce_dtype``.
 
     Raises:
         KindError: the wrapper is given a field that is no floating-point dtype.

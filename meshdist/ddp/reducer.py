@@ -1,7 +1,7 @@
 """Averages gradients over a group while the backward goes on.
 
 A bucket is one flat tensor, and the gradients are views into it; or one gradient as it is, where it
-is sparse, or large and the wire shares no memory (``single_gradients``). The first synchronised
+is sparse, or large and the backend shares no memory (``single_gradients``). The first synchronised
 backward is watched and sent at its end; then the buckets are laid in the order in which gradients
 came. From then on a bucket goes as soon as it has as many arrivals as in the backward before,
 strictly in bucket order on every rank; the last bucket, and those of parameters that some rank
@@ -15,7 +15,7 @@ What the reducer guarantees:
   too. Every other backward is local, and none of its gradients counts as an arrival.
 * No rank waits for a gradient that another rank does not have: zeros stand in for it. A backward
   that raised midway is completed in the same way. What is missing, where, and what that means
-  travels behind the last bucket, see ``verdict``.
+  travels behind the last bucket, see ``outcome``.
 * No gradient that comes after its bucket has gone is lost in silence: every rank raises.
 * No backward makes the CPU wait for an accelerator, but for a second backward behind one forward,
   which first reads how the first ended, and a backward that lacks gradients where that may be.
@@ -38,15 +38,15 @@ buckets in one order. ``[c]`` is trailing: it waits for the end of the backward,
 every rank in 16 backwards in a row.
 
     >>> from .bucket_layout import lay_out
-    >>> a, b, c, d, history = 0, 1, 2, 3, History(4)
+    >>> a, b, c, d, expected_gradients = 0, 1, 2, 3, ExpectedGradients(4)
     >>> for index in (d, b, a):  # on rank 0
-    ...     history.order.append(index)
-    >>> history.settle([c], may_move=True)
-    >>> order, items = history.laid_order([d, c, b, a]), [(4, "float32")] * 4
-    >>> [bucket.indices for bucket in lay_out(items, order, (8,), trailing=history.trailing)]
+    ...     expected_gradients.order.append(index)
+    >>> expected_gradients.settle([c], may_move=True)
+    >>> order, items = expected_gradients.laid_order([d, c, b, a]), [(4, "float32")] * 4
+    >>> [bucket.indices for bucket in lay_out(items, order, (8,), deferred=expected_gradients.deferred)]
     [(3, 1), (0,), (2,)]
-    >>> for _ in range(16): history.settle([], may_move=True)
-    >>> history.trailing
+    >>> for _ in range(16): expected_gradients.settle([], may_move=True)
+    >>> expected_gradients.deferred
     frozenset()
 """
 
@@ -64,17 +64,17 @@ from ..collectives.tensor_collectives import broadcast
 from ..groups.process_group import ProcessGroup
 from ..runtime.graph_breaks import untraced
 from .autograd_engines import NO_TASK, at_end_of_task, current_task, is_in_distributed_context
-from .backward import AtWork, Backward, Phase, Sending, adds_join_fix
-from .backward_outcome import Verdict
+from .backward import ActiveRanks, Backward, Phase, ReducerState, adds_join_fix
+from .backward_outcome import BackwardOutcome
 from .backward_tracking import LocalBackwards
 from .bucket_layout import BucketLayout, ReductionOptions, ReductionTerms, lay
 from .buckets import Bucket
 from .comm_hooks.registered_hooks import RegisteredHook
 from .device_streams import is_capturing
-from .divergence_checks import Parting
-from .expected_gradients import History
-from .extra_axis_groups import WiderGroups
-from .gradient_errors import Reports
+from .divergence_checks import DivergenceChecks
+from .expected_gradients import ExpectedGradients
+from .extra_axis_groups import ExtraAxisGroups
+from .gradient_errors import GradientErrors
 from .gradient_hooks import GradientHooks, tensors_in
 from .norm_flags import mark_local, unmark_local
 from .reduction import multiply_increments
@@ -88,7 +88,7 @@ class Reducer:
         parameters: those that require gradients, in the same order on every rank.
         names: of the parameters, for messages.
         group: open for the parameters' devices, as are the wider groups.
-        parting: compares the replicas.
+        divergence_checks: compares the replicas.
     """
 
     def __init__(
@@ -97,21 +97,26 @@ class Reducer:
         names: Sequence[str],
         group: ProcessGroup,
         options: ReductionOptions,
-        wider: WiderGroups,
-        parting: Parting,
+        extra_groups: ExtraAxisGroups,
+        divergence_checks: DivergenceChecks,
     ) -> None:
         num = len(parameters)
-        self._parting = parting
-        self.sending = Sending(History(num), AtWork(wider.all_ranks.size()))
+        self._divergence_checks = divergence_checks
+        self.reducer_state = ReducerState(
+            ExpectedGradients(num), ActiveRanks(extra_groups.all_ranks.size())
+        )
         self.backward: Backward | None = None  # since it has reached outputs, until it has ended
         self._local = LocalBackwards()
         self._hooks = GradientHooks(list(parameters), self._gradient_came)
         self._state = Phase.IDLE
-        reports, order = Reports(names, group), range(num - 1, -1, -1)
-        self._lay(ReductionTerms(list(parameters), group, options, reports, order, wider), ())
+        gradient_errors, order = GradientErrors(names, group), range(num - 1, -1, -1)
+        self._lay(
+            ReductionTerms(list(parameters), group, options, gradient_errors, order, extra_groups),
+            (),
+        )
         self._multiplied = [
             multiply_increments(parameters[index], over.size() // group.size())
-            for index, over in wider.groups.items()
+            for index, over in extra_groups.groups.items()
         ]
 
     @property
@@ -127,7 +132,7 @@ class Reducer:
     @property
     def has_final_buckets(self) -> bool:
         """Return whether buckets lie as learned and will not be laid anew; equal on every rank."""
-        return self.layout.is_learned and self.layout.fits(self.sending.history)
+        return self.layout.is_learned and self.layout.fits(self.reducer_state.expected_gradients)
 
     def close(self) -> None:
         """Remove all hooks from the parameters; gradients stay local from then on."""
@@ -141,64 +146,76 @@ class Reducer:
     def change_options(self, what: str, **changes: Any) -> None:
         """Change fields of the options; raise, naming ``what``, after the first backward."""
         terms = self.layout.terms
-        if self._state is Phase.ENDED or self.sending.history.is_learned:
-            raise terms.reports.too_late(what)
+        if self._state is Phase.ENDED or self.reducer_state.expected_gradients.is_learned:
+            raise terms.gradient_errors.too_late(what)
         options = replace(terms.options, **changes)
         self._use(replace(self.layout, terms=terms._replace(options=options)))
 
     def change_group(self, group: ProcessGroup) -> None:
         """Average over ``group`` from now on, and learn anew the order in which gradients come."""
         self.complete_open()
-        terms, sending = self.layout.terms, self.sending
-        sending.history.forget()
-        sending.at_work = AtWork(group.size())
-        if sending.hook is not None:
-            sending.hook.group = group  # of a hook whose state is None
+        terms, reducer_state = self.layout.terms, self.reducer_state
+        reducer_state.expected_gradients.forget()
+        reducer_state.active_ranks = ActiveRanks(group.size())
+        if reducer_state.hook is not None:
+            reducer_state.hook.group = group  # of a hook whose state is None
         self._become(Phase.IDLE)
-        reports = Reports(terms.reports.names, group)
-        terms = terms._replace(group=group, reports=reports, wider=WiderGroups(group))
+        gradient_errors = GradientErrors(terms.gradient_errors.names, group)
+        terms = terms._replace(
+            group=group, gradient_errors=gradient_errors, extra_groups=ExtraAxisGroups(group)
+        )
         self._lay(terms, self.buckets)
-        self._parting.count_anew()
+        self._divergence_checks.count_anew()
 
     @adds_join_fix
     def register_hook(self, state: object, hook: Callable[..., object]) -> None:
         """Let a communication hook average the buckets; raise if it is late, second or unfit."""
-        terms, sending = self.layout.terms, self.sending
+        terms, reducer_state = self.layout.terms, self.reducer_state
         if terms.options.dtype is not None:
-            raise terms.reports.hook_beside_precision()
-        if sending.hook is not None:
-            raise terms.reports.hook_again(sending.hook.name)
-        if self.backward is not None or self._state is Phase.ENDED or sending.history.is_learned:
-            raise terms.reports.hook_late()
-        if terms.wider.groups:
-            terms.reports.warn_of_hook_beside_wider(terms.wider.groups)
-        sending.hook = RegisteredHook(state, hook, terms.group)
+            raise terms.gradient_errors.hook_beside_precision()
+        if reducer_state.hook is not None:
+            raise terms.gradient_errors.hook_again(reducer_state.hook.name)
+        if (
+            self.backward is not None
+            or self._state is Phase.ENDED
+            or reducer_state.expected_gradients.is_learned
+        ):
+            raise terms.gradient_errors.hook_late()
+        if terms.extra_groups.groups:
+            terms.gradient_errors.warn_of_hook_beside_wider(terms.extra_groups.groups)
+        reducer_state.hook = RegisteredHook(state, hook, terms.group)
         self._lay(terms, self.buckets)
 
     # -- buckets ----------------------------------------------------------------------------------
 
     def _lay(self, terms: ReductionTerms, before: Sequence[Bucket]) -> None:
         """Use new buckets, for ``terms``, in place of ``before``, whose gradients move along."""
-        for group in (terms.group, *terms.wider.groups.values()):
+        for group in (terms.group, *terms.extra_groups.groups.values()):
             group.world.averaged.add(frozenset(group.ranks))
-        has_hook = self.sending.hook is not None
-        self._use(lay(terms, self.sending.history, has_hook=has_hook, before=before))
+        has_hook = self.reducer_state.hook is not None
+        self._use(
+            lay(terms, self.reducer_state.expected_gradients, has_hook=has_hook, before=before)
+        )
 
     def _use(self, layout: BucketLayout) -> None:
         """Use ``layout`` from the next backward on, with a new verdict and new hooks."""
         self.layout = layout
-        self._verdict = Verdict(layout, lacking=range(len(layout.terms.parameters)))
+        self._outcome = BackwardOutcome(layout, lacking=range(len(layout.terms.parameters)))
 
     def _rebuild(self) -> None:
         """Lay the buckets anew; the first time in the order of gradients on group rank 0."""
         # Changes after the first time follow from numbers that all ranks have read.
-        terms, history = self.layout.terms, self.sending.history
-        if history.is_learned and history.order:
-            order = history.laid_order(terms.order)
-            device = self.layout.tail.numbers.device
+        terms, expected_gradients = self.layout.terms, self.reducer_state.expected_gradients
+        if expected_gradients.is_learned and expected_gradients.order:
+            order = expected_gradients.laid_order(terms.order)
+            device = self.layout.status_flags.numbers.device
             agreed = torch.tensor(order, dtype=torch.int64, device=device)
-            broadcast(agreed, group=terms.wider.all_ranks, group_src=self.sending.at_work.source)
-            history.order.clear()
+            broadcast(
+                agreed,
+                group=terms.extra_groups.all_ranks,
+                group_src=self.reducer_state.active_ranks.source,
+            )
+            expected_gradients.order.clear()
             terms = terms._replace(order=tuple(agreed.tolist()))
         self._lay(terms, self.buckets)
 
@@ -213,19 +230,21 @@ class Reducer:
         self.end_last()
         if not torch.is_grad_enabled():
             return
-        self._refuse_engine()
-        self._verdict.refuse_lacking()
+        self._reject_engine()
+        self._outcome.reject_lacking()
         if not is_synchronised:
             self._local.has_sums = True
             return
-        self._verdict.expect_all()
+        self._outcome.expect_all()
         self._local.forward_begins()
-        layout, history = self.layout, self.sending.history
-        self._parting.report(layout.terms.group)
+        layout, expected_gradients = self.layout, self.reducer_state.expected_gradients
+        self._divergence_checks.report(layout.terms.group)
         self._state = Phase.AWAITED
-        is_fitting = layout.fits(history)
-        if not (layout.is_learned and is_fitting) and is_capturing(layout.tail.numbers.device):
-            raise layout.terms.reports.captured_early()  # the graph would keep buckets that go
+        is_fitting = layout.fits(expected_gradients)
+        if not (layout.is_learned and is_fitting) and is_capturing(
+            layout.status_flags.numbers.device
+        ):
+            raise layout.terms.gradient_errors.captured_early()  # the graph would keep buckets that go
         self._hooks.come_last()
         if not is_fitting:
             self._rebuild()
@@ -234,17 +253,17 @@ class Reducer:
     def check(self) -> None:
         """Complete the last backward, and raise on every rank what the next forward would raise."""
         if current_task() != NO_TASK:
-            raise self.layout.terms.reports.running()
+            raise self.layout.terms.gradient_errors.running()
         try:
             self.complete_open()
         finally:  # what it raises has been checked then, too
             is_absent = self._state is Phase.AWAITED
             self._become(Phase.IDLE)
-        if is_absent and not is_capturing(self.layout.tail.numbers.device):
+        if is_absent and not is_capturing(self.layout.status_flags.numbers.device):
             self._stand_in(Ending.ABSENT)
         self._learn()
-        self._verdict.refuse_lacking()
-        self._parting.report(self.layout.terms.group)
+        self._outcome.reject_lacking()
+        self._divergence_checks.report(self.layout.terms.group)
 
     def after_forward(
         self, outputs: object, owner: object, *, is_synchronised: bool = True
@@ -263,7 +282,7 @@ class Reducer:
             if is_synchronised:
                 self._enter()
             else:
-                all_ranks = self.layout.terms.wider.all_ranks.ranks
+                all_ranks = self.layout.terms.extra_groups.all_ranks.ranks
                 self._local.output_is_reached(partial(mark_local, self.parameters, all_ranks))
 
         if self._state is Phase.CLOSED:
@@ -280,7 +299,7 @@ class Reducer:
         # The wrapper's method calls it, and torch's pipeline stages and trainers do.
         tensors = [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
         if tensors and not any(tensor.requires_grad for tensor in tensors):
-            raise self.layout.terms.reports.split_backward()
+            raise self.layout.terms.gradient_errors.split_backward()
         self.before_forward()
         self.after_forward(tensors, self)
 
@@ -291,13 +310,13 @@ class Reducer:
 
     # -- one backward -----------------------------------------------------------------------------
 
-    def _refuse_engine(self) -> None:
+    def _reject_engine(self) -> None:
         """Raise in a backward of compiled or distributed autograd, which runs other hooks."""
         if is_in_distributed_context():
-            raise self.layout.terms.reports.in_distributed_context()
+            raise self.layout.terms.gradient_errors.in_distributed_context()
         tracing = sys.modules.get("torch._dynamo.compiled_autograd")
         if tracing is not None and tracing.in_compiled_autograd_region:
-            raise self.layout.terms.reports.traced()
+            raise self.layout.terms.gradient_errors.traced()
 
     def _become(self, state: Phase) -> None:
         """Change the state, unless the reducer is closed."""
@@ -309,11 +328,11 @@ class Reducer:
         """Count a gradient in the running averaged backward; keep it for later where none runs."""
         backward = self.backward
         if backward is None or current_task() != backward.task:
-            self._refuse_engine()
-            with self.sending.lock:
+            self._reject_engine()
+            with self.reducer_state.lock:
                 backward = self._find_running()
                 if backward is None:
-                    self._local.keep(index, self.layout.terms.reports)
+                    self._local.keep(index, self.layout.terms.gradient_errors)
                     return
         backward.arrived(index)
 
@@ -331,18 +350,18 @@ class Reducer:
 
     def _enter(self) -> None:
         """Begin an averaged backward unless begun; raise on overlap."""
-        self._refuse_engine()
-        task, sending = current_task(), self.sending
-        with sending.lock:  # outputs on several devices come here on a thread each
+        self._reject_engine()
+        task, reducer_state = current_task(), self.reducer_state
+        with reducer_state.lock:  # outputs on several devices come here on a thread each
             if self.backward is not None and task == self.backward.task:
                 return
-            self._refuse_broken()
+            self._reject_broken()
             if self.backward is not None and self.backward.is_open:
-                raise self.layout.terms.reports.overlapping()
+                raise self.layout.terms.gradient_errors.overlapping()
             self._learn()  # where no forward came since the last backward
             backward = self.backward = Backward(
                 self.layout,
-                sending,
+                reducer_state,
                 task,
                 has_graph=torch.is_grad_enabled(),
             )
@@ -354,7 +373,7 @@ class Reducer:
     @torch.no_grad()
     def _finish(self, backward: Backward) -> None:
         """End a backward: average its gradients, zeros for missing; drop it if it brought none."""
-        sending, local = self.sending, self._local
+        reducer_state, local = self.reducer_state, self._local
         came = backward.find_came()
         if not backward.is_open and True in came:
             backward.open()
@@ -364,38 +383,38 @@ class Reducer:
             local.is_averaged_expected = True
             return
         unexpected = backward.find_unexpected(came)
-        verdict = self._verdict.followed_by(came, unexpected, sending.at_work.num)
-        backward.verdict = verdict
-        sending.history.backward_ends(backward.counts, came)
-        self._end(backward, verdict)
+        outcome = self._outcome.followed_by(came, unexpected, reducer_state.active_ranks.num)
+        backward.outcome = outcome
+        reducer_state.expected_gradients.backward_ends(backward.counts, came)
+        self._end(backward, outcome)
         terms = backward.layout.terms
-        if sending.hook is None:
-            local.warn_of_complete(backward.task, terms.group, terms.reports)
+        if reducer_state.hook is None:
+            local.warn_of_complete(backward.task, terms.group, terms.gradient_errors)
 
-    def _end(self, backward: Backward, verdict: Verdict) -> None:
+    def _end(self, backward: Backward, outcome: BackwardOutcome) -> None:
         """Reduce all buckets, write averages to ``.grad``, wait for hooks' futures."""
-        self._reduce(backward, verdict)
-        backward.give(verdict)
+        self._reduce(backward, outcome)
+        backward.give(outcome)
         if self._local.has_sums:
             unmark_local(self.parameters)
         self.backward, self._local.has_sums = None, False
         self._become(Phase.ENDED)
-        while self.sending.awaited:
-            self.sending.awaited.pop(0).wait()
-        if not backward.layout.tail.reader.is_deferred:
+        while self.reducer_state.awaited:
+            self.reducer_state.awaited.pop(0).wait()
+        if not backward.layout.status_flags.reader.is_deferred:
             self._learn()
 
-    def _reduce(self, backward: Backward, verdict: Verdict) -> None:
-        """Reduce all buckets; keep ``verdict`` to be read later, unless a graph is captured."""
-        backward.reduce(verdict, has_local_sums=self._local.has_sums)
-        self._parting.backward_ends(backward)
-        if verdict.note_tail():
-            self._verdict = verdict
+    def _reduce(self, backward: Backward, outcome: BackwardOutcome) -> None:
+        """Reduce all buckets; keep ``outcome`` to be read later, unless a graph is captured."""
+        backward.reduce(outcome, has_local_sums=self._local.has_sums)
+        self._divergence_checks.backward_ends(backward)
+        if outcome.note_flags():
+            self._outcome = outcome
 
     def _learn(self) -> None:
         """Read how the last backward ended on all ranks; update the history by it, or raise."""
-        stays = self.sending.hook is not None
-        self._verdict.raise_or_learn(self.sending.history, stays=stays)
+        stays = self.reducer_state.hook is not None
+        self._outcome.raise_or_learn(self.reducer_state.expected_gradients, stays=stays)
 
     def end_last(self) -> None:
         """Complete an interrupted backward with zeros; read how all ranks ended it, or raise."""
@@ -404,40 +423,42 @@ class Reducer:
 
     def complete_open(self) -> None:
         """Complete, with zeros, a backward that raised here; raise if sending has failed."""
-        self._refuse_broken()
+        self._reject_broken()
         if self.backward is not None:
             self._complete_interrupted(self.backward)
 
-    def _refuse_broken(self) -> None:
+    def _reject_broken(self) -> None:
         """Raise if an earlier reduction has failed."""
         # The members are no longer in step.
-        failure = self.sending.failure
+        failure = self.reducer_state.failure
         if failure is not None:
-            raise self.layout.terms.reports.stopped(failure) from failure
+            raise self.layout.terms.gradient_errors.stopped(failure) from failure
 
     @torch.no_grad()
     def _complete_interrupted(self, backward: Backward) -> None:
         """End a backward that raised midway, with zeros for gradients that were not sent."""
-        verdict = None if backward.rest() else backward.verdict  # all has gone
-        if verdict is None:
-            num = self.sending.at_work.num
-            verdict = self._verdict.followed_by_none(Ending.INTERRUPTED, num)
-        self._end(backward, verdict)
+        outcome = None if backward.rest() else backward.outcome  # all has gone
+        if outcome is None:
+            num = self.reducer_state.active_ranks.num
+            outcome = self._outcome.followed_by_none(Ending.INTERRUPTED, num)
+        self._end(backward, outcome)
 
     @torch.no_grad()
     def shadow(self) -> None:
         """Contribute zeros to the others' backward, and take the averages; collective."""
-        if not self.sending.history.is_learned:
-            self.sending.history.note_absence(self.layout.terms.order)
-        zeros = Backward(self.layout, self.sending)
-        self._end(zeros, self._verdict.followed_by_none(None, self.sending.at_work.num))
+        if not self.reducer_state.expected_gradients.is_learned:
+            self.reducer_state.expected_gradients.note_absence(self.layout.terms.order)
+        zeros = Backward(self.layout, self.reducer_state)
+        self._end(zeros, self._outcome.followed_by_none(None, self.reducer_state.active_ranks.num))
 
     @torch.no_grad()
     def _stand_in(self, ending: Ending) -> None:
         """Send zeros for gradients, with ``ending``; restore the buckets."""
         kept = [bucket.flat.clone() for bucket in self.buckets]
-        zeros = Backward(self.layout, self.sending)
-        self._reduce(zeros, self._verdict.followed_by_none(ending, self.sending.at_work.num))
+        zeros = Backward(self.layout, self.reducer_state)
+        self._reduce(
+            zeros, self._outcome.followed_by_none(ending, self.reducer_state.active_ranks.num)
+        )
         try:
             self._learn()
         finally:

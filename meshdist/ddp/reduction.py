@@ -1,18 +1,19 @@
 """Over which axes a gradient is averaged, by the marks of its parameter.
 
 A wrapper averages over its axes. A parameter that is marked reduced over further axes, as a norm
-is whose sequence is cut there, has another summand of its gradient on each rank along these. To add
+is whose sequence is cut there, has another partial sum of its gradient on each rank along these. To
+add
 them up behind the backward would be wrong: the next backward onto the same ``.grad`` (gradients
 accumulate, a graph is retained) would add up a sum again. So what a backward adds to ``.grad`` is
 multiplied by the size of the further axes, and ``.grad`` is averaged over all: an average may be
 repeated. That is so in every backward, whether it is averaged or local; gradients that
 ``torch.autograd.grad`` returns do not go through ``.grad``, and are as without a wrapper.
 
-Drawn case: a norm "d {R:tp}" on (dp=2, tp=2), wrapped over 'dp'; a backward brings these summands,
-of which the sum over 'tp' and the mean over 'dp' is wanted.
+Drawn case: a norm "d {R:tp}" on (dp=2, tp=2), wrapped over 'dp'; a backward brings these partial
+sums, of which the sum over 'tp' and the mean over 'dp' is wanted.
 
               (dp=0, tp=0)   (dp=0, tp=1)   (dp=1, tp=0)   (dp=1, tp=1)    wanted
-    summand        1              2              3              4          ((1+2) + (3+4)) / 2 = 5
+    partial sum        1              2              3              4          ((1+2) + (3+4)) / 2 = 5
     times 2        2              4              6              8
     average        5              5              5              5
     a second backward adds the same
@@ -21,7 +22,7 @@ of which the sum over 'tp' and the mean over 'dp' is wanted.
 
     >>> find_further_axes("R:tp", ["dp"], {"dp": 2, "tp": 2})
     ('tp',)
-    >>> sum(2 * summand for summand in (1, 2, 3, 4)) / 4, sum((7, 9, 11, 13)) / 4
+    >>> sum(2 * partial_sum for partial_sum in (1, 2, 3, 4)) / 4, sum((7, 9, 11, 13)) / 4
     (5.0, 10.0)
 """
 
@@ -48,7 +49,7 @@ def find_further_axes(
     Args:
         text: the type, without the wrapper's own marks.
         axes: the wrapper's.
-        sizes: of all axes of the mesh. An axis of size 1 has no other summand, and is left out.
+        sizes: of all axes of the mesh. An axis of size 1 has no other partial sum, and is left out.
         where: the wrapper and the parameter, for messages.
 
     Raises:

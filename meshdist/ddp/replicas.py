@@ -13,7 +13,7 @@ from ..collectives.torch_private import is_wrapped, outside_transforms
 from ..collectives.value_comparison import agree
 from ..dtypes import dtype_name
 from ..error_text import ranks_text
-from ..errors import AgreementError, GradientError, KindError
+from ..errors import GradientError, KindError, MismatchError
 from ..groups.process_group import ProcessGroup
 from ..typed_mode.collective_calls import made_equal
 
@@ -92,10 +92,10 @@ def tensor_facts(tensor: torch.Tensor) -> str:
 def check_equal(
     texts: Mapping[str, str], group: ProcessGroup, *, device: torch.device, summary: str, fix: str
 ) -> None:
-    """Raise AgreementError on all members if ``texts``, by label, or their order differ."""
-    difference = agree(group, texts, {}, title="a comparison of models", device=device)
+    """Raise MismatchError on all members if ``texts``, by label, or their order differ."""
+    difference = agree(group, texts, {}, op_name="a comparison of models", device=device)
     if difference:
-        raise AgreementError(
+        raise MismatchError(
             summary,
             where=f"group of {ranks_text(group.ranks)}",
             expected="equal entries, in the same order, on every rank",

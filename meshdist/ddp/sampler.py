@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from torch.utils import data
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from ..arguments import get_whole_number
+from ..arguments import get_integer
 from ..bootstrap.world import find_world
 from ..checking.call_sites import warn_caller
 from ..collectives.torch_private import hidden_from_modes
@@ -75,9 +75,7 @@ class DistributedSampler(data.DistributedSampler[T]):
                 fix="drop one of the two: pad=False is to evaluate, drop_last=True to train",
             )
         size, own_rank = _size_and_rank(num_replicas, rank)
-        super().__init__(
-            dataset, size, own_rank, shuffle, get_whole_number(seed, "seed"), drop_last
-        )
+        super().__init__(dataset, size, own_rank, shuffle, get_integer(seed, "seed"), drop_last)
         self.pad = pad
         if not pad:
             self.total_size = self._length
@@ -88,7 +86,7 @@ class DistributedSampler(data.DistributedSampler[T]):
 
     def set_epoch(self, epoch: int) -> None:
         """Let the order be that of ``epoch``, equal on every rank."""
-        epoch = get_whole_number(epoch, "epoch")
+        epoch = get_integer(epoch, "epoch")
         if epoch != self.epoch or self._num_passes:  # else a state of this epoch may be loaded
             self._move_to(epoch, 0)
 
@@ -234,9 +232,9 @@ def _size_and_rank(
     size = (
         get_world_size()
         if num_replicas is None
-        else get_whole_number(num_replicas, "num_replicas", expected=choices)
+        else get_integer(num_replicas, "num_replicas", expected=choices)
     )
-    own_rank = get_rank() if rank is None else get_whole_number(rank, "rank")
+    own_rank = get_rank() if rank is None else get_integer(rank, "rank")
     if not 0 <= own_rank < size:
         raise ArgumentError(
             f"rank {own_rank} has no share among {size} replicas",

@@ -8,7 +8,7 @@ Drawn case: a weight on (dp=2, tp=2), wrapped over both axes, by its checksum on
                        tp=0  tp=1
     a replica   dp=0     7     7      equal along both axes
                 dp=1     7     7
-    a shard     dp=0     7     9      equal along 'dp', different along 'tp': refused
+    a shard     dp=0     7     9      equal along 'dp', different along 'tp': rejected
                 dp=1     7     9
     seeds of    dp=0     7     9      different along both: made equal, as torch's wrapper does
     its own     dp=1     4     2
@@ -40,7 +40,7 @@ from .axis_reducer import OWNER, of_a_shard
 from .extra_axis_groups import axes_spanned, layouts_with
 
 
-def refuse_marked_shards(
+def reject_marked_shards(
     tensors: Mapping[str, torch.Tensor], group: ProcessGroup, axes: DeviceMesh | None
 ) -> None:
     """Raise if a tensor is marked varying or unreduced over an axis that ``group`` spans."""
@@ -54,14 +54,14 @@ def refuse_marked_shards(
                 raise of_a_shard(name, tensor, axis, f"rank {group.world.rank}, {group.name}")
 
 
-def without_marks(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def without_annotations(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return the tensors that have no type mark."""
     return {name: tensor for name, tensor in tensors.items() if find_type(tensor) is None}
 
 
-def refuse_unnamed_axes(parameters: Mapping[str, torch.Tensor], group: ProcessGroup) -> None:
+def reject_unnamed_axes(parameters: Mapping[str, torch.Tensor], group: ProcessGroup) -> None:
     """Raise if ``group`` spans several axes of an open mesh, and parameters have no marks."""
-    unmarked = [*without_marks(parameters)]
+    unmarked = [*without_annotations(parameters)]
     if not unmarked:
         return
     for layout in +group.world.open_layouts:
@@ -81,7 +81,7 @@ def refuse_unnamed_axes(parameters: Mapping[str, torch.Tensor], group: ProcessGr
 
 
 @torch.no_grad()
-def refuse_probable_shards(
+def reject_probable_shards(
     unmarked: Mapping[str, torch.Tensor], axes: DeviceMesh, device: torch.device
 ) -> None:
     """Raise on all ranks if a tensor differs along some of the axes alone; collective."""
@@ -95,8 +95,8 @@ def refuse_probable_shards(
     if len(names) < 2 or not unmarked:
         return
     sums = torch.stack([checksum([tensor.detach()], device) for tensor in unmarked.values()])
-    title = "a search for shards"
-    differ = [find_unequal(sums, resolve_group(grid[axis]), title) for axis in names]
+    op_name = "a search for shards"
+    differ = [find_unequal(sums, resolve_group(grid[axis]), op_name) for axis in names]
     anywhere = torch.stack(differ).to(torch.uint8)  # [axes, tensors]
     all_reduce(anywhere, ReduceOp.MAX, group)
     for name, column in zip(unmarked, anywhere.T.tolist(), strict=True):

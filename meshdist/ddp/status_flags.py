@@ -1,7 +1,7 @@
 """The numbers that travel after the gradients of the last bucket: what each rank says of its end.
 
 They are one flag for each way in which a backward may end, and a map with one number for each
-parameter, 1 where this rank has its gradient. ``verdict`` has a drawn case of both.
+parameter, 1 where this rank has its gradient. ``outcome`` has a drawn case of both.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from .device_streams import reader_for
 
 
 class Ending(IntEnum):
-    """The way in which a rank's backward ended, and the index of its flag in ``Tail``'s numbers."""
+    """The way in which a rank's backward ended, and the index of its flag in ``StatusFlags``'s
+    numbers."""
 
     WHOLE = 0
     PARTIAL = 1
@@ -28,7 +29,7 @@ class Ending(IntEnum):
     """Gradients came which were promised, or expected, not to come."""
 
 
-class Tail:
+class StatusFlags:
     """Numbers that are averaged behind a backward's gradients: endings, who had gradients.
 
     Args:

@@ -14,11 +14,11 @@ from ..checking.call_sites import warn_caller
 from ..errors import KindError
 from ..groups.process_group import resolve_group
 from ..mesh.device_mesh import DeviceMesh
-from .axis_reducer import TypedOwner
+from .axis_reducer import AxisReducer
 from .comm_hooks.bucket import allreduce_hook
 from .comm_hooks.compression import fp16_compress_hook
 from .model_checks import ignored_names
-from .shard_checks import refuse_marked_shards
+from .shard_checks import reject_marked_shards
 
 
 class TorchMethods:
@@ -33,7 +33,7 @@ class TorchMethods:
     forward_sync_buffers: bool
     find_unused_parameters: bool
     _buffers_of_model: Any
-    _owner: TypedOwner
+    _owner: AxisReducer
     broadcast_bucket_size = 250 * 1024 * 1024
     """Torch's; without effect: buffers travel together, see ``broadcast_from``."""
     use_side_stream_for_tensor_copies = False
@@ -119,10 +119,10 @@ class TorchMethods:
     def _update_process_group(self, new_process_group: Any) -> None:
         """Average over another group from the next forward on; collective over the new group."""
         group = resolve_group(new_process_group)
-        if self.reducer.layout.terms.wider.groups or self._owner.has_reduced:
-            raise self.reducer.layout.terms.reports.group_beside_wider()
+        if self.reducer.layout.terms.extra_groups.groups or self._owner.has_reduced:
+            raise self.reducer.layout.terms.gradient_errors.group_beside_wider()
         axes = new_process_group if isinstance(new_process_group, DeviceMesh) else None
-        refuse_marked_shards(dict(self.module.named_parameters()), group, axes)
+        reject_marked_shards(dict(self.module.named_parameters()), group, axes)
         self.process_group, self.device_mesh = group, axes
         for device in dict.fromkeys(parameter.device for parameter in self.module.parameters()):
             self.process_group.connect(device)
@@ -131,7 +131,7 @@ class TorchMethods:
     def _check_reducer_finalized(self) -> None:
         """Raise where the last backward has not ended, since it raised, say."""
         if self.reducer.backward is not None:
-            raise self.reducer.layout.terms.reports.unfinished()
+            raise self.reducer.layout.terms.gradient_errors.unfinished()
 
     def _remove_autograd_hooks(self) -> None:
         """Take the hooks off the parameters; gradients stay local from then on."""

@@ -12,27 +12,32 @@ from ..collectives.tensor_collectives import all_gather_into_tensor, all_reduce
 from ..collectives.torch_private import storage_uses
 from ..groups.process_group import ProcessGroup
 from ..reduce_ops import ReduceOp
-from .buckets import Filling, Pending, Taking
+from .buckets import BucketState, GradientCopy, Pending
 
 
-class _Single(Taking):
+class _Single(GradientCopy):
     """A bucket's way to send a gradient that lies in no flat tensor."""
 
-    def take(self, filling: Filling, slot: int | None = None) -> None:
+    def take(self, bucket_state: BucketState, slot: int | None = None) -> None:
         """Record the parameter's ``.grad``, which may be None, for sending; ignore ``slot``."""
-        filling.read = [filling.bucket.members[0].grad]
+        bucket_state.read = [bucket_state.bucket.members[0].grad]
 
-    def clear(self, filling: Filling) -> None:
+    def clear(self, bucket_state: BucketState) -> None:
         """Record None for the gradient, so that this rank adds zeros; leave ``.grad`` alone."""
-        filling.read = [None]
+        bucket_state.read = [None]
 
     def give(
-        self, filling: Filling, is_used: Sequence[bool] | None, *, is_complete: bool, share: float
+        self,
+        bucket_state: BucketState,
+        is_used: Sequence[bool] | None,
+        *,
+        is_complete: bool,
+        share: float,
     ) -> None:
         """Set ``.grad`` to the average times ``share``, unless no rank used the parameter."""
-        average, index = filling.average, filling.bucket.indices[0]
+        average, index = bucket_state.average, bucket_state.bucket.indices[0]
         if average is not None and (is_complete or is_used is None or is_used[index]):
-            filling.bucket.members[0].grad = average if share == 1.0 else average * share
+            bucket_state.bucket.members[0].grad = average if share == 1.0 else average * share
 
 
 class InPlace(_Single):
@@ -40,10 +45,10 @@ class InPlace(_Single):
 
     # Where ranks share no memory, to copy it into a bucket would only cost time and memory.
 
-    def buffer(self, filling: Filling) -> torch.Tensor:
+    def buffer(self, bucket_state: BucketState) -> torch.Tensor:
         """Return the scaled gradient (a copy if its memory is shared), or zeros for None."""
-        mine, like = filling.read[0], filling.bucket.views[0]
-        scale = filling.bucket.averaging.scale or 1.0
+        mine, like = bucket_state.read[0], bucket_state.bucket.views[0]
+        scale = bucket_state.bucket.averaging.scale or 1.0
         stride = dense_stride(like.shape, like.stride())
         # Autograd lets a gradient share memory with that of a view, or of another parameter, which
         # a backward may still read.
@@ -53,10 +58,10 @@ class InPlace(_Single):
         apart = like.new_empty_strided(like.shape, stride)
         return apart.zero_() if mine is None else torch.mul(mine, scale, out=apart)
 
-    def start(self, filling: Filling) -> Pending:
+    def start(self, bucket_state: BucketState) -> Pending:
         """Start to average the gradient in place; return the reduction."""
-        filling.average = self.buffer(filling)
-        return filling.bucket.averaging.start(filling.average)
+        bucket_state.average = self.buffer(bucket_state)
+        return bucket_state.bucket.averaging.start(bucket_state.average)
 
 
 _DENSE = -1
@@ -66,31 +71,31 @@ _NONE = -2
 class Sparse(_Single):
     """Averages a sparse gradient, of which each rank sends the rows that it has."""
 
-    def buffer(self, filling: Filling) -> torch.Tensor:
+    def buffer(self, bucket_state: BucketState) -> torch.Tensor:
         """Return a copy of this rank's gradient; without a gradient, a sparse tensor of no rows."""
-        mine, like = filling.read[0], filling.bucket.views[0]
-        filling.average = _no_rows(like) if mine is None else mine.detach().clone()
-        return filling.average
+        mine, like = bucket_state.read[0], bucket_state.bucket.views[0]
+        bucket_state.average = _no_rows(like) if mine is None else mine.detach().clone()
+        return bucket_state.average
 
-    def start(self, filling: Filling) -> Pending:
+    def start(self, bucket_state: BucketState) -> Pending:
         """Return a reduction that starts when it is waited for."""
-        return _SparseReduction(filling.bucket.averaging.group, filling)
+        return _SparseReduction(bucket_state.bucket.averaging.group, bucket_state)
 
 
 class _SparseReduction(NamedTuple):
     """A reduction of a sparse gradient that runs inside ``wait``."""
 
     group: ProcessGroup
-    filling: Filling
+    bucket_state: BucketState
 
     def wait(self) -> None:
         """Average the gradient over the group, and store it in the filling; collective."""
         # What is sent depends on the gradient. Waits come in the same order on every rank.
-        self.filling.average = self._average()
+        self.bucket_state.average = self._average()
 
     def _average(self) -> torch.Tensor | None:
         """Return the average: dense if any rank's gradient is, None if no rank has any."""
-        mine, like, group = self.filling.read[0], self.filling.bucket.views[0], self.group
+        mine, like, group = self.bucket_state.read[0], self.bucket_state.bucket.views[0], self.group
         rows = None if mine is None or mine.layout is torch.strided else mine.detach().coalesce()
         count = _NONE if mine is None else _DENSE if rows is None else rows._nnz()
         counts = torch.empty(group.size(), dtype=torch.int64, device=like.device)

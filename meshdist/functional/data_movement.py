@@ -1,16 +1,16 @@
-"""Verbs that move values between members, each beside its transpose.
+"""Collectives that move values between members, each beside its transpose.
 
-    verb          from -> to   backward
+    collective          from -> to   backward
     all_to_all    V -> V       all_to_all, the dims exchanged
     pswapaxes     V -> V       itself
     ppermute      V -> V       ppermute, the pairs turned round
     pshuffle      V -> V       the inverse permutation
     pbroadcast    V -> I       the gradient at the source, zero elsewhere (free)
 
-What ``functional`` says of its verbs holds here too. ``ragged_all_to_all`` exchanges slices of
-sizes of their own, V -> V. Its transpose is itself with offsets and sizes exchanged; the gradient
-of ``output`` is zero where rows arrived. It is made of a selection of rows, an exchange and a
-placing of rows, each with a derivative, of which the exchange alone sends anything.
+What ``functional`` says of its collectives holds here too. ``ragged_all_to_all`` exchanges slices
+of sizes of their own, V -> V. Its transpose is itself with offsets and sizes exchanged; the
+gradient of ``output`` is zero where rows arrived. It is made of a selection of rows, an exchange
+and a placing of rows, each with a derivative, of which the exchange alone sends anything.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from typing import Any
 
 import torch
 
-from ..arguments import find_whole_numbers, get_whole_number
+from ..arguments import find_integers, get_integer
 from ..arrays import describe
 from ..collectives import list_collectives
-from ..collectives.normalize_args import lax_title, run_titled
+from ..collectives.normalize_args import lax_name, run_named
 from ..collectives.tensor_collectives import all_gather_into_tensor
 from ..collectives.torch_private import call_function, outside_transforms
 from ..error_text import ranks_text
@@ -69,7 +69,7 @@ def ragged_all_to_all(
     lists = []
     for numbers, name in zip(given, _NUMBERS, strict=True):
         plain = numbers.tolist() if hasattr(numbers, "tolist") else numbers
-        lists.append(_whole_numbers(plain, "ragged_all_to_all", name, "a one-dim array or a list"))
+        lists.append(_integers(plain, "ragged_all_to_all", name, "a one-dim array or a list"))
     _check_here(operand, output, lists, group)
     starts, sent, places, taken = lists
     with outside_transforms():
@@ -77,8 +77,8 @@ def ragged_all_to_all(
         _check_everywhere(output, arriving_sizes, offsets, taken, group)
     count = len(sent) // group.size()
     rows = operand.index_select(0, _rows(starts, sent, operand.device))
-    title = f"lax.ragged_all_to_all(rows of {tuple(rows.shape[1:])})"
-    arrived = exchange_rows(rows, group, _sums(sent, count), _sums(taken, count), title)
+    op_name = f"lax.ragged_all_to_all(rows of {tuple(rows.shape[1:])})"
+    arrived = exchange_rows(rows, group, _sums(sent, count), _sums(taken, count), op_name)
     return output.index_copy(0, _rows(offsets, taken, output.device), arrived)
 
 
@@ -194,15 +194,15 @@ def exchange_rows(
     group: ProcessGroup,
     sent: tuple[int, ...],
     taken: tuple[int, ...],
-    title: str,
+    op_name: str,
 ) -> torch.Tensor:
     """Return the rows that have come, by sender, where both sides know how many; V -> V.
 
     Args:
         sent, taken: how many of ``rows``, in their order, go to each member; how many come.
-        title: what the members compare, and reports show.
+        op_name: what the members compare, and reports show.
     """
-    return call_function(_RowExchange, rows, group, sent, taken, title)
+    return call_function(_RowExchange, rows, group, sent, taken, op_name)
 
 
 class _RowExchange(LinearFunction):
@@ -216,16 +216,22 @@ class _RowExchange(LinearFunction):
         group: ProcessGroup,
         sent: tuple[int, ...],
         taken: tuple[int, ...],
-        title: str,
+        op_name: str,
     ) -> torch.Tensor:
         arrived = new_like(rows, (sum(taken), *rows.shape[1:]))
-        run_titled("all_to_all_single", group, title, arrived, rows, list(taken), list(sent))
+        run_named("all_to_all_single", group, op_name, arrived, rows, list(taken), list(sent))
         return arrived
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
-        group, sent, taken, title = ctx.rest
-        return call_function(_RowExchange, grad, group, taken, sent, title), None, None, None, None
+        group, sent, taken, op_name = ctx.rest
+        return (
+            call_function(_RowExchange, grad, group, taken, sent, op_name),
+            None,
+            None,
+            None,
+            None,
+        )
 
 
 Pairs = tuple[tuple[int, int], ...]
@@ -247,8 +253,8 @@ def all_to_all(
         leaf_name: the name of ``x`` in reports.
     """
     blocks, concat = blocks_to_exchange(x, group, split_axis, concat_axis, tiled)
-    title = lax_title("all_to_all", leaf_name, x.shape)
-    return stack_blocks(call_function(_AllToAll, blocks, group, title), concat, tiled=tiled)
+    op_name = lax_name("all_to_all", leaf_name, x.shape)
+    return stack_blocks(call_function(_AllToAll, blocks, group, op_name), concat, tiled=tiled)
 
 
 def pswapaxes(
@@ -256,8 +262,8 @@ def pswapaxes(
 ) -> torch.Tensor:
     """Return ``x`` with dim ``axis`` and the group's members swapped; V -> V."""
     blocks, dim = blocks_to_swap(x, group, axis)
-    title = lax_title("pswapaxes", leaf_name, x.shape)
-    return stack_blocks(call_function(_AllToAll, blocks, group, title), dim, tiled=False)
+    op_name = lax_name("pswapaxes", leaf_name, x.shape)
+    return stack_blocks(call_function(_AllToAll, blocks, group, op_name), dim, tiled=False)
 
 
 def blocks_to_exchange(
@@ -288,15 +294,15 @@ def ppermute(
         perm: pairs (source, destination) of places in the group.
         leaf_name: the name of ``x`` in reports.
     """
-    title = lax_title("ppermute", leaf_name, x.shape)
-    return call_function(_Ppermute, x, group, _checked_pairs(perm, group), title)
+    op_name = lax_name("ppermute", leaf_name, x.shape)
+    return call_function(_Ppermute, x, group, _checked_pairs(perm, group), op_name)
 
 
 def pshuffle(
     x: torch.Tensor, group: ProcessGroup, perm: Sequence[int] = (), *, leaf_name: str = "x"
 ) -> torch.Tensor:
     """Member i holds the ``x`` of member ``perm[i]``, a permutation of all members; V -> V."""
-    sources = _whole_numbers(perm, "pshuffle", "perm")
+    sources = _integers(perm, "pshuffle", "perm")
     if sorted(sources) != list(range(group.size())):
         raise ArgumentError(
             f"pshuffle over {group.name}: perm is no permutation of its places",
@@ -305,7 +311,7 @@ def pshuffle(
             fix="ppermute takes pairs that leave places out",
         )
     pairs = tuple((source, place) for place, source in enumerate(sources))
-    return call_function(_Ppermute, x, group, pairs, lax_title("pshuffle", leaf_name, x.shape))
+    return call_function(_Ppermute, x, group, pairs, lax_name("pshuffle", leaf_name, x.shape))
 
 
 def pbroadcast(
@@ -313,17 +319,17 @@ def pbroadcast(
 ) -> torch.Tensor:
     """Every member holds the ``x`` of member ``source``; V -> I."""
     last = group.size() - 1
-    place = get_whole_number(source, "pbroadcast: source", 0, last, where=group.name)
-    return call_function(_Pbroadcast, x, group, place, lax_title("pbroadcast", leaf_name, x.shape))
+    place = get_integer(source, "pbroadcast: source", 0, last, where=group.name)
+    return call_function(_Pbroadcast, x, group, place, lax_name("pbroadcast", leaf_name, x.shape))
 
 
-def _whole_numbers(
-    given: Any, verb: str, argument: str, takes: str = "a list or tuple"
+def _integers(
+    given: Any, operation: str, argument: str, takes: str = "a list or tuple"
 ) -> list[int]:
-    numbers = find_whole_numbers(given)
+    numbers = find_integers(given)
     if numbers is None:
         raise KindError(
-            f"{verb}: {argument} must be {takes} of whole numbers",
+            f"{operation}: {argument} must be {takes} of integers",
             found=f"{given!r}, a {type(given).__name__}",
         )
     return numbers
@@ -341,7 +347,7 @@ def _checked_pairs(perm: Any, group: ProcessGroup) -> Pairs:
                 fix="for example [(0, 1), (1, 0)]; "
                 "pshuffle takes a permutation as a list of places",
             )
-        source, destination = _whole_numbers(pair, "ppermute", "each pair of perm")
+        source, destination = _integers(pair, "ppermute", "each pair of perm")
         pairs.append((source, destination))
     size = group.size()
     for places, role in zip(zip(*pairs, strict=True), ("source", "destination"), strict=False):
@@ -366,9 +372,9 @@ class _AllToAll(LinearFunction):
     takes_blocks = gives_blocks = True
 
     @staticmethod
-    def forward(blocks: torch.Tensor, group: ProcessGroup, title: str) -> torch.Tensor:
+    def forward(blocks: torch.Tensor, group: ProcessGroup, op_name: str) -> torch.Tensor:
         arrived = new_like(blocks)
-        run_titled("all_to_all_single", group, title, arrived, blocks, None, None)
+        run_named("all_to_all_single", group, op_name, arrived, blocks, None, None)
         return arrived
 
     @staticmethod
@@ -381,7 +387,7 @@ class _Ppermute(LinearFunction):
 
     # A collective, since its calls are compared: no member waits for a member with other pairs.
     @staticmethod
-    def forward(x: torch.Tensor, group: ProcessGroup, pairs: Pairs, title: str) -> torch.Tensor:
+    def forward(x: torch.Tensor, group: ProcessGroup, pairs: Pairs, op_name: str) -> torch.Tensor:
         me, size, count = group.rank(), group.size(), x.numel()
         sent, taken = [0] * size, [0] * size
         for source, destination in pairs:
@@ -391,25 +397,25 @@ class _Ppermute(LinearFunction):
                 taken[source] = count
         arrived = new_like(x)
         parts = arrived.view(-1)[: sum(taken)], x.reshape(-1)[: sum(sent)]
-        run_titled("all_to_all_single", group, title, *parts, taken, sent)
+        run_named("all_to_all_single", group, op_name, *parts, taken, sent)
         return arrived if any(taken) else arrived.zero_()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        group, pairs, title = ctx.rest
+        group, pairs, op_name = ctx.rest
         inverse = tuple((destination, source) for source, destination in pairs)
-        return call_function(_Ppermute, grad, group, inverse, title), None, None, None
+        return call_function(_Ppermute, grad, group, inverse, op_name), None, None, None
 
 
 class _Pbroadcast(InvariantFunction):
     """The autograd function of a broadcast from a source to all members."""
 
     @staticmethod
-    def forward(x: torch.Tensor, group: ProcessGroup, source: int, title: str) -> torch.Tensor:
+    def forward(x: torch.Tensor, group: ProcessGroup, source: int, op_name: str) -> torch.Tensor:
         result = new_like(x)
         if group.rank() == source:
             result.copy_(x)
-        run_titled("broadcast", group, title, result, source)
+        run_named("broadcast", group, op_name, result, source)
         return result
 
     @staticmethod
@@ -422,7 +428,7 @@ class _KeptAt(LinearFunction):
     """Autograd function I -> V: the member at ``place`` keeps the value, others get zeros; free."""
 
     @staticmethod
-    def forward(x: torch.Tensor, group: ProcessGroup, place: int, title: str) -> torch.Tensor:
+    def forward(x: torch.Tensor, group: ProcessGroup, place: int, op_name: str) -> torch.Tensor:
         result = new_like(x)
         return result.copy_(x) if group.rank() == place else result.zero_()
 

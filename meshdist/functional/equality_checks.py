@@ -57,7 +57,7 @@ def check_invariant(
     """
     if are_transforms_active():  # there are no plain numbers in a transform of torch.func
         return
-    difference = agree(group, {}, {"": x}, title="a check of equal values", device=x.device)
+    difference = agree(group, {}, {"": x}, op_name="a check of equal values", device=x.device)
     if difference and not difference.is_rounding:
         raise GradientError(
             f"{what} over {group.name} is not the same on every rank",
@@ -98,7 +98,7 @@ def check_replicas(
     if not names or are_transforms_active():
         return
     group = mesh[names].open_group()
-    difference = agree(group, {"call": call}, {"": x.detach()}, title="a comparison of replicas")
+    difference = agree(group, {"call": call}, {"": x.detach()}, op_name="a comparison of replicas")
     if difference and not difference.is_rounding:
         raise UnequalError(
             f"the array is not the same on every rank over {group.name}",
@@ -164,7 +164,7 @@ def _parts(name: str, tree: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 PVARY_FIX = (
-    "where a result of {verb} meets values that vary along the axis, as a shard of weights does, "
+    "where a result of {collective} meets values that vary along the axis, as a shard of weights does, "
     "cast it first: y = lax.pvary(y, axis)"
 )
 
@@ -177,11 +177,11 @@ _COMPARED_IN_ALL = 4096
 def keep_number(node: Any, x: torch.Tensor, group: ProcessGroup) -> None:
     """Store on ``node`` the number of the call that it has just made, equal on all members."""
     if x.requires_grad and group.size() > 1 and not are_transforms_active():
-        channel = group.open_channel(x.device.type)
-        node.number = f"{channel.opened.label}/gradient/{channel.recorder.sequence}"
+        device_group = group.open_device_group(x.device.type)
+        node.number = f"{device_group.opened.label}/gradient/{device_group.recorder.sequence}"
 
 
-def compare_reached(node: Any, grad: torch.Tensor, group: ProcessGroup, verb: str) -> None:
+def compare_reached(node: Any, grad: torch.Tensor, group: ProcessGroup, operation: str) -> None:
     """Raise at the end of this backward if another rank's gradient of ``node``'s result differs."""
     # No rank waits for another: each asks for the sketch of the first rank, or leaves its own. So
     # operands that need no gradient on some ranks, and backwards of some ranks alone, hang nothing.
@@ -191,12 +191,12 @@ def compare_reached(node: Any, grad: torch.Tensor, group: ProcessGroup, verb: st
     if grad.is_cuda and torch.cuda.is_current_stream_capturing():
         return
     if world.compared is None:
-        counts, kind = world.num_compared, (verb, grad.shape, grad.dtype)
+        counts, kind = world.num_compared, (operation, grad.shape, grad.dtype)
         if counts[kind] >= _COMPARED_OF_EACH or counts["all"] >= _COMPARED_IN_ALL:
             return
         counts.update((kind, "all"))
     node.times = getattr(node, "times", 0) + 1
-    what = f"{verb}, gradient of {describe(grad)}"
+    what = f"{operation}, gradient of {describe(grad)}"
     # The pass of a retained graph that is this rank's alone is compared with none that frees it.
     key = f"{number}/{node.times}/{keeps_graph()}/{what}"
     sketch = _sketch(grad)
@@ -215,11 +215,11 @@ def compare_reached(node: Any, grad: torch.Tensor, group: ProcessGroup, verb: st
     if far <= tolerance(grad):
         return
     error = GradientError(
-        f"the gradient that reaches {verb} over {group.name} is not the same on every rank",
+        f"the gradient that reaches {operation} over {group.name} is not the same on every rank",
         where=f"backward of {what}",
-        expected=f"equal gradients, since the result of {verb} is equal on every rank",
+        expected=f"equal gradients, since the result of {operation} is equal on every rank",
         found=f"rank {world.rank} differs from rank {rank}, by {far:.2g} of its norm",
-        fix=PVARY_FIX.format(verb=verb),
+        fix=PVARY_FIX.format(operation=operation),
     )
 
     def report() -> None:

@@ -1,13 +1,14 @@
-"""The common part of verbs that are linear, as autograd Functions in the form of torch.func.
+"""The common part of collectives that are linear, as autograd Functions in the form of torch.func.
 
 A dim is cut into a block for each member of a group, and blocks are joined again; nothing is sent.
 Blocks are a tensor whose dim 0 counts the members. *Tiled*, a dim of k n is k blocks of n, and the
 result has as many dims; else a dim of k is k blocks without it.
 
 A wrapper that averages over ranks which have made a loss together divides by their number once
-more. So verbs with an invariant result keep the line of their call where there is a wrapper, and
-the first such verb that a backward comes to is noted; the wrapper warns when that backward has
-ended, be the verb behind the model or in it, as in a batch norm by hand. In ``pvary(pmean(x))`` the
+more. So collectives with an invariant result keep the line of their call where there is a wrapper,
+and the first such collective that a backward comes to is noted; the wrapper warns when that
+backward has ended, be the collective behind the model or in it, as in a batch norm by hand. In
+``pvary(pmean(x))`` the
 backward comes first to the cast, whose sum makes up for the mean: the wrapper does not warn.
 """
 
@@ -18,7 +19,7 @@ from typing import Any, ClassVar
 import torch
 from torch.autograd import Function
 
-from ..arguments import get_whole_number
+from ..arguments import get_integer
 from ..arrays import describe
 from ..checking.call_sites import call_site, show_site
 from ..collectives.torch_private import call_function
@@ -34,20 +35,21 @@ def keep_line(node: Any, x: torch.Tensor, group: Any) -> None:
 
 
 def note_complete(node: Any, group: ProcessGroup, *, is_sum: bool = False) -> None:
-    """Store in the world the line of the verb that a backward reaches first, "" if ``is_sum``."""
+    """Store in the world the line of the collective that a backward reaches first, "" if
+    ``is_sum``."""
     world = group.world
     if hasattr(node, "line") and world.complete[0] != (task := torch._C._current_graph_task_id()):
         world.complete = task, group.ranks, "" if is_sum else f"{group.name}, {node.line}"
 
 
-def get_dim(given: Any, num_dims: int, argument: str, verb: str) -> int:
+def get_dim(given: Any, num_dims: int, argument: str, operation: str) -> int:
     """Return a dim as a number from 0; negative dims count from the end; or raise."""
     dim = given
     if type(given) is not int:
-        dim = get_whole_number(given, f"{verb}: {argument}", expected="a dim")
+        dim = get_integer(given, f"{operation}: {argument}", expected="a dim")
     if not -num_dims <= dim < num_dims:
         raise ShapeError(
-            f"{verb}: {argument}={dim} is no dim of a tensor of {num_dims}",
+            f"{operation}: {argument}={dim} is no dim of a tensor of {num_dims}",
             expected=f"a number from {-num_dims} to {num_dims - 1}"
             if num_dims
             else "an array of one dim at least",
@@ -56,7 +58,7 @@ def get_dim(given: Any, num_dims: int, argument: str, verb: str) -> int:
 
 
 def cut(
-    x: torch.Tensor, dim: int, group: ProcessGroup, verb: str, argument: str, *, tiled: bool
+    x: torch.Tensor, dim: int, group: ProcessGroup, operation: str, argument: str, *, tiled: bool
 ) -> torch.Tensor:
     """Return ``x`` cut along ``dim`` into a block per member, stacked in dim 0; or raise.
 
@@ -77,7 +79,7 @@ def cut(
         elif not tiled and length % size == 0:
             fix = "tiled=True cuts it into equal blocks"
         raise ShapeError(
-            f"{verb} cannot cut dim {dim} of size {length} into {size} "
+            f"{operation} cannot cut dim {dim} of size {length} into {size} "
             + ("equal blocks" if tiled else "blocks of one index each"),
             where=f"rank {group.world.rank}, {group.name}; argument x, {describe(x)}",
             expected=f"x.shape[{dim}] "
@@ -98,7 +100,7 @@ def stack_blocks(blocks: torch.Tensor, dim: int, *, tiled: bool) -> torch.Tensor
 
 
 class LinearFunction(Function):
-    """A linear verb on a tensor, whose forward derivative is the verb itself.
+    """A linear collective on a tensor, whose forward derivative is the collective itself.
 
     Attributes:
         takes_blocks, gives_blocks: whether dim 0 of the argument, of the result, counts the group's

@@ -1,10 +1,10 @@
 """Reductions and free casts with derivatives, each beside its transpose.
 
 Over the ranks of a group a value is varying, invariant, unreduced or reduced (V, I, U, R: see
-``axis_types``). The verbs take one kind to another:
+``axis_types``). The collectives take one kind to another:
 
-    verb           from -> to          backward
-    psum           V -> I; U -> I      pvary: the gradient reaches each summand (free); pcast I -> R
+    collective           from -> to          backward
+    psum           V -> I; U -> I      pvary: the gradient reaches each partial sum (free); pcast I -> R
     pmean          V -> I              psum's, divided by the size
     pmax, pmin     V -> I              an even split among the ranks that attain it
     pvary          I -> V (free)       psum: the ranks' gradients of what was one value are summed
@@ -14,16 +14,17 @@ Over the ranks of a group a value is varying, invariant, unreduced or reduced (V
     all_gather     V -> I              own slice (free)
     psum_scatter   V -> V; U -> V      all_gather, V -> V; V -> R
 
-"Free" means that nothing is sent. The verbs trust the caller about the kinds; the backward of an
-invariant result compares its gradient between ranks (``value_checks``). A kind is what the program
-means, not a property of the numbers: verbs that differ in kinds alone share a function.
+"Free" means that nothing is sent. The collectives trust the caller about the kinds; the backward of
+an invariant result compares its gradient between ranks (``value_checks``). A kind is what the
+program
+means, not a property of the numbers: collectives that differ in kinds alone share a function.
 
-Every verb returns a new tensor that shares no memory with its argument, also where this rank is
-alone in the group. Backward uses the group that forward used, whatever mesh is in force by then,
-and is itself made of these verbs, so that it can be differentiated again. A verb whose backward
-communicates must be run backward on every rank of the group. Each message, also of a backward, has
-a title, by which members compare the verb, ``leaf_name`` (where ``x`` stands in its tree) and its
-shape.
+Every collective returns a new tensor that shares no memory with its argument, also where this rank
+is alone in the group. Backward uses the group that forward used, whatever mesh is in force by then,
+and is itself made of these collectives, so that it can be differentiated again. A collective whose
+backward communicates must be run backward on every rank of the group. Each message, also of a
+backward, has a title, by which members compare the collective, ``leaf_name`` (where ``x`` stands in
+its tree) and its shape.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from ..annotations.axis_types import CASTS, GATHERED, KINDS
 from ..arrays import describe
 from ..checking.debug_levels import DebugLevel, get_debug_level
 from ..collectives.argument_checks import check_reducible
-from ..collectives.normalize_args import lax_title, run_titled
+from ..collectives.normalize_args import lax_name, run_named
 from ..collectives.torch_private import call_function
 from ..errors import ArgumentError
 from ..groups.process_group import ProcessGroup
@@ -49,13 +50,13 @@ from .linear_function import LinearFunction, cut, get_dim, keep_line, note_compl
 
 def psum(x: torch.Tensor, group: ProcessGroup, *, leaf_name: str = "x") -> torch.Tensor:
     """Every member holds the sum of all ``x``, as int32 for bool; V, U -> I."""
-    return call_function(_Psum, x, group, lax_title("psum", leaf_name, x.shape))
+    return call_function(_Psum, x, group, lax_name("psum", leaf_name, x.shape))
 
 
 def pmean(x: torch.Tensor, group: ProcessGroup, *, leaf_name: str = "x") -> torch.Tensor:
     """Every member holds the mean of all members' ``x``, of integers in a float dtype; V -> I."""
-    title = lax_title("pmean", leaf_name, x.shape)
-    return call_function(_Psum, x, group, title) / group.size()
+    op_name = lax_name("pmean", leaf_name, x.shape)
+    return call_function(_Psum, x, group, op_name) / group.size()
 
 
 def pmax(x: torch.Tensor, group: ProcessGroup, *, leaf_name: str = "x") -> torch.Tensor:
@@ -70,7 +71,7 @@ def pmin(x: torch.Tensor, group: ProcessGroup, *, leaf_name: str = "x") -> torch
 
 def pvary(x: torch.Tensor, group: ProcessGroup, *, leaf_name: str = "x") -> torch.Tensor:
     """Every member holds its own copy of ``x``, equal so far; I -> V."""
-    return call_function(_Pvary, x, group, lax_title("pvary", leaf_name, x.shape))
+    return call_function(_Pvary, x, group, lax_name("pvary", leaf_name, x.shape))
 
 
 def pcast(
@@ -94,7 +95,7 @@ def pcast(
         )
     kind = kinds[source] if source else next(iter(kinds.values()))
     function = _Pvary if kind == "I" else _Recast
-    return call_function(function, x, group, lax_title("pcast", leaf_name, x.shape))
+    return call_function(function, x, group, lax_name("pcast", leaf_name, x.shape))
 
 
 _TO_INVARIANT = "psum, pmean or all_gather(..., to='invarying') make a value invariant"
@@ -123,8 +124,8 @@ def all_gather(
         )
     dim = get_dim(axis, x.dim() + (not tiled), "axis", "all_gather")
     gather = _AllGatherInvariant if to == "invarying" else _AllGather
-    title = lax_title("all_gather", leaf_name, x.shape)
-    return stack_blocks(call_function(gather, x, group, title), dim, tiled=tiled)
+    op_name = lax_name("all_gather", leaf_name, x.shape)
+    return stack_blocks(call_function(gather, x, group, op_name), dim, tiled=tiled)
 
 
 def psum_scatter(
@@ -138,7 +139,7 @@ def psum_scatter(
     """Each member holds its own block of the sum of all members' ``x``; V -> V, U -> V."""
     x = x.to(torch.int32) if x.dtype is torch.bool else x
     blocks = blocks_to_scatter(x, group, scatter_dimension, tiled)
-    return call_function(_PsumScatter, blocks, group, lax_title("psum_scatter", leaf_name, x.shape))
+    return call_function(_PsumScatter, blocks, group, lax_name("psum_scatter", leaf_name, x.shape))
 
 
 def blocks_to_scatter(
@@ -150,37 +151,37 @@ def blocks_to_scatter(
 
 
 def _extreme(
-    verb: str, x: torch.Tensor, group: ProcessGroup, op: ReduceKind, leaf_name: str
+    operation: str, x: torch.Tensor, group: ProcessGroup, op: ReduceKind, leaf_name: str
 ) -> torch.Tensor:
-    check_reducible(op, x, verb)
-    title = lax_title(verb, leaf_name, x.shape)
-    return call_function(_Extreme, x, group, op, verb, title)
+    check_reducible(op, x, operation)
+    op_name = lax_name(operation, leaf_name, x.shape)
+    return call_function(_Extreme, x, group, op, operation, op_name)
 
 
 class InvariantFunction(LinearFunction):
-    """A linear verb whose result is equal on every rank, and so must its gradient be."""
+    """A linear collective whose result is equal on every rank, and so must its gradient be."""
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        """Store what any linear verb stores, and the number of the call."""
+        """Store what any linear collective stores, and the number of the call."""
         LinearFunction.setup_context(ctx, inputs, output)
         keep_number(ctx, *inputs[:2])
 
 
 class _Psum(InvariantFunction):
     @staticmethod
-    def forward(x: torch.Tensor, group: ProcessGroup, title: str) -> torch.Tensor:
+    def forward(x: torch.Tensor, group: ProcessGroup, op_name: str) -> torch.Tensor:
         if x.dtype is torch.bool:  # the sum is a count
             x = x.to(torch.int32)
-        # Contiguous, as the wires want it: all_reduce would copy anything else once more.
+        # Contiguous, as the backends want it: all_reduce would copy anything else once more.
         total = new_like(x).copy_(x)
-        run_titled("all_reduce", group, title, total, ReduceOp.SUM)
+        run_named("all_reduce", group, op_name, total, ReduceOp.SUM)
         return total
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         check_gradient(ctx, grad, ctx.rest[0], "psum")
-        # Only a backward that will be differentiated again needs the verb; else the gradient
+        # Only a backward that will be differentiated again needs the collective; else the gradient
         # itself passes on, without a copy.
         again = torch.is_grad_enabled()
         return call_function(_Pvary, grad, *ctx.rest) if again else grad, None, None
@@ -190,7 +191,7 @@ class _Recast(LinearFunction):
     """Autograd function that copies for the casts V -> U and R -> V, transposes of each other."""
 
     @staticmethod
-    def forward(x: torch.Tensor, group: ProcessGroup, title: str) -> torch.Tensor:
+    def forward(x: torch.Tensor, group: ProcessGroup, op_name: str) -> torch.Tensor:
         return new_like(x).copy_(x)
 
     @staticmethod
@@ -213,15 +214,15 @@ class _Extreme(Function):
 
     @staticmethod
     def forward(
-        x: torch.Tensor, group: ProcessGroup, op: ReduceKind, verb: str, title: str
+        x: torch.Tensor, group: ProcessGroup, op: ReduceKind, operation: str, op_name: str
     ) -> torch.Tensor:
         extreme = new_like(x).copy_(x)
-        run_titled("all_reduce", group, title, extreme, op)
+        run_named("all_reduce", group, op_name, extreme, op)
         return extreme
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-        x, ctx.group, _, ctx.verb, ctx.title = inputs
+        x, ctx.group, _, ctx.operation, ctx.op_name = inputs
         keep_line(ctx, x, ctx.group)
         keep_number(ctx, x, ctx.group)
         ctx.save_for_backward(x, output)
@@ -229,9 +230,9 @@ class _Extreme(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
-        check_gradient(ctx, grad, ctx.group, ctx.verb)
+        check_gradient(ctx, grad, ctx.group, ctx.operation)
         if torch.is_grad_enabled():
-            grad = call_function(_Pvary, grad, ctx.group, ctx.title)
+            grad = call_function(_Pvary, grad, ctx.group, ctx.op_name)
         return grad * _share(ctx), None, None, None, None
 
     @staticmethod
@@ -240,7 +241,7 @@ class _Extreme(Function):
 
     @staticmethod
     def jvp(ctx: Any, tangent: torch.Tensor, *_: None) -> torch.Tensor:
-        return call_function(_Psum, tangent * _share(ctx), ctx.group, ctx.title)
+        return call_function(_Psum, tangent * _share(ctx), ctx.group, ctx.op_name)
 
 
 def _share(ctx: Any) -> torch.Tensor:
@@ -248,7 +249,7 @@ def _share(ctx: Any) -> torch.Tensor:
     saved: tuple[torch.Tensor, ...] = ctx.saved_tensors
     x, extreme = (tensor.detach() for tensor in saved)
     attains = (x == extreme) | (x.isnan() & extreme.isnan())
-    return attains.to(x.dtype) / call_function(_Psum, attains, ctx.group, ctx.title)
+    return attains.to(x.dtype) / call_function(_Psum, attains, ctx.group, ctx.op_name)
 
 
 class _AllGather(LinearFunction):
@@ -257,9 +258,9 @@ class _AllGather(LinearFunction):
     gives_blocks = True
 
     @staticmethod
-    def forward(x: torch.Tensor, group: ProcessGroup, title: str) -> torch.Tensor:
+    def forward(x: torch.Tensor, group: ProcessGroup, op_name: str) -> torch.Tensor:
         blocks = new_like(x.unsqueeze(0).expand(group.size(), *x.shape))
-        run_titled("all_gather_into_tensor", group, title, blocks, x)
+        run_named("all_gather_into_tensor", group, op_name, blocks, x)
         return blocks
 
     @staticmethod
@@ -273,9 +274,9 @@ class _PsumScatter(LinearFunction):
     takes_blocks = True
 
     @staticmethod
-    def forward(blocks: torch.Tensor, group: ProcessGroup, title: str) -> torch.Tensor:
+    def forward(blocks: torch.Tensor, group: ProcessGroup, op_name: str) -> torch.Tensor:
         total = new_like(blocks[0])
-        run_titled("reduce_scatter_tensor", group, title, total, blocks, ReduceOp.SUM)
+        run_named("reduce_scatter_tensor", group, op_name, total, blocks, ReduceOp.SUM)
         return total
 
     @staticmethod
@@ -298,7 +299,7 @@ class _OwnSlice(LinearFunction):
     takes_blocks = True
 
     @staticmethod
-    def forward(blocks: torch.Tensor, group: ProcessGroup, title: str) -> torch.Tensor:
+    def forward(blocks: torch.Tensor, group: ProcessGroup, op_name: str) -> torch.Tensor:
         mine = blocks[group.rank()]
         return new_like(mine).copy_(mine)
 
@@ -307,17 +308,17 @@ class _OwnSlice(LinearFunction):
         return call_function(_AllGatherInvariant, grad, *ctx.rest), None, None
 
 
-def check_gradient(node: Any, grad: torch.Tensor, group: ProcessGroup, verb: str) -> None:
-    """Note that a backward reached ``verb``'s ``node``; compare ``grad`` between ranks."""
+def check_gradient(node: Any, grad: torch.Tensor, group: ProcessGroup, operation: str) -> None:
+    """Note that a backward reached ``operation``'s ``node``; compare ``grad`` between ranks."""
     note_complete(node, group)
     if get_debug_level() != DebugLevel.DETAIL:
-        compare_reached(node, grad.detach(), group, verb)
+        compare_reached(node, grad.detach(), group, operation)
     else:
         check_invariant(
             grad.detach(),
             group,
-            f"the gradient that reaches {verb}",
-            where=f"backward of {verb}, gradient of {describe(grad)}",
-            expected=f"equal gradients, since the result of {verb} is equal on every rank",
-            fix=PVARY_FIX.format(verb=verb),
+            f"the gradient that reaches {operation}",
+            where=f"backward of {operation}, gradient of {describe(grad)}",
+            expected=f"equal gradients, since the result of {operation} is equal on every rank",
+            fix=PVARY_FIX.format(operation=operation),
         )

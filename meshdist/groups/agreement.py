@@ -28,7 +28,7 @@ would show that to ranks 0 and 2, which wait, and the first of them looks why it
     >>> import meshdist as md; from ..bootstrap.world import find_world
     >>> def program():
     ...     world, mesh = find_world(), {"text": "a mesh", "size": 4 if md.get_rank() == 1 else 3}
-    ...     with suppress(AgreementError):
+    ...     with suppress(MismatchError):
     ...         Agreements(world, Endings(world)).agree((0, 1, 2), "mesh", mesh, timedelta(1))
     ...     found = {key: world.store.peek(key) for key in world.store.list_keys()}
     ...     return [found[key] for key in found if key.endswith(("/0.0", "/came", "/outcome"))]
@@ -49,15 +49,20 @@ from typing import Any, TypeAlias
 
 from ..backends.registry import lack_error
 from ..backends.simulated.store import SimulatedStore
-from ..bootstrap.arrival_counters import HeadCount, digest_of, digest_of_ranks, head_count_of
+from ..bootstrap.arrival_counters import (
+    ArrivalCounter,
+    arrival_counter_of,
+    digest_of,
+    digest_of_ranks,
+)
 from ..bootstrap.timeout_store import await_key, find_value, parse_value, within
 from ..bootstrap.world import World
 from ..error_text import grouped_text, ranks_text
 from ..errors import (
-    AgreementError,
     BackendError,
     CollectiveTimeoutError,
     MeshdistError,
+    MismatchError,
     StoreError,
 )
 from ..runtime.deadlines import Deadline, Looks
@@ -129,7 +134,7 @@ class Agreements:
             lack: why this process cannot open what is made, or ""; then no member opens anything.
 
         Raises:
-            AgreementError: the definitions differ.
+            MismatchError: the definitions differ.
             BackendError: a member that did not come has ended, or a member has a lack.
             CollectiveTimeoutError: a member did not come; the text names it.
         """
@@ -185,10 +190,10 @@ class _PendingAgreement:
         self._whom = f"{self._text}, for {ranks_text(self.members)}"
         self._about = json.dumps(self.definition)
         self._digest = digest_of(self._about)
-        self._all = head_count_of(self.members, self.world.hosts)
+        self._all = arrival_counter_of(self.members, self.world.hosts)
         self._block = self._all.block_of(self._rank)
         self._is_last = False
-        self._looks: dict[HeadCount, Looks] = {}
+        self._looks: dict[ArrivalCounter, Looks] = {}
 
     def come(self, offer_keys: Iterable[str], lack: str) -> None:
         """Store any ``lack``, count ``offer_keys`` and this rank; the last writes the outcome."""
@@ -272,7 +277,7 @@ class _PendingAgreement:
         for counted, looks in self._looks.items():
             looks.take(partial(self._look_at, counted))
 
-    def _look_at(self, counted: HeadCount) -> None:
+    def _look_at(self, counted: ArrivalCounter) -> None:
         """Write the outcome if all members came, or some of those in ``counted`` never can."""
         missing = self._find_missing(counted, most=_MOST_MISSING)
         if not missing and counted is self._all:  # the last may have ended before it concluded
@@ -286,7 +291,7 @@ class _PendingAgreement:
                 self._decide("ended", missing=lost, found=found)
 
     def _find_missing(
-        self, counted: HeadCount, among: Collection[int] | None = None, most: float = math.inf
+        self, counted: ArrivalCounter, among: Collection[int] | None = None, most: float = math.inf
     ) -> list[int]:
         """Return ``counted.find_absent`` by this agreement's keys: the ranks that have not come."""
         keys = [f"{self.name}/{digest}" for digest in self._digests()]
@@ -302,7 +307,7 @@ class _PendingAgreement:
         where, same = f"rank {rank}, {self._whom}", f"the same call on {ranks_text(self.members)}"
         seconds = f"{self.timeout.total_seconds():g} s"
         if how == "differ":
-            raise AgreementError(
+            raise MismatchError(
                 f"the ranks do not define the same {kind}",
                 where=f"rank {rank}, among {ranks_text(self.members)}",
                 expected=f"one and the same {kind} on every rank",

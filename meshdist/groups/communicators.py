@@ -1,6 +1,6 @@
 """The communicators that this rank has open in its world, shared where equal.
 
-Two groups with equal ranks in equal order, on the same wire with the same options, use one
+Two groups with equal ranks in equal order, on the same backend with the same options, use one
 communicator; private groups never share. Whether it can be shared depends on all members, since
 any of them may have closed it, or seen it fail, before the others: each offers what it has when
 they agree on what they make, and the agreement gives the communicator its label.
@@ -25,16 +25,16 @@ from typing import Any
 from weakref import ref
 
 from ..backends.communicator import Communicator
-from ..backends.registry import Opening, Wire
+from ..backends.registry import BackendType, Opening
 from ..bootstrap.timeout_store import find_value, read_json, read_number, within
 from ..bootstrap.world import World
 from ..checking.call_sites import find_place, stack_text
-from ..checking.fingerprint_table import CHECK_EVERY, HeaderTable
+from ..checking.fingerprint_table import CHECK_EVERY, FingerprintTable
 from ..checking.recorder import Recorder
 from ..errors import MeshdistError, StoreError
-from ..launching.stack_dump import Answerer
+from ..launching.stack_dump import StackDumper
 from ..runtime.deadlines import Deadline, wait_until
-from ..runtime.fork_safe_locks import ModuleLock
+from ..runtime.fork_safe_locks import ForkSafeLock
 from ..runtime.hosts import (
     DESTROYED,
     call_at_end,
@@ -45,19 +45,19 @@ from ..runtime.hosts import (
     is_ending_by_exception,
 )
 from .agreement import NO_OFFERS, Agreement, Agreements, Offers
-from .control_messages import Endings, SignalReply, SignalThread, post, receipts_key
+from .control_messages import ControlReply, ControlThread, Endings, post, receipts_key
 from .host_comparison import (
     DISAGREEMENT,
-    HeaderTables,
+    FingerprintTables,
     HostComparison,
     parse_abort,
     parse_disagreement,
     reason_of,
 )
-from .liveness import Presence, key_of_opened
+from .liveness import Liveness, key_of_opened
 
 _log = logging.getLogger("meshdist.groups")
-_making = ModuleLock()
+_making = ForkSafeLock()
 _PATIENCE = timedelta(seconds=5)
 _RECEIPTS_S = 1.0
 _NOTING_S = 0.01
@@ -72,7 +72,7 @@ class OpenCommunicator:
     communicator: Communicator
     recorder: Recorder
     aborts: dict[str, dict[str, Any]]
-    header_table: HeaderTable | None = None
+    fingerprint_table: FingerprintTable | None = None
     spans_hosts: bool = False
     sees_all_calls: bool = False  # whether every member sees those of all; equal on all of them
     options: Any = None  # kept, since equal options are known by their identity
@@ -93,15 +93,15 @@ class OpenCommunicator:
     def leave(self) -> None:
         """Announce to the other members that this process exits normally."""
         self.communicator.leave()
-        if self.header_table is not None:
-            self.header_table.leave()
+        if self.fingerprint_table is not None:
+            self.fingerprint_table.leave()
 
     def close(self) -> None:
         """Close the communicator and its table."""
         self.is_closed = True
         self.communicator.close()
-        if self.header_table is not None:
-            self.header_table.close()
+        if self.fingerprint_table is not None:
+            self.fingerprint_table.close()
 
 
 class Registry:
@@ -111,20 +111,20 @@ class Registry:
         self.world = world
         self.aborts: dict[str, dict[str, Any]] = {}
         """Why a communicator is broken, by label."""
-        self.beside_wires = Recorder()
+        self.beside_backends = Recorder()
         """Calls that go through the store instead of a communicator."""
-        self.header_tables = HeaderTables(world)
+        self.fingerprint_tables = FingerprintTables(world)
         self.endings = Endings(world)
-        self.presence = Presence(world, self.endings)
+        self.liveness = Liveness(world, self.endings)
         self.look: Callable[[], None] | None = None
         """The function that the signal thread calls every now and then."""
-        self.wait_notice_s: float | None = None
+        self.stall_warning_s: float | None = None
         """After how long a wait is told of, in the context that says so; 0 for never."""
         self._agreements = Agreements(world, self.endings)
         self._by_label: dict[str, OpenCommunicator] = {}
         self._lock = threading.RLock()
         self._num_openings = 0
-        self._signals: SignalThread | None = None
+        self._signals: ControlThread | None = None
 
     def start(self) -> None:
         """Start this rank's signal thread, and register its end; do nothing on simulated ranks."""
@@ -132,11 +132,11 @@ class Registry:
         if world.is_simulated:
             return
         if world.has_processes and world.handle is not None:
-            self.endings.announce(words=self.header_tables.make_words())
-            self._answerer = Answerer(self.where)
-            signs = self.header_tables.signs_of_life()
+            self.endings.announce(words=self.fingerprint_tables.make_words())
+            self._answerer = StackDumper(self.where)
+            signs = self.fingerprint_tables.signs_of_life()
             told = self.answer, lambda it: self._abort_here(parse_abort(it)), self._look, signs
-            self._signals = SignalThread(world, world.handle, *told)
+            self._signals = ControlThread(world, world.handle, *told)
         call_at_end(self._end)  # before that of the signals, which was registered before
 
     @contextmanager
@@ -166,7 +166,7 @@ class Registry:
             has_failed = False
         finally:
             for each in made:
-                patience = self.presence.patience_of_server() or (
+                patience = self.liveness.patience_of_server() or (
                     _PATIENCE if each.opened else None
                 )
                 self._finish_opening(each, None if has_failed else patience)
@@ -198,7 +198,7 @@ class Registry:
     def drop(self, group: Any) -> bool:
         """End a dropped group's use of communicators; return whether any keeps it as last user."""
         with self._lock:
-            opened = {channel.opened for channel in group.channels}
+            opened = {device_group.opened for device_group in group.device_groups}
             for communicator in opened:
                 communicator.users.pop(id(group), None)
                 if not communicator.is_in_use:
@@ -211,17 +211,17 @@ class Registry:
         if not world.has_processes or len(members) < 2:
             return
         with suppress(StoreError):  # the next call that needs it says so
-            are_open = self.presence.count(key_of_opened(agreement), members, patience)
+            are_open = self.liveness.count(key_of_opened(agreement), members, patience)
             for opened in agreement.opened if are_open else ():
-                table = opened.header_table
+                table = opened.fingerprint_table
                 if opened.communicator.on_stream and table is not None and table.sees_all():
                     is_blind = find_value(world.store, f"{opened.label}/blind") is not None
                     opened.sees_all_calls = not is_blind
 
     def acquire(
-        self, wire: Wire, opening: Opening, agreement: Agreement, label: str, user: Any
+        self, backend: BackendType, opening: Opening, agreement: Agreement, label: str, user: Any
     ) -> OpenCommunicator:
-        """Return the open communicator ``label``, or open it over ``wire``, and record ``user``.
+        """Return the open communicator ``label``, or open it over ``backend``, and record ``user``.
 
         Args:
             user: the group that asks; if it is private no other group may share the communicator.
@@ -233,12 +233,12 @@ class Registry:
                 return shared
         world, ranks, options = self.world, opening.ranks, opening.options
         # The table comes first, so that members that have opened their side find it.
-        table = None if wire.compares_calls else self.header_tables.make(label, ranks)
+        table = None if backend.compares_calls else self.fingerprint_tables.make(label, ranks)
         communicator = None
         try:
             with within(Deadline(opening.timeout)):
-                communicator = wire.open(opening)
-                reaches = table is not None and self.header_tables.reaches(ranks)
+                communicator = backend.open(opening)
+                reaches = table is not None and self.fingerprint_tables.reaches(ranks)
                 is_one_host = len(ranks) > 1 and not world.spans_hosts(ranks)
                 if communicator.on_stream and is_one_host and not reaches:  # it will not see theirs
                     world.store.set(f"{label}/blind", "")  # all of its members read this
@@ -252,7 +252,7 @@ class Registry:
         recorder = Recorder(2 * CHECK_EVERY) if spans_hosts else Recorder()
         of_calls = label, communicator, recorder, self.aborts, table
         facts = spans_hosts, communicator.on_stream and len(ranks) == 1, options
-        connection = wire.connection_for(opening.device_type)
+        connection = backend.connection_for(opening.device_type)
         share_key = None if user.is_private else (connection, ranks, id(options))
         users: dict[int, Callable[[], Any]] = {id(user): ref(user)}
         opened = OpenCommunicator(*of_calls, *facts, share_key, users, ranks)
@@ -267,7 +267,7 @@ class Registry:
         """Return the label of an open communicator of equal arguments that may be shared, or "".
 
         Args:
-            connection: the wire's name for it, of ``Wire.connection_for``.
+            connection: the backend's name for it, of ``BackendType.connection_for``.
         """
         key = (connection, ranks, id(options))
         with self._lock:
@@ -313,7 +313,7 @@ class Registry:
         known, store, key = self.aborts.get(label), self.world.store, f"{label}/abort"
         if known is None and store.check([key]):
             known = read_json(store, key, parse_abort)
-            # Its signal may not have arrived yet, and the next verb must not use the wire.
+            # Its signal may not have arrived yet, and the next collective must not use the backend.
             self._abort_here(known)
         elif known is None and store.check([told := f"{label}/{DISAGREEMENT}"]):
             # Of the members that have read it, some may have left before the first aborts.
@@ -322,11 +322,11 @@ class Registry:
             known = self.aborts.get(label)
         return known
 
-    def answer(self, about: dict[str, Any]) -> SignalReply:
+    def answer(self, about: dict[str, Any]) -> ControlReply:
         """Return each communicator's last call, the call ``about`` unless {}, and the place now."""
         asked = self._by_label.get(about.get("label", ""))
         recorders = [(opened.label, opened.recorder) for opened in self.all_opened()]
-        recorders.append(("", self.beside_wires))
+        recorders.append(("", self.beside_backends))
         used = sorted(
             (pair for pair in recorders if pair[1].moment), key=lambda pair: pair[1].moment
         )
@@ -342,30 +342,33 @@ class Registry:
         return {"calls": calls, "about": text, "now": now}
 
     def where(self) -> str:
-        """Return lines with the stack of this rank's program and its last verb."""
+        """Return lines with the stack of this rank's program and its last collective."""
         answer = self.answer({})
         last = answer["calls"][-1]["text"] if answer["calls"] else "none so far"
-        verb = f"last verb: {last}" if answer["now"] or not answer["calls"] else f"in {last}"
-        return f"{stack_text(self.world.thread_id)}  {verb}\n"
+        operation = (
+            f"last collective: {last}" if answer["now"] or not answer["calls"] else f"in {last}"
+        )
+        return f"{stack_text(self.world.thread_id)}  {operation}\n"
 
     def _look(self) -> None:
         if self.look is not None:
             self.look()
         self._answerer.look()
 
-    def compare_last(self, channels: Iterable[Any]) -> MeshdistError | None:
-        """Compare with other hosts the last calls on ``channels``, which close; return an error."""
+    def compare_last(self, device_groups: Iterable[Any]) -> MeshdistError | None:
+        """Compare with other hosts the last calls on ``device_groups``, which close; return an
+        error."""
         # It waits two seconds at most for the other members. Without them nothing is compared.
         world, error, limit = self.world, None, Deadline(_LAST)
         if find_failure(world.handled_before) is not None or world.process_id != os.getpid():
             return None
 
         def meet(key: str) -> bool:
-            return self.presence.count(key, channel.opened.ranks, limit.left)
+            return self.liveness.count(key, device_group.opened.ranks, limit.left)
 
-        for channel in sorted(channels, key=lambda each: each.opened.label):
+        for device_group in sorted(device_groups, key=lambda each: each.opened.label):
             try:
-                channel.compare_last(meet, _LAST)
+                device_group.compare_last(meet, _LAST)
             except MeshdistError as found:
                 error = error or found
         return error
@@ -374,8 +377,12 @@ class Registry:
         """Close all communicators and stop the signal thread; raise if last calls differ."""
         failure = find_failure(self.world.handled_before)
         users = [refer() for entry in self.all_opened() for refer in entry.users.values()]
-        of_users = [channel for user in filter(None, users) for channel in user.channels]
-        error = self.compare_last({channel.opened: channel for channel in of_users}.values())
+        of_users = [
+            device_group for user in filter(None, users) for device_group in user.device_groups
+        ]
+        error = self.compare_last(
+            {device_group.opened: device_group for device_group in of_users}.values()
+        )
         self._leave(DESTROYED if failure is None else ending_text(failure))
         if self._signals is not None:
             self._signals.stop()
@@ -383,7 +390,7 @@ class Registry:
             self._answerer.close()
         for entry in (opened := self.all_opened()):
             for user in filter(None, [refer() for refer in entry.users.values()]):
-                user.forget_channels()
+                user.forget_device_groups()
         self._by_label.clear()
         for entry in opened:
             if self.world.process_id != os.getpid():  # a forked child has no part in it
@@ -395,7 +402,7 @@ class Registry:
                 entry.close()
             except Exception:  # the others are to be closed as well
                 _log.exception("%s could not be closed", entry.label)
-        self.header_tables.close()
+        self.fingerprint_tables.close()
         if error is not None:
             raise error
 

@@ -1,4 +1,5 @@
-"""Messages between the processes of a world that arrive while they wait in a verb, or have left it.
+"""Messages between the processes of a world that arrive while they wait in a collective, or have
+left it.
 
 Each process has one signal thread. On each host that of the lowest rank that is alive learns of a
 signal by an alarm of the store's server, or looks eight times a second where there is none; the
@@ -27,12 +28,12 @@ from uuid import uuid4
 from torch.distributed import Store
 
 from ..bootstrap.store_liveness import AlarmLost, KeyAlarm, find_readable
-from ..bootstrap.timeout_store import BoundedStore, read_json, read_jsons, read_number
+from ..bootstrap.timeout_store import TimeoutStore, read_json, read_jsons, read_number
 from ..bootstrap.world import World
-from ..checking.shared_flags import SignsOfLife
+from ..checking.shared_flags import Heartbeats
 from ..errors import StoreError
 from ..runtime.deadlines import Deadline, wait_until
-from ..runtime.hosts import IN_GOOD_ORDER, ProcessCard, is_alive, is_stopped, my_card
+from ..runtime.hosts import IN_GOOD_ORDER, ProcessInfo, is_alive, is_stopped, my_process_info
 
 _log = logging.getLogger("meshdist.signals")
 T = TypeVar("T")
@@ -47,7 +48,7 @@ _END_S = 20.0  # a request to the store ends in a few seconds
 _NUM_LEFT = "ended"
 
 
-class SignalReply(TypedDict):
+class ControlReply(TypedDict):
     """Fields of a rank's answer to another rank's question about its calls."""
 
     calls: list[dict[str, Any]]
@@ -58,16 +59,16 @@ class SignalReply(TypedDict):
     """The place of the program where it is; "" where that is in its last call."""
 
 
-def last_call_text(answer: SignalReply | None) -> str:
+def last_call_text(answer: ControlReply | None) -> str:
     """Return the text of a rank's last call and place, or that it gives no answer (None)."""
     if answer is None:
         return "gives no answer: it has ended or is stopped"
     calls = answer["calls"]
-    text = f"last {calls[-1]['text']}" if calls else "runs, and has called no verb"
+    text = f"last {calls[-1]['text']}" if calls else "runs, and has called no collective"
     return f"{text}; now at {answer['now']}" if answer["now"] else text
 
 
-class SignalThread:
+class ControlThread:
     """A daemon thread that acts on the signals (messages in the store) of other ranks.
 
     Args:
@@ -81,11 +82,11 @@ class SignalThread:
     def __init__(
         self,
         world: World,
-        handle: BoundedStore,
-        answer: Callable[[dict[str, Any]], SignalReply],
+        handle: TimeoutStore,
+        answer: Callable[[dict[str, Any]], ControlReply],
         abort: Callable[[dict[str, Any]], None],
         look: Callable[[], None],
-        signs: SignsOfLife,
+        signs: Heartbeats,
     ) -> None:
         self._world = world
         self._signs = signs
@@ -146,7 +147,9 @@ class SignalThread:
             self._signs.beat(latest)  # before this process acts, which may take long
             while self._seen < latest:
                 self._seen += 1
-                self._world.latest_signal = max(self._world.latest_signal, self._seen)
+                self._world.latest_control_message = max(
+                    self._world.latest_control_message, self._seen
+                )
                 try:
                     read_json(self._store, _signal_key(self._seen), self._act)
                 except StoreError as junk:
@@ -218,10 +221,10 @@ def _alarm_key(store: Store, number: int) -> str:
 def post(world: World, message: dict[str, Any]) -> int:
     """Store ``message`` for all signal threads to act on; return its number, counted from 1."""
     text = json.dumps({**message, "by": uuid4().hex})
-    number = world.latest_signal + 1
+    number = world.latest_control_message + 1
     while world.store.compare_set(_signal_key(number), "", text) != text.encode():
         number += 1
-    world.latest_signal = max(world.latest_signal, number)
+    world.latest_control_message = max(world.latest_control_message, number)
     if world.handle is not None:
         world.handle.set_bare(_alarm_key(world.store, number))
     return number
@@ -233,7 +236,7 @@ def ask(
     about: dict[str, Any] | None = None,
     *,
     patience_s: float = _ANSWER_S,
-) -> dict[int, SignalReply]:
+) -> dict[int, ControlReply]:
     """Ask ``ranks`` for their last calls; return the answers, by rank, that come in time.
 
     Args:
@@ -249,8 +252,8 @@ def ask(
     return collect(world.store, keys, grace, parse_answer)
 
 
-def parse_answer(value: Any) -> SignalReply:
-    """Return ``value``, read from the store, as a SignalReply; raise if it is malformed."""
+def parse_answer(value: Any) -> ControlReply:
+    """Return ``value``, read from the store, as a ControlReply; raise if it is malformed."""
     calls = [
         {"label": str(it["label"]), "sequence": int(it["sequence"]), "text": str(it["text"])}
         for it in value["calls"]
@@ -274,14 +277,14 @@ class Endings:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._cards: dict[int, ProcessCard] = {}
+        self._process_infos: dict[int, ProcessInfo] = {}
         self._left: dict[int, tuple[str, dict[str, int]]] = {}
         self._looked: dict[int, int] = {}  # how many had left when each was last looked for
 
     def announce(self, **more: Any) -> None:
         """Store this rank's process card, with ``more`` fields, for the other ranks."""
-        card = {**my_card().to_json(), **more}
-        self._world.store.set(card_key(self._world.rank), json.dumps(card))
+        process_info = {**my_process_info().to_json(), **more}
+        self._world.store.set(process_info_key(self._world.rank), json.dumps(process_info))
 
     def leave(self, how: str, num_calls: dict[str, int]) -> None:
         """Store how this rank leaves, and its number of collectives by communicator's label."""
@@ -306,7 +309,9 @@ class Endings:
         if not self._world.has_processes:
             return found
         for rank in ranks:  # first: what a process has left behind is there when it ends
-            if (card := self._find_card(rank)) is not None and is_alive(card) is False:
+            if (process_info := self._find_process_info(rank)) is not None and is_alive(
+                process_info
+            ) is False:
                 found[rank] = "has ended"
         num_left = read_number(store, _NUM_LEFT)
         for rank in ranks:
@@ -334,22 +339,24 @@ class Endings:
 
     def is_stopped(self, rank: int) -> bool:
         """Return whether a process of this host is stopped, as by SIGSTOP; else False."""
-        card = self._find_card(rank) if self._world.has_processes else None
-        return card is not None and is_stopped(card)
+        process_info = self._find_process_info(rank) if self._world.has_processes else None
+        return process_info is not None and is_stopped(process_info)
 
-    def _find_card(self, rank: int) -> ProcessCard | None:
+    def _find_process_info(self, rank: int) -> ProcessInfo | None:
         world = self._world
         if world.hosts[rank] != world.hosts[world.rank]:
             return None
-        if rank not in self._cards and world.store.check([card_key(rank)]):
-            self._cards[rank] = read_json(world.store, card_key(rank), ProcessCard.from_json)
-        return self._cards.get(rank)
+        if rank not in self._process_infos and world.store.check([process_info_key(rank)]):
+            self._process_infos[rank] = read_json(
+                world.store, process_info_key(rank), ProcessInfo.from_json
+            )
+        return self._process_infos.get(rank)
 
 
 def _ending_key(rank: int) -> str:
     return f"ended/{rank}"
 
 
-def card_key(rank: int) -> str:
+def process_info_key(rank: int) -> str:
     """Return the key under which ``announce`` stores the process card of ``rank``."""
     return f"process/{rank}"

@@ -15,27 +15,27 @@ import torch
 from ..arrays import find_hand_back
 from ..backends.communicator import Communicator, explained
 from ..backends.native_core import core
-from ..backends.operation_args import ROW_MAJOR, Layout, PreparedCall, Sizes, find_layout, flat
-from ..backends.registry import Wire
+from ..backends.operation_args import ROW_MAJOR, Layout, OperationArgs, Sizes, find_layout, flat
+from ..backends.registry import BackendType
 from ..backends.requests import (
     DONE,
-    MembersDisagree,
-    WireAborted,
-    WireFailure,
-    WireTimeout,
+    BackendAborted,
+    BackendFailure,
+    BackendTimeout,
+    RanksMismatch,
     followed,
 )
 from ..backends.started_work import StartedWork
 from ..backends.work import WatchedWork, Work
 from ..checking.call_sites import line_of, warn_once_at
-from ..checking.calls import Call, GroupFacts, Note, calls, get_call, get_message
-from ..checking.debug_levels import TRACE, DebugLevel, get_debug_level, verbs_log
-from ..checking.fingerprint_table import CHECK_EVERY, HeaderTable
+from ..checking.calls import Call, CallRecord, GroupFacts, calls, get_call, get_message
+from ..checking.debug_levels import TRACE, DebugLevel, get_debug_level, operations_log
+from ..checking.fingerprint_table import CHECK_EVERY, FingerprintTable
 from ..checking.recorder import Recorder
 from ..error_text import explain
 from ..errors import MeshdistError, StoreError
 from .communicators import OpenCommunicator
-from .failure_diagnosis import Explainer, OtherMembers
+from .failure_diagnosis import FailureDiagnosis, PeerStatus
 from .host_comparison import is_due
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ DEVICE_TYPES = {"cpu": 1, "cuda": 2}
 """The devices on which calls take the fast path, as DLPack numbers them."""
 
 
-class Channel:
+class DeviceGroup:
     """Runner of a group's calls on one device type, which notes, compares and starts each call.
 
     Args:
@@ -58,14 +58,14 @@ class Channel:
     def __init__(
         self,
         group: GroupFacts,
-        wire: Wire,
+        backend: BackendType,
         opened: OpenCommunicator,
         device_type: str,
-        others: OtherMembers,
+        others: PeerStatus,
         user: Callable[[], Any] = lambda: None,
     ) -> None:
         self.group = group
-        self.wire = wire
+        self.backend = backend
         self.opened = opened
         self.user = user
         self.aborts = opened.aborts
@@ -73,13 +73,13 @@ class Channel:
         self._uses_streams = opened.communicator.on_stream or device_type != "cpu"
         self.timeout = group.timeout
         self.communicator: Communicator = opened.communicator
-        self.header_table = opened.header_table
+        self.fingerprint_table = opened.fingerprint_table
         self.recorder = opened.recorder
         self.spans_hosts = opened.spans_hosts
         self._others = others
-        self.explain = Explainer(group, self.recorder, others).explain
+        self.explain = FailureDiagnosis(group, self.recorder, others).explain
         self.communicator.watch(self.explain)
-        # Without the channel, which keeps the native core's part that is given this.
+        # Without the device group, which keeps the native core's part that is given this.
         self.disagree = partial(_disagreement, self.explain)
         self._warn_dropped: Callable[[int], None] | None = partial(
             _warn_dropped, self.recorder, self.aborts, opened.label
@@ -108,26 +108,27 @@ class Channel:
         return self.opened.sees_all_calls
 
     def explained(self, error: BaseException) -> BaseException:
-        """Return ``error``, or its explanation if a wire or a signal's handler raised ``error``."""
+        """Return ``error``, or its explanation if a backend or a signal's handler raised ``error``."""
         return explained(self.explain, self.timeout, error)
 
-    def enter(self, prepared: PreparedCall, layouts: Sequence[Layout] = ()) -> None:
+    def enter(self, prepared: OperationArgs, layouts: Sequence[Layout] = ()) -> None:
         """Note the collective ``prepared``, and compare it with the calls of the others.
 
         Args:
-            prepared: its verb, op, root and title must be equal on all members, and so must the
-                dtype and number of elements of ``noted``; only the dtype where there are ``sizes``.
+            prepared: its collective, op, root and title must be equal on all members, and so must
+                the dtype and number of elements of ``noted``; only the dtype where there are
+                ``sizes``.
             layouts: of the tensors, where they must be equal on all members
                 (``demands_layouts``).
 
         Raises:
-            AgreementError: another member has started another call in its place; every member
+            MismatchError: another member has started another call in its place; every member
                 that waits raises it.
             CollectiveTimeoutError: a member is more than a thousand calls behind for too long.
         """
-        verb, tensor, sizes = prepared.verb, prepared.noted, prepared.sizes
-        op, root, title = prepared.noted_op, prepared.root, prepared.title
-        call = get_call(verb, tensor, op, root, title, sizes is not None, tuple(layouts))
+        operation, tensor, sizes = prepared.operation, prepared.noted, prepared.sizes
+        op, root, op_name = prepared.noted_op, prepared.root, prepared.op_name
+        call = get_call(operation, tensor, op, root, op_name, sizes is not None, tuple(layouts))
         prepared.call = call
         recorder = self.recorder
         if sizes is None and not layouts and self._enter(call, call.fingerprint):
@@ -138,11 +139,11 @@ class Channel:
         sent, taken = sizes or _EVEN
         self._note(call, sizes or ())
         prepared.sequence, _, prepared.number = recorder.counts
-        header_table, sequence = self.header_table, prepared.sequence
-        if header_table is not None:
+        fingerprint_table, sequence = self.fingerprint_table, prepared.sequence
+        if fingerprint_table is not None:
             if sent or not sequence % CHECK_EVERY:
-                self._wait_for_the_slowest(header_table, sequence, bool(sent))
-            if header_table.enter(sequence, call.fingerprint, sent, taken):
+                self._wait_for_the_slowest(fingerprint_table, sequence, bool(sent))
+            if fingerprint_table.enter(sequence, call.fingerprint, sent, taken):
                 raise self.disagree(sequence)
         if self.spans_hosts or self.communicator.on_stream:
             self._compare_before_data_move(call, tensor, sent, taken)
@@ -153,16 +154,20 @@ class Channel:
         if self._leaves_early and prepared.root is not None:
             self._await_rooted(prepared)
 
-    def _await_rooted(self, prepared: PreparedCall) -> None:
+    def _await_rooted(self, prepared: OperationArgs) -> None:
         """Wait for all members of a rooted call that a member may leave before others come."""
-        if prepared.waits and self.header_table is not None and self.header_table.sees_all():
+        if (
+            prepared.waits
+            and self.fingerprint_table is not None
+            and self.fingerprint_table.sees_all()
+        ):
             self._wait_for_all()
 
-    def run(self, prepared: PreparedCall, *, is_async: bool = False) -> Work | None:
+    def run(self, prepared: OperationArgs, *, is_async: bool = False) -> Work | None:
         """Start ``prepared`` and wait for its end; with ``is_async`` return its Work at once.
 
         Raises:
-            AgreementError, CollectiveTimeoutError: as ``enter``; of a message, its counterpart has
+            MismatchError, CollectiveTimeoutError: as ``enter``; of a message, its counterpart has
                 another dtype or number of elements.
             CollectiveTimeoutError, AbortedError, BackendError: as the group explains.
         """
@@ -177,42 +182,42 @@ class Channel:
             self.start_entered(prepared)
         if is_async:
             return self.work(prepared)
-        if prepared.operation is not DONE or prepared.is_elsewhere or prepared.foreign:
+        if prepared.request is not DONE or prepared.is_elsewhere or prepared.foreign:
             self.finish(prepared)
         return None
 
-    def start_entered(self, prepared: PreparedCall) -> None:
-        """Start a collective that ``enter`` noted; set ``prepared.operation``, or raise."""
+    def start_entered(self, prepared: OperationArgs) -> None:
+        """Start a collective that ``enter`` noted; set ``prepared.request``, or raise."""
         if prepared.written:
             prepared.begin_here()
         prepared.recorder = self.recorder
         try:
-            operation, then = self.communicator.start(prepared), prepared.then
-            prepared.operation = operation if then is None else followed(operation, then)
+            request, then = self.communicator.start(prepared), prepared.then
+            prepared.request = request if then is None else followed(request, then)
         except BaseException as error:
             raise self._error_of_call(prepared, error) from None
 
-    def start_together(self, messages: Sequence[PreparedCall]) -> None:
+    def start_together(self, messages: Sequence[OperationArgs]) -> None:
         """Start sends and receives in a batch without order; ``finish`` or a Work awaits each."""
         with self.communicator.batch(self.explain):
             for message in messages:
                 message.timeout = self.timeout
                 self._start_message(message)
 
-    def finish(self, prepared: PreparedCall, left: timedelta | None = None) -> None:
+    def finish(self, prepared: OperationArgs, left: timedelta | None = None) -> None:
         """Wait for a call, ``left`` or its timeout at most; copy results to the caller's arrays."""
-        operation = prepared.operation
+        request = prepared.request
         try:
-            if operation is not DONE:
-                operation.finish(prepared.timeout if left is None else left)
+            if request is not DONE:
+                request.finish(prepared.timeout if left is None else left)
         except BaseException as error:
-            if left is not None and isinstance(error, WireTimeout):
-                error = WireTimeout.after(prepared.timeout)
+            if left is not None and isinstance(error, BackendTimeout):
+                error = BackendTimeout.after(prepared.timeout)
             raise self._error_of_call(prepared, error) from None
         if prepared.is_elsewhere or prepared.foreign:
             prepared.finish_here()
 
-    def work(self, prepared: PreparedCall) -> Work:
+    def work(self, prepared: OperationArgs) -> Work:
         """Return the Work of a started call, for a caller that waits later."""
         written, result = prepared.written, prepared.result
         results = list(map(itemgetter(0), written) if result is None else result)
@@ -220,12 +225,12 @@ class Channel:
         # Where this rank only sends, those that receive may tell.
         warn_dropped = self._warn_dropped if written or not results else None
         return WatchedWork(
-            prepared.operation,
+            prepared.request,
             self.timeout,
             self.explain,
             results,
             prepared.find_copy_back() if prepared.is_elsewhere else None,
-            prepared.verb,
+            prepared.operation,
             self.group.name,
             prepared.is_message,
             find_hand_back(prepared.foreign) if prepared.foreign else None,
@@ -235,7 +240,7 @@ class Channel:
             self._uses_streams,
         )
 
-    def _enter_as_it_lies(self, prepared: PreparedCall) -> None:
+    def _enter_as_it_lies(self, prepared: OperationArgs) -> None:
         """Enter a collective whose tensors are not row-major; they travel as is, flat or copied."""
         tensors, op = prepared.inputs, prepared.op
         if self.communicator.takes_layouts(prepared.way, tensors, op):
@@ -247,11 +252,11 @@ class Channel:
             self.enter(prepared)
             prepared.travel_as([tensor.contiguous() for tensor in tensors], are_copies=True)
 
-    def _start_message(self, prepared: PreparedCall) -> None:
+    def _start_message(self, prepared: OperationArgs) -> None:
         """Note and start a send or receive; raise if its counterpart, if noted, does not fit."""
-        communicator, recorder, table = self.communicator, self.recorder, self.header_table
+        communicator, recorder, table = self.communicator, self.recorder, self.fingerprint_table
         peer, tag, is_send = prepared.root, prepared.tag, not prepared.outputs
-        call = get_message(prepared.verb, prepared.noted, peer, tag)
+        call = get_message(prepared.operation, prepared.noted, peer, tag)
         prepared.recorder = recorder
         # The sooner a receive is posted the less its sender waits; its call is noted while the
         # message is on its way.
@@ -270,7 +275,7 @@ class Channel:
             prepared.begin_here()
         failed: BaseException | None = None
         try:
-            prepared.operation = communicator.start(prepared)
+            prepared.request = communicator.start(prepared)
         except BaseException as error:
             failed = error
         if is_noted_late:
@@ -279,33 +284,34 @@ class Channel:
         if failed is not None:
             raise self._error_of_call(prepared, failed) from None
 
-    def _error_of_call(self, prepared: PreparedCall, error: BaseException) -> BaseException:
-        """Return the error to raise for a failed call: ``error``, or an explained WireFailure."""
-        if isinstance(error, WireFailure):
+    def _error_of_call(self, prepared: OperationArgs, error: BaseException) -> BaseException:
+        """Return the error to raise for a failed call: ``error``, or an explained BackendFailure."""
+        if isinstance(error, BackendFailure):
             error.limit = prepared.timeout
             return self.explain(error, prepared.number)
         # A message that a handler leaves may still come. A receive from any member, which only a
-        # wire that compares calls takes back, would take another message then: it breaks the group.
-        stays = prepared.root is not None or self.wire.compares_calls
+        # backend that compares calls takes back, would take another message then: it breaks the
+        # group.
+        stays = prepared.root is not None or self.backend.compares_calls
         return error if prepared.is_message and stays else self.explained(error)
 
     def is_broken(self) -> bool:
-        """Return whether the group failed or was aborted, so that every call on it is refused."""
+        """Return whether the group failed or was aborted, so that every call on it is rejected."""
         return self.opened.label in self.aborts
 
-    def refuse_broken(self) -> None:
+    def reject_broken(self) -> None:
         """Raise if the group is broken: an earlier call's unraised error, else why it is broken."""
         if self.aborts and self.is_broken():
             error = self.communicator.take_error()
-            raise self.explain(WireAborted("the group is broken")) if error is None else error
+            raise self.explain(BackendAborted("the group is broken")) if error is None else error
 
     def _note(self, call: Call, sizes: Sequence[Sequence[int]] = ()) -> None:
         """Note a call; raise if the group broke."""
         note = self.recorder.note(self.group, call, sizes)
-        if verbs_log.isEnabledFor(TRACE):
-            verbs_log.log(TRACE, "%s: %s", self.group.here, Note(*note).heading)
+        if operations_log.isEnabledFor(TRACE):
+            operations_log.log(TRACE, "%s: %s", self.group.here, CallRecord(*note).heading)
         if self.aborts:
-            self.refuse_broken()
+            self.reject_broken()
 
     def _native_entry(self) -> Any:
         """Return the native Entry that notes and compares plain calls; None without native code."""
@@ -314,7 +320,7 @@ class Channel:
             notes = self.recorder.for_core(core.Notes)
         if notes is None:
             return None
-        table, comparison = self.header_table, self._comparison
+        table, comparison = self.fingerprint_table, self._comparison
         on_stream = self.communicator.on_stream
         device_type = self.device_type if on_stream else "cpu"  # others copy to the host
         get_level = torch.distributed.get_debug_level if on_stream else None
@@ -326,7 +332,7 @@ class Channel:
             headers=None if table is None else table.for_core(core.Words, core.Headers),
             aborts=self.aborts,
             label=self.opened.label,
-            log=verbs_log,
+            log=operations_log,
             log_level=TRACE,
             ranks=self.group.ranks,
             member=self.group.rank,
@@ -356,7 +362,8 @@ class Channel:
         Args:
             sent, taken: how many elements go to, and come from, each member; () if equally many.
         """
-        # On a wire whose verbs are enqueued the others wait no more as a late member differs.
+        # On a backend whose collectives are enqueued the others wait no more as a late member
+        # differs.
         compares_first = _level(self.opened).value > self._most_level.value
         try:
             if self.opened.sees_all_calls:
@@ -368,7 +375,7 @@ class Channel:
             raise self.explained(error) from None
 
     def _compare_with_hosts(
-        self, prepared: PreparedCall, tensor: torch.Tensor | list[torch.Tensor] | None
+        self, prepared: OperationArgs, tensor: torch.Tensor | list[torch.Tensor] | None
     ) -> None:
         """Compare the calls since the last round with other hosts; raise if any differ."""
         assert self._comparison is not None
@@ -390,12 +397,12 @@ class Channel:
             timeout: how long a round may take.
 
         Raises:
-            AgreementError: calls differ; every member raises it.
+            MismatchError: calls differ; every member raises it.
         """
         comparison, sequence, differing = self._comparison, self.recorder.sequence, None
         if comparison is None or self.is_broken():
             return
-        with suppress(WireFailure, StoreError):  # a member has ended, and makes no more calls
+        with suppress(BackendFailure, StoreError):  # a member has ended, and makes no more calls
             if sequence == comparison.last:
                 differing = comparison.finish(timeout)
             elif meet(f"{self.opened.label}/last/{sequence}"):
@@ -412,24 +419,24 @@ class Channel:
 
     def _wait_for_all(self) -> None:
         """Wait for all members to make the call noted last; raise if late, or if calls differ."""
-        header_table, sequence = self.header_table, self.recorder.sequence
-        if header_table is None:  # there are no others
+        fingerprint_table, sequence = self.fingerprint_table, self.recorder.sequence
+        if fingerprint_table is None:  # there are no others
             return
-        differing = header_table.wait_for_all(sequence, self.timeout, self.refuse_broken)
+        differing = fingerprint_table.wait_for_all(sequence, self.timeout, self.reject_broken)
         if differing is None:
-            raise self.explain(WireTimeout("not all members have come to it"))
+            raise self.explain(BackendTimeout("not all members have come to it"))
         if differing:
             raise self.disagree(sequence)
 
     def _wait_for_the_slowest(
-        self, header_table: HeaderTable, sequence: int, is_uneven: bool
+        self, fingerprint_table: FingerprintTable, sequence: int, is_uneven: bool
     ) -> None:
         """Wait until no member needs the header entry that call ``sequence`` replaces, or raise."""
-        check = self.refuse_broken
-        member = header_table.wait_for_the_slowest(sequence, is_uneven, self.timeout, check)
+        check = self.reject_broken
+        member = fingerprint_table.wait_for_the_slowest(sequence, is_uneven, self.timeout, check)
         if member is not None:
             slow = f"rank {self.group.ranks[member]} is too many calls behind"
-            raise self.explain(WireTimeout(slow))
+            raise self.explain(BackendTimeout(slow))
 
     def _compare_by_a_round(
         self,
@@ -444,7 +451,7 @@ class Channel:
         values = [*common, *(sent or nothing), *(taken or nothing)]
         mine = torch.tensor(values, dtype=torch.int64, device=device)
         all_of_them = mine.new_empty(size * len(values))
-        gather = PreparedCall("", "all_gather", [mine], [all_of_them]).as_own(self.timeout)
+        gather = OperationArgs("", "all_gather", [mine], [all_of_them]).as_own(self.timeout)
         self.communicator.start(gather).finish(self.timeout)
         headers = all_of_them.view(size, -1).tolist()
         commons = {tuple(row[: len(common)]) for row in headers}
@@ -461,12 +468,12 @@ def _level(opened: OpenCommunicator) -> DebugLevel:
 
 
 def _disagreement(
-    explain: Callable[[WireFailure], MeshdistError],
+    explain: Callable[[BackendFailure], MeshdistError],
     number: int,
     message: tuple[bool, int, int] | None = None,
 ) -> MeshdistError:
     """Return the error of a call ``number``, or a message (is_send, peer, tag), that differs."""
-    return explain(MembersDisagree("the members' calls differ", number, message))
+    return explain(RanksMismatch("the members' calls differ", number, message))
 
 
 def _warn_dropped(recorder: Recorder, aborts: Container[str], label: str, note: int) -> None:
@@ -481,6 +488,6 @@ def _warn_dropped(recorder: Recorder, aborts: Container[str], label: str, note: 
             f"the Work of {noted.call.name} was dropped, and nothing has waited for it",
             where=noted.heading,
             expected="wait(), or a future, before its tensors are used: they may hold anything",
-            fix="keep it and call wait(), or let the verb itself wait",
+            fix="keep it and call wait(), or let the collective itself wait",
         ),
     )

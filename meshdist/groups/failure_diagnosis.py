@@ -7,27 +7,27 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from ..backends.registry import Wire
+from ..backends.registry import BackendType
 from ..backends.requests import (
+    BackendAborted,
+    BackendFailure,
+    BackendTimeout,
+    BackendUnsupported,
     Interrupted,
     MemberGaveUp,
     MemberLost,
-    MembersDisagree,
-    MessageMisfit,
-    WireAborted,
-    WireFailure,
-    WireRefused,
-    WireTimeout,
+    MessageMismatch,
+    RanksMismatch,
 )
-from ..checking.calls import GroupFacts, Note, get_call, likeness
+from ..checking.calls import CallRecord, GroupFacts, get_call, likeness
 from ..checking.recorder import Recorder
 from ..error_text import ranks_text
 from ..errors import (
     AbortedError,
-    AgreementError,
     BackendError,
     CollectiveTimeoutError,
     MeshdistError,
+    MismatchError,
 )
 from ..runtime.deadlines import Deadline, wait_until
 from ..runtime.hosts import IN_GOOD_ORDER
@@ -40,12 +40,12 @@ _REASON_S = 1.0
 def explained_opening(
     group: str,
     ranks: Sequence[int],
-    wire: Wire,
+    backend: BackendType,
     where: str,
     find_silent: Callable[[], str] = str,
     tell: Callable[[str], None] | None = None,
 ) -> Iterator[None]:
-    """Turn a WireFailure of the body, which opens ``group``, into an error that names the group.
+    """Turn a BackendFailure of the body, which opens ``group``, into an error that names the group.
 
     Args:
         find_silent: returns the text of members that give no sign of life, or "".
@@ -53,17 +53,17 @@ def explained_opening(
     """
     try:
         yield
-    except WireFailure as failure:
-        kind = CollectiveTimeoutError if isinstance(failure, WireTimeout) else BackendError
-        is_refused = isinstance(failure, WireRefused)
+    except BackendFailure as failure:
+        kind = CollectiveTimeoutError if isinstance(failure, BackendTimeout) else BackendError
+        is_rejected = isinstance(failure, BackendUnsupported)
         usual = "check that all of these ranks make this call and that none has exited"
-        if is_refused:
-            usual = f"name another backend, for example {wire.replacement or 'gloo'!r}"
+        if is_rejected:
+            usual = f"name another backend, for example {backend.replacement or 'gloo'!r}"
         error = kind(
-            f"{group} could not be opened on wire {wire.name!r}",
+            f"{group} could not be opened on backend {backend.name!r}",
             where=where,
             found="\n".join(
-                filter(None, (_text_of(failure, ranks), "" if is_refused else find_silent()))
+                filter(None, (_text_of(failure, ranks), "" if is_rejected else find_silent()))
             ),
             fix=failure.fix or usual,
         )
@@ -72,12 +72,12 @@ def explained_opening(
         raise error from None
 
 
-class OtherMembers(ABC):
+class PeerStatus(ABC):
     """The other members of a communicator: their reports of a failure, and messages to them."""
 
     # What is not abstract does nothing here: a kind overrides what its members can do.
 
-    compare_misfits = True
+    compare_mismatches = True
     """Whether a sender raises, too, where its message does not fit what receives it."""
 
     @property
@@ -94,7 +94,7 @@ class OtherMembers(ABC):
             is_thorough: whether to go on behind a call to which a member has still not come.
 
         Raises:
-            MembersDisagree: calls differ.
+            RanksMismatch: calls differ.
         """
 
     def find_abort(self) -> dict[str, Any] | None:
@@ -103,12 +103,12 @@ class OtherMembers(ABC):
 
     @abstractmethod
     def break_here(self, reason: str) -> None:
-        """Refuse every later call of this member on the communicator, with ``reason``."""
+        """Reject every later call of this member on the communicator, with ``reason``."""
 
     def give_up(self, reason: str) -> None:  # noqa: B027 (those in one process fail together)
         """Abort the communicator on all members, with this member's ``reason``."""
 
-    def report(self, call: Note, but: int | None = None) -> str:
+    def report(self, call: CallRecord, but: int | None = None) -> str:
         """Return a text of how far the others, except member ``but``, have come at ``call``."""
         return ""
 
@@ -120,18 +120,18 @@ class OtherMembers(ABC):
         """Return how a member has left, as in "ended by ValueError: no data"; "" if unknown."""
         return ""
 
-    def find_first_failure(self, call: Note, text: str) -> str:
+    def find_first_failure(self, call: CallRecord, text: str) -> str:
         """Return the first failed member's report; "" if this rank is first, storing ``text``."""
         return ""
 
     @abstractmethod
     def agree_on_error(
-        self, disagreement: dict[str, str], mine: Note | None, about: dict[str, Any]
+        self, disagreement: dict[str, str], mine: CallRecord | None, about: dict[str, Any]
     ) -> dict[str, str]:
-        """Make all members raise the same AgreementError, and break the group; return its fields.
+        """Make all members raise the same MismatchError, and break the group; return its fields.
 
         Args:
-            disagreement: the fields of an AgreementError, to be completed.
+            disagreement: the fields of an MismatchError, to be completed.
             mine: this member's call, if it is still known.
             about: the others' call, as ``Recorder.text_about`` takes it, and ``asked``, the members
                 to ask where not all are meant.
@@ -141,16 +141,16 @@ class OtherMembers(ABC):
         """
 
 
-class Explainer:
+class FailureDiagnosis:
     """Turns failures of calls on one communicator into errors that name ranks, places, reasons."""
 
-    def __init__(self, group: GroupFacts, recorder: Recorder, others: OtherMembers) -> None:
+    def __init__(self, group: GroupFacts, recorder: Recorder, others: PeerStatus) -> None:
         self._group = group
         self._recorder = recorder
         self._others = others
-        self._unknown = Note(0, group, get_call("an earlier call", None))
+        self._unknown = CallRecord(0, group, get_call("an earlier call", None))
 
-    def explain(self, failure: WireFailure, note: int | None = None) -> MeshdistError:
+    def explain(self, failure: BackendFailure, note: int | None = None) -> MeshdistError:
         """Return the error for ``failure`` of the call noted as ``note``; None: the last call."""
         # The first rank that fails leaves its reason in the store, which later ranks quote. What a
         # signal's handler has raised is told to the others, and raised here as it is.
@@ -158,34 +158,34 @@ class Explainer:
             self._others.give_up(f"gave up in {self._find_call(note).heading}: {failure}")
             wait_until(failure.is_over, Deadline(_REASON_S))
             raise failure.error from None
-        if not isinstance(failure, MembersDisagree):
+        if not isinstance(failure, RanksMismatch):
             try:
                 self._others.compare_again()
-            except MembersDisagree as disagreement:
+            except RanksMismatch as disagreement:
                 failure = disagreement
         call = self._find_call(note)
         text = _text_of(failure, self._group.ranks)
         ending, lost = "", failure.member if isinstance(failure, MemberLost) else None
         if lost is not None and (ending := self._others.ending(lost)):
             text = f"rank {self._group.ranks[lost]} {ending}"
-        if isinstance(failure, MembersDisagree):
+        if isinstance(failure, RanksMismatch):
             if failure.message is None:
                 return self._different_calls(failure.number or call.sequence)
             return self._different_messages(failure.message, failure, call)
-        is_misfit = isinstance(failure, MessageMisfit) and self._others.compare_misfits
-        if is_misfit and call.is_message:
-            different = MembersDisagree("", call.number)
+        is_mismatch = isinstance(failure, MessageMismatch) and self._others.compare_mismatches
+        if is_mismatch and call.is_message:
+            different = RanksMismatch("", call.number)
             return self._different_messages(call.call.kind, different, call, text)
         abort = self._others.find_abort()
         if abort is None and isinstance(failure, MemberGaveUp):  # it says why in a moment
             abort = wait_until(self._others.find_abort, Deadline(_REASON_S))
-        if abort is not None or isinstance(failure, WireAborted):
+        if abort is not None or isinstance(failure, BackendAborted):
             return self._aborted(call, text, abort)
         if self._others.is_closed:
             return self._failed(
                 call, text, "let the calls of all threads end before the group is destroyed"
             )
-        is_late = isinstance(failure, WireTimeout)
+        is_late = isinstance(failure, BackendTimeout)
         # A rank whose timeout closes its connections is the first to fail, and says so at once. One
         # that sees them closed asks before who is still there.
         silent = "" if is_late or lost is not None else self._others.silent()
@@ -219,15 +219,15 @@ class Explainer:
             "where": self._group.name,
             "expected": expected,
             "found": "",
-            "fix": "make every member call the same verbs in the same order, on fitting tensors",
+            "fix": "make every member call the same collectives in the same order, on fitting tensors",
         }
         return self._agreed_error(fields, mine, {"sequence": sequence})
 
     def _different_messages(
         self,
         sides: tuple[bool, int | None, int | None],
-        failure: MembersDisagree,
-        call: Note,
+        failure: RanksMismatch,
+        call: CallRecord,
         found: str = "",
     ) -> MeshdistError:
         """Return the error that both sides raise since a message does not fit its receive.
@@ -255,7 +255,7 @@ class Explainer:
         return self._agreed_error(fields, mine, {**about, "asked": [] if peer is None else [peer]})
 
     def _agreed_error(
-        self, disagreement: dict[str, str], mine: Note | None, about: dict[str, Any]
+        self, disagreement: dict[str, str], mine: CallRecord | None, about: dict[str, Any]
     ) -> MeshdistError:
         call = self._find_call()
         abort = self._others.find_abort()
@@ -264,7 +264,7 @@ class Explainer:
         agreed = self._others.agree_on_error(disagreement, mine, about)
         return self._agreement_error(call, agreed)
 
-    def _aborted(self, call: Note, text: str, abort: dict[str, Any] | None) -> MeshdistError:
+    def _aborted(self, call: CallRecord, text: str, abort: dict[str, Any] | None) -> MeshdistError:
         if abort is None:
             first = self._others.find_first_failure(call, text)
             lines = (first or text, self._others.report(call))
@@ -284,11 +284,11 @@ class Explainer:
             else "make a new group or mesh on the ranks that are left",
         )
 
-    def _agreement_error(self, call: Note, disagreement: dict[str, str]) -> AgreementError:
+    def _agreement_error(self, call: CallRecord, disagreement: dict[str, str]) -> MismatchError:
         where = f"{disagreement['where']}\nraised on {self._where(call)}"
-        return AgreementError(**{**disagreement, "where": where})
+        return MismatchError(**{**disagreement, "where": where})
 
-    def _late(self, call: Note, failure: WireFailure, found: str) -> MeshdistError:
+    def _late(self, call: CallRecord, failure: BackendFailure, found: str) -> MeshdistError:
         seconds = (failure.limit or self._group.timeout).total_seconds()
         fix = (
             "check why these ranks did not make this call, or made it with other tensors; "
@@ -307,22 +307,22 @@ class Explainer:
             fix=fix,
         )
 
-    def _failed(self, call: Note, found: str, fix: str) -> MeshdistError:
+    def _failed(self, call: CallRecord, found: str, fix: str) -> MeshdistError:
         return BackendError(
-            f"{call.call.name} on {self._group.name} failed on wire {self._group.wire!r}",
+            f"{call.call.name} on {self._group.name} failed on backend {self._group.backend!r}",
             where=self._where(call),
             found=found,
             fix=fix,
         )
 
-    def _where(self, call: Note) -> str:
+    def _where(self, call: CallRecord) -> str:
         return f"{self._group.here}, {call.heading}"
 
-    def _find_call(self, note: int | None = None) -> Note:
+    def _find_call(self, note: int | None = None) -> CallRecord:
         return self._recorder.find_note(note) or self._unknown
 
 
-def _text_of(failure: WireFailure, ranks: Sequence[int]) -> str:
+def _text_of(failure: BackendFailure, ranks: Sequence[int]) -> str:
     """Return the text of a failure, which names a member by its global rank in ``ranks``."""
     if isinstance(failure, (MemberLost, MemberGaveUp)):
         return f"rank {ranks[failure.member]} {failure}"

@@ -13,9 +13,9 @@ from typing import Any, cast
 
 import torch
 
-from ..arguments import check_timeout, find_whole_numbers, get_whole_number
+from ..arguments import check_timeout, find_integers, get_integer
 from ..backends.backend_names import backends_in, parse_backends
-from ..backends.registry import get_wire
+from ..backends.registry import get_backend
 from ..bootstrap.world import World, find_world, get_usable_world
 from ..checking.call_sites import never_nested
 from ..error_text import ranks_text
@@ -69,12 +69,12 @@ def new_group(
 
     Args:
         ranks: global ranks; None means all.
-        timeout: how long a verb may wait; None takes the backend's default.
+        timeout: how long a collective may wait; None takes the backend's default.
         backend: as in ``init_process_group``; None takes the world's.
-        pg_options: the wire's own options.
+        pg_options: the backend's own options.
         use_local_synchronization: accepted; members never wait for outsiders here.
         group_desc: a name for messages.
-        device_id: binds the group's NCCL wire to this device, so that it connects at once.
+        device_id: binds the group's NCCL backend to this device, so that it connects at once.
         sort_ranks: whether the group's order is ascending instead of the given order.
 
     Returns:
@@ -83,7 +83,7 @@ def new_group(
 
     Raises:
         ArgumentError: no ranks, a rank twice, or outside the world.
-        AgreementError: members called with different arguments.
+        MismatchError: members called with different arguments.
         CollectiveTimeoutError: a member did not come; the text names it.
     """
     world = get_usable_world()
@@ -97,7 +97,7 @@ def new_group(
         return NON_GROUP_MEMBER
     name = group_desc or f"group of {ranks_text(members)}"
     definition = {"text": name, "ranks": members, "backends": backends}
-    default = max(get_wire(wire).default_timeout for wire in backends.values())
+    default = max(get_backend(backend_name).default_timeout for backend_name in backends.values())
     made = ProcessGroup(
         world,
         members,
@@ -146,7 +146,7 @@ def new_subgroups(
                 fix="pass group_size",
             )
         group_size = torch.cuda.device_count()
-    group_size = get_whole_number(group_size, "group_size")
+    group_size = get_integer(group_size, "group_size")
     if group_size < 1 or parent.size() % group_size:
         raise ArgumentError(
             f"subgroups of {group_size} do not divide a group of {parent.size()} ranks",
@@ -248,7 +248,7 @@ def get_group_rank(group: ProcessGroup, global_rank: int) -> int:
         NotInGroupError: it is no member.
     """
     target = resolve_group(group)
-    global_rank = get_whole_number(global_rank, "get_group_rank: global_rank")
+    global_rank = get_integer(global_rank, "get_group_rank: global_rank")
     if global_rank not in target.ranks:
         raise NotInGroupError(
             f"global rank {global_rank} is not in {target.name}",
@@ -264,7 +264,7 @@ def get_global_rank(group: ProcessGroup, group_rank: int) -> int:
         NotInGroupError: the group has no such place.
     """
     target = resolve_group(group)
-    group_rank = get_whole_number(group_rank, "get_global_rank: group_rank")
+    group_rank = get_integer(group_rank, "get_global_rank: group_rank")
     if not 0 <= group_rank < target.size():
         raise NotInGroupError(
             f"{target.name} has no group rank {group_rank}",
@@ -319,9 +319,9 @@ def _checked_lists(lists: Sequence[Sequence[int]], argument: str) -> list[list[i
 
 
 def _find_ranks(given: Iterable[Any]) -> list[int] | None:
-    """Return ``given`` as a list of whole numbers, None if it is no iterable of such numbers."""
+    """Return ``given`` as a list of integers, None if it is no iterable of such numbers."""
     with suppress(TypeError):
-        return find_whole_numbers(list(given))
+        return find_integers(list(given))
     return None
 
 
@@ -333,7 +333,7 @@ def _checked_ranks(
     members = _find_ranks(ranks)
     if members is None:
         raise KindError(
-            f"ranks must be a sequence of whole numbers, not {ranks!r}",
+            f"ranks must be a sequence of integers, not {ranks!r}",
             found=type(ranks).__name__,
         )
     wrong = [rank for rank in members if not 0 <= rank < world.size]

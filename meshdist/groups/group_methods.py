@@ -1,8 +1,8 @@
 """The methods of torch's process groups: ``group.allreduce(x)`` is ``all_reduce(x, group=group)``.
 
 Each takes every form that torch's own method has: a bare tensor or a list of one tensor, torch's
-options or their fields; it starts the verb and returns its Work. What a verb does, and what it
-raises, is described there. Roots and peers are counted in the group.
+options or their fields; it starts the collective and returns its Work. What a collective does, and
+what it raises, is described there. Roots and peers are counted in the group.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 
 from ..arguments import check_timeout
 from ..errors import ArgumentError
-from ..operation_table import VERBS, Form, Role
+from ..operation_table import OPERATIONS, Role, TensorLayout
 from ..reduce_ops import ReduceOp
 
-verbs: dict[str, Callable[..., Any]] = {}
-"""The public verbs by name; ``collectives``, which lies above, enters them."""
+operations: dict[str, Callable[..., Any]] = {}
+"""The public collectives by name; ``collectives``, which lies above, enters them."""
 
 
 class Asked(NamedTuple):
@@ -26,7 +26,7 @@ class Asked(NamedTuple):
 
     Args:
         timeout: how long it may take, in place of the group's; None is the group's.
-        root: the place of the verb's root in the group.
+        root: the place of the collective's root in the group.
     """
 
     is_async: bool = True
@@ -40,36 +40,36 @@ _NOTHING = Asked()
 _NO_TIME = timedelta()
 
 
-def only(tensors: Any, verb: str) -> Any:
+def only(tensors: Any, operation: str) -> Any:
     """Return the tensor of a list of one tensor, or ``tensors`` if it is no list; else raise."""
     if not isinstance(tensors, (list, tuple)):
         return tensors
     if len(tensors) != 1:
         raise ArgumentError(
-            f"{verb}: a list of {len(tensors)} tensors, one for each device of this process",
+            f"{operation}: a list of {len(tensors)} tensors, one for each device of this process",
             expected="one tensor",
             fix="call it once for each, or the coalesced form" if tensors else "pass [tensor]",
         )
     return tensors[0]
 
 
-def only_list(lists: Any, verb: str) -> Any:
+def only_list(lists: Any, operation: str) -> Any:
     """Return the list in a list of one list, or ``lists`` if no list of lists; else raise."""
     if not isinstance(lists, (list, tuple)) or (lists and not isinstance(lists[0], (list, tuple))):
         return lists
     if len(lists) != 1:
         raise ArgumentError(
-            f"{verb}: {len(lists)} lists of tensors, one for each device of this process",
+            f"{operation}: {len(lists)} lists of tensors, one for each device of this process",
             expected="one list",
             fix="call it once for each" if lists else "pass [tensors], with one for each rank",
         )
     return lists[0]
 
 
-def _method(verb: str) -> Callable[..., Any]:
-    """Return the method of torch's process groups for ``verb``, in all of torch's call forms."""
+def _method(operation: str) -> Callable[..., Any]:
+    """Return the method of torch's process groups for ``operation``, in all of torch's call forms."""
     # What torch calls ``output_tensors`` may be ``output_tensor`` or ``output``, too.
-    row = VERBS[verb]
+    row = OPERATIONS[operation]
     form = row.torch_method
     assert form is not None
     tensors, options = form.tensors, form.options
@@ -77,16 +77,20 @@ def _method(verb: str) -> Callable[..., Any]:
     also = {short: name for name in listed for short in (name[:-1], name.removesuffix("_tensors"))}
     # Torch has what is written first.
     ours = row.named(Role.IN_PLACE, Role.OUTPUT, Role.INPUT)
-    sides = [row.carrier.takes if name in row.reads else row.carrier.gives for name in ours]
+    sides = [row.executor.takes if name in row.reads else row.executor.gives for name in ours]
     readers = [
-        (name, only_list if side in (Form.EACH, Form.AT_ROOT) else only, side is Form.AT_ROOT)
+        (
+            name,
+            only_list if side in (TensorLayout.EACH, TensorLayout.AT_ROOT) else only,
+            side is TensorLayout.AT_ROOT,
+        )
         for name, side in zip(ours, sides, strict=True)
         if form.is_listed
     ]
     needed, ours = {*ours}, (*ours, *row.named(Role.SIZES))
     roots, ops = [f"group_{name}" for name in row.named(Role.ROOT)], row.named(Role.OP)
 
-    def method(self: VerbMethods, *given: Any, opts: Any = None, **named: Any) -> Any:
+    def method(self: GroupMethods, *given: Any, opts: Any = None, **named: Any) -> Any:
         values = dict(zip(ours, given, strict=False))
         if named:
             under = {also.get(name, name): value for name, value in named.items()}
@@ -99,21 +103,21 @@ def _method(verb: str) -> Callable[..., Any]:
             raise TypeError(f"one of {tensors[: len(needed)]} is missing")
         for name, read, is_of_root in readers:
             is_mine = not is_of_root or asked.root == self.rank()
-            values[name] = read(values[name], verb) if is_mine else None
+            values[name] = read(values[name], operation) if is_mine else None
         for name in roots:
             values[name] = asked.root
         for name in ops:
             values[name] = asked.op
         if asked.device_ids is not None:
             values["device_ids"] = asked.device_ids
-        return self._start(verb, asked, values)
+        return self._start(operation, asked, values)
 
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     names = [inspect.Parameter(name, kind) for name in ("self", *tensors[: len(needed)])]
     rest = (*tensors[len(needed) :], "opts", *options)
     names += [inspect.Parameter(name, kind, default=None) for name in rest]
     method.__signature__ = inspect.Signature(names)  # type: ignore[attr-defined]
-    method.__doc__ = f"``{verb}``."
+    method.__doc__ = f"``{operation}``."
     return method
 
 
@@ -146,8 +150,8 @@ def read_options(fields: tuple[str, ...], *given: Any, opts: Any = None, **named
     )
 
 
-class VerbMethods:
-    """The verbs as methods of a process group; a class of groups says how each is done."""
+class GroupMethods:
+    """The collectives as methods of a process group; a class of groups says how each is done."""
 
     rank: Any
     _start: Any

@@ -1,9 +1,9 @@
 """Compare the calls of a group's members: in shared memory on one host, by rounds between hosts.
 
-On one host a communicator's members share the tables of their headers (``HeaderTables``), so that
-each call is compared as it is made. Between hosts they all-gather the fingerprints of their calls
-since the last such round (``HostComparison``), at calls 1, 2, 4, 8, ... 256 and every 256th after.
-As all members count the same calls, all start a round before the same call.
+On one host a communicator's members share the tables of their headers (``FingerprintTables``), so
+that each call is compared as it is made. Between hosts they all-gather the fingerprints of their
+calls since the last such round (``HostComparison``), at calls 1, 2, 4, 8, ... 256 and every 256th
+after. As all members count the same calls, all start a round before the same call.
 
 Drawn case: member 2 passes MAX to call 6, the others SUM. The round before call 8 gathers
 
@@ -42,62 +42,62 @@ import torch
 
 from ..backends.communicator import Communicator
 from ..backends.native_core import core
-from ..backends.operation_args import PreparedCall
-from ..backends.requests import Operation
+from ..backends.operation_args import OperationArgs
+from ..backends.requests import Request
 from ..bootstrap.timeout_store import read_jsons
 from ..bootstrap.world import World
-from ..checking.fingerprint_table import CHECK_EVERY, HeaderTable
+from ..checking.fingerprint_table import CHECK_EVERY, FingerprintTable
 from ..checking.shared_flags import (
+    FlagsAddress,
+    Heartbeats,
     Regions,
-    SharedWords,
-    SharedWordsView,
-    SignsOfLife,
-    WordsAddress,
+    SharedFlags,
+    SharedFlagsView,
     find_view,
     make_shared_words,
 )
 from ..errors import StoreError
-from .control_messages import card_key
+from .control_messages import process_info_key
 
 DISAGREEMENT = "disagreement"
 """The key, below a communicator's label, of the error on which its members have agreed."""
 
 
-class HeaderTables:
+class FingerprintTables:
     """Maker of header tables, the shared memory by which members compare calls.
 
     Args:
         words: this process's shared words; None until ``make_words`` makes some.
     """
 
-    def __init__(self, world: World, words: SharedWords | None = None) -> None:
+    def __init__(self, world: World, words: SharedFlags | None = None) -> None:
         self._world = world
         self._words = words
-        self._views: dict[int, SharedWordsView | None] = {}
+        self._views: dict[int, SharedFlagsView | None] = {}
 
-    def make_words(self) -> WordsAddress | None:
+    def make_words(self) -> FlagsAddress | None:
         """Make this rank's shared words; return their address, None if the system has none."""
         self._words = make_shared_words()
         return None if self._words is None else self._words.address
 
     def make(
         self, label: str, ranks: tuple[int, ...], *, compares_messages: bool = True
-    ) -> HeaderTable | None:
+    ) -> FingerprintTable | None:
         """Return a new communicator's header table, None if no other member is on this host."""
         key = _key_of(label)
         regions = Regions(lambda member: self._find_region(ranks[member], key))
         hosts = [self._world.hosts[rank] for rank in ranks]
         me = ranks.index(self._world.rank)
         new_log = core.MessageLog if compares_messages and core is not None else None
-        return HeaderTable.reserve(self._words, key, hosts, me, regions, new_log)
+        return FingerprintTable.reserve(self._words, key, hosts, me, regions, new_log)
 
-    def signs_of_life(self) -> SignsOfLife:
+    def signs_of_life(self) -> Heartbeats:
         """Return the heartbeats in shared words of this rank and of its host's lower ranks."""
-        hosts, me, key = self._world.hosts, self._world.rank, _key_of("signs of life")
+        hosts, me, key = self._world.hosts, self._world.rank, _key_of("heartbeats")
         lower = [rank for rank in range(me) if hosts[rank] == hosts[me]]
         regions = Regions(lambda member: self._find_region(lower[member], key))
         mine = None if self._words is None else self._words.reserve(key, 1)
-        return SignsOfLife(mine, regions, len(lower))
+        return Heartbeats(mine, regions, len(lower))
 
     def close(self) -> None:
         """Close this rank's shared words, and forget its views of other ranks' words."""
@@ -106,7 +106,7 @@ class HeaderTables:
             self._words.close()
             self._words = None
 
-    def _find_region(self, rank: int, key: int) -> tuple[SharedWordsView | None, int] | None:
+    def _find_region(self, rank: int, key: int) -> tuple[SharedFlagsView | None, int] | None:
         """Return (a rank's shared words, if in reach, ``key``); None till its address is known."""
         if rank not in self._views:
             store, hosts = self._world.store, self._world.hosts
@@ -114,11 +114,11 @@ class HeaderTables:
             others = set(range(len(hosts))) - {self._world.rank}
             ranks = [other for other in sorted(others) if hosts[other] == hosts[rank]]
             try:
-                if not store.check(list(map(card_key, ranks))):
+                if not store.check(list(map(process_info_key, ranks))):
                     ranks = [rank]
-                    if not store.check([card_key(rank)]):
+                    if not store.check([process_info_key(rank)]):
                         return None
-                addresses = read_jsons(store, list(map(card_key, ranks)), _parse)
+                addresses = read_jsons(store, list(map(process_info_key, ranks)), _parse)
             except StoreError:  # a group that needs the store for nothing else goes on
                 return None
             for other, address in zip(ranks, addresses, strict=True):
@@ -147,7 +147,7 @@ class HostComparison:
     """Those of the last calls, each at its number modulo ``CHECK_EVERY``; the core writes them."""
     last: int = 0
     """The last call of a round that this member has started."""
-    _rounds: list[tuple[range, Operation, torch.Tensor]] = field(default_factory=list)
+    _rounds: list[tuple[range, Request, torch.Tensor]] = field(default_factory=list)
 
     def compare(
         self, sequence: int, device: torch.device | str, timeout: timedelta, *, waits: bool
@@ -159,12 +159,12 @@ class HostComparison:
             waits: whether to wait up to ``timeout`` for all rounds, or only look which have ended.
 
         Raises:
-            WireFailure: a round failed.
+            BackendFailure: a round failed.
         """
         calls = range(self.last + 1, sequence + 1)
         mine = torch.tensor([self.fingerprints[n % CHECK_EVERY] for n in calls], device=device)
         all_of_them = mine.new_empty(self.communicator.size * len(calls))
-        gather = PreparedCall("", "all_gather", [mine], [all_of_them]).as_own(timeout)
+        gather = OperationArgs("", "all_gather", [mine], [all_of_them]).as_own(timeout)
         gather.waits, self.last = waits, sequence
         self._rounds.append((calls, self.communicator.start(gather), all_of_them))
         return self.finish(timeout, waits=waits)
@@ -172,8 +172,8 @@ class HostComparison:
     def finish(self, timeout: timedelta, *, waits: bool = True) -> int | None:
         """Finish the rounds that were started; return the first call that differs, or None."""
         while self._rounds and (waits or self._rounds[0][1].has_ended()):
-            calls, operation, all_of_them = self._rounds.pop(0)
-            operation.finish(timeout)
+            calls, request, all_of_them = self._rounds.pop(0)
+            request.finish(timeout)
             rows = all_of_them.view(self.communicator.size, -1)
             if differing := (rows != rows[0]).any(0).nonzero().flatten().tolist():
                 first: int = calls[differing[0]]
@@ -187,18 +187,18 @@ def _key_of(label: str) -> int:
     return int.from_bytes(digest[:8], "little") | 1
 
 
-def _parse(card: dict[str, Any]) -> WordsAddress | None:
-    address = card["words"]
-    return None if address is None else WordsAddress(*map(int, address))
+def _parse(process_info: dict[str, Any]) -> FlagsAddress | None:
+    address = process_info["words"]
+    return None if address is None else FlagsAddress(*map(int, address))
 
 
 def reason_of(disagreement: dict[str, str]) -> str:
-    """Return summary and finding of an AgreementError as text: why later verbs are refused."""
+    """Return summary and finding of an MismatchError as text: why later collectives are rejected."""
     return f"{disagreement['summary']}: {disagreement['found']}"
 
 
 def parse_disagreement(value: dict[str, str]) -> dict[str, str]:
-    """Return the fields of an AgreementError as texts; raise if ``value`` lacks any."""
+    """Return the fields of an MismatchError as texts; raise if ``value`` lacks any."""
     return {name: str(value[name]) for name in ("summary", "where", "expected", "found", "fix")}
 
 

@@ -1,7 +1,8 @@
 """Who has come to a point of the program, and who cannot come there any more.
 
-Members count themselves in the store (``bootstrap/arrival_counters``); the last sets a key that others
-wait for. It may be killed between the two, so that a member that waits looks at the count itself.
+Members count themselves in the store (``bootstrap/arrival_counters``); the last sets a key that
+others wait for. It may be killed between the two, so that a member that waits looks at the count
+itself.
 
 Drawn case: rank 1 of three is killed after it was counted, as the last.
 
@@ -12,7 +13,7 @@ Drawn case: rank 1 of three is killed after it was counted, as the last.
     sets "all", and returns                              returns
 
     >>> from collections import Counter
-    >>> numbers, counts = Counter(), head_count_of((0, 1, 2), (0, 0, 0))
+    >>> numbers, counts = Counter(), arrival_counter_of((0, 1, 2), (0, 0, 0))
     >>> def add(key, amount):
     ...     numbers[key] += amount
     ...     return numbers[key]
@@ -30,7 +31,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 
-from ..bootstrap.arrival_counters import head_count_of
+from ..bootstrap.arrival_counters import arrival_counter_of
 from ..bootstrap.timeout_store import await_key, read_number
 from ..bootstrap.world import World
 from ..error_text import ranks_text
@@ -44,7 +45,7 @@ _DONE = timedelta(seconds=30)
 
 
 @dataclass(frozen=True)
-class Presence:
+class Liveness:
     """Counts in the store of the ranks that have come to points of the program, each with a key."""
 
     world: World
@@ -62,7 +63,7 @@ class Presence:
         """
         # Where a member of this host is seen to have ended, none waits any more.
         store, all_key, rank = self.world.store, _key_of_all(key), self.world.rank
-        counts, read = head_count_of(members, self.world.hosts), partial(read_number, store)
+        counts, read = arrival_counter_of(members, self.world.hosts), partial(read_number, store)
         num_come, is_last = counts.count(store.add, key, rank)
         if is_last:
             store.set(all_key, "")
@@ -95,14 +96,14 @@ class Presence:
             patience = self.patience_of_server()
             self.count(key, tuple(sorted(members)), patience)
             if patience is not None:
-                names = head_count_of(tuple(sorted(members)), world.hosts).names()
+                names = arrival_counter_of(tuple(sorted(members)), world.hosts).names()
                 for old in (_key_of_all(key), *(f"{key}/{name}" for name in names)):
                     world.store.delete_key(old)
 
     def make_search(self, agreement: Agreement, ranks: tuple[int, ...]) -> Callable[[], str]:
         """Return a function that names the ``ranks`` that cannot come any more, or returns ""."""
         looks, read = Looks(len(ranks), 1), partial(read_number, self.world.store)
-        counts = head_count_of(agreement.members, self.world.hosts)
+        counts = arrival_counter_of(agreement.members, self.world.hosts)
         key = key_of_opened(agreement)  # the search lives as long as what is opened
         known = ""
 

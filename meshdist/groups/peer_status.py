@@ -1,8 +1,8 @@
 """The other members of a group, asked and notified when one of its calls fails.
 
-Where a rank has waited in a verb for long, a line on stderr says which members have not come to it:
-a wait ends with an error only at its timeout, half an hour as a rule. Of the ranks that wait in one
-call, one writes. ``wait_notice`` says of the calls inside that they are meant to wait.
+Where a rank has waited in a collective for long, a line on stderr says which members have not come
+to it: a wait ends with an error only at its timeout, half an hour as a rule. Of the ranks that wait
+in one call, one writes. ``stall_warning`` says of the calls inside that they are meant to wait.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch.distributed
 
 from ..bootstrap.timeout_store import await_key, read_json
 from ..bootstrap.world import World, get_usable_world
-from ..checking.calls import GroupFacts, Note
+from ..checking.calls import CallRecord, GroupFacts
 from ..checking.recorder import FORGOTTEN
 from ..error_text import grouped_text, ranks_by_text, ranks_text
 from ..errors import ArgumentError, StoreError
@@ -30,10 +30,10 @@ from ..runtime.graph_breaks import untraced
 from ..runtime.integers import from_runs, to_runs
 from .communicators import OpenCommunicator, get_registry
 from .control_messages import Endings, ask, last_call_text
-from .failure_diagnosis import STORE_LOST, OtherMembers
+from .failure_diagnosis import STORE_LOST, PeerStatus
 from .host_comparison import DISAGREEMENT, parse_disagreement, reason_of
 
-__all__ = ["LateMembers", "MembersOfWorld", "silent_ranks", "wait_notice"]
+__all__ = ["LatePeers", "WorldPeers", "silent_ranks", "stall_warning"]
 
 T = TypeVar("T")
 
@@ -43,12 +43,12 @@ LEAVING_S = 1.0
 _STOPPED = "is stopped, by SIGSTOP or a debugger"
 
 
-class MembersOfWorld(OtherMembers):
+class WorldPeers(PeerStatus):
     """The other members of a communicator of a world, asked through its store."""
 
     # Simulated ranks, which fail together, are not asked.
 
-    compare_misfits = False  # the wire reports what the comparison of headers has missed
+    compare_mismatches = False  # the backend reports what the comparison of headers has missed
 
     def __init__(self, world: World, group: GroupFacts, opened: OpenCommunicator) -> None:
         self._world = world
@@ -76,7 +76,7 @@ class MembersOfWorld(OtherMembers):
             with suppress(StoreError):  # the others will see that it is lost
                 registry.abort([self._opened.label], {**message, "group": self._group.name})
 
-    def report(self, call: Note, but: int | None = None) -> str:
+    def report(self, call: CallRecord, but: int | None = None) -> str:
         if self._world.is_simulated or not self.others:
             return ""
         try:
@@ -90,7 +90,7 @@ class MembersOfWorld(OtherMembers):
             return f"{STORE_LOST}: {lost.summary}"
         return grouped_text((rank, texts[rank]) for rank in self.others if rank in texts)
 
-    def _find_grouped(self, call: Note) -> Any:
+    def _find_grouped(self, call: CallRecord) -> Any:
         """Return ``[text, runs of ranks]`` per text on how far the ranks came in ``call``."""
         grouped = ranks_by_text(self.find_texts(call, self._group.ranks).items())
         return [[text, to_runs(ranks)] for text, ranks in grouped.items()]
@@ -99,7 +99,7 @@ class MembersOfWorld(OtherMembers):
         size = self._world.size
         return {r: str(text) for text, runs in grouped for r in from_runs(runs, size)}
 
-    def find_texts(self, call: Note, ranks: Sequence[int]) -> dict[int, str]:
+    def find_texts(self, call: CallRecord, ranks: Sequence[int]) -> dict[int, str]:
         """Return, by rank, a text of how far each of ``ranks`` has come relative to ``call``."""
         endings, label, texts = get_registry(self._world).endings, self._opened.label, {}
         silent = _silence(endings, ranks, label)
@@ -143,7 +143,7 @@ class MembersOfWorld(OtherMembers):
         is_told = partial(self._world.store.check, [self._failure_key])
         return silent_ranks(self._world, self.others, is_told, self._opened.label)
 
-    def find_first_failure(self, call: Note, text: str) -> str:
+    def find_first_failure(self, call: CallRecord, text: str) -> str:
         if self._world.is_simulated:
             return ""
         mine = json.dumps({"rank": self._world.rank, "text": text, "call": call.heading})
@@ -160,7 +160,7 @@ class MembersOfWorld(OtherMembers):
             return f"{STORE_LOST}: {lost.summary}"
 
     def agree_on_error(
-        self, disagreement: dict[str, str], mine: Note | None, about: dict[str, Any]
+        self, disagreement: dict[str, str], mine: CallRecord | None, about: dict[str, Any]
     ) -> dict[str, str]:
         registry, label = get_registry(self._world), self._opened.label
         rank, asked = self._world.rank, self.others
@@ -197,7 +197,7 @@ class MembersOfWorld(OtherMembers):
             if is_first:
                 message = {"reason": reason, "group": self._group.name}
                 registry.abort([label], {**message, "disagreement": disagreement})
-            else:  # no verb of this rank may use the wire before the other's signal arrives
+            else:  # no collective of this rank may use the backend before the other's signal arrives
                 registry.break_here(label, reason, disagreement=disagreement)
         except StoreError as lost:  # then no rank can say what the others called
             found = f"rank {rank}: {calls[rank]}\nthe others: unknown, since {lost.summary}"
@@ -251,18 +251,18 @@ def silent_ranks(
     return f"{ranks_text(silent)}: give no answer: they have ended or are stopped"
 
 
-WAIT_NOTICE_VARIABLE = "MESHDIST_WAIT_NOTICE_S"
+WAIT_NOTICE_VARIABLE = "MESHDIST_STALL_WARNING_S"
 """The variable that says after how many seconds; 0 for never."""
 
 _DEFAULT_S = 30.0
-_VERBS = tuple(
+_OPERATIONS = tuple(
     os.path.dirname(os.path.abspath(path)) + os.sep
     for path in (os.path.dirname(__file__), torch.distributed.__file__)
 )
 _log = logging.getLogger("meshdist.waits")
 
 
-class LateMembers:
+class LatePeers:
     """A watch on this rank's latest call: it logs once for which members a late call waits."""
 
     def __init__(self, world: World) -> None:
@@ -279,11 +279,11 @@ class LateMembers:
         if opened is None:
             return
         if opened.recorder.moment != self._moment:
-            given_s = registry.wait_notice_s
+            given_s = registry.stall_warning_s
             self._moment = opened.recorder.moment
             self._limit_s = self._default_s if given_s is None else given_s
             self._deadline = Deadline(self._limit_s or None)
-        elif self._deadline.is_over and _is_in_a_verb():
+        elif self._deadline.is_over and _is_in_a_operation():
             self._deadline = Deadline(None)  # it is told of once
             call = opened.recorder.find_note()
             if call is not None:
@@ -292,8 +292,8 @@ class LateMembers:
                 )
                 told.start()
 
-    def _tell(self, opened: OpenCommunicator, call: Note) -> None:
-        members, store = MembersOfWorld(self._world, call.group, opened), self._world.store
+    def _tell(self, opened: OpenCommunicator, call: CallRecord) -> None:
+        members, store = WorldPeers(self._world, call.group, opened), self._world.store
         mine, key = str(self._world.rank), f"{opened.label}/waits/{call.sequence}"
         with suppress(StoreError):
             if not call.is_message and store.compare_set(key, "", mine) != mine.encode():
@@ -310,11 +310,11 @@ class LateMembers:
 
 @contextmanager
 @untraced
-def wait_notice(after_s: float | None) -> Iterator[None]:
+def stall_warning(after_s: float | None) -> Iterator[None]:
     """Let this rank tell of the waits inside after ``after_s`` seconds; None: never.
 
-    Put it around a verb to which some ranks come long before the others, as they are meant to. It
-    stands in for ``MESHDIST_WAIT_NOTICE_S``; timeouts run on.
+    Put it around a collective to which some ranks come long before the others, as they are meant
+    to. It stands in for ``MESHDIST_STALL_WARNING_S``; timeouts run on.
 
     Raises:
         ArgumentError: ``after_s`` is no number of seconds above 0.
@@ -322,7 +322,7 @@ def wait_notice(after_s: float | None) -> Iterator[None]:
     Example:
         >>> import meshdist as md
         >>> def program():
-        ...     with md.wait_notice(None):  # rank 1 may come an hour later
+        ...     with md.stall_warning(None):  # rank 1 may come an hour later
         ...         md.barrier()
         >>> md.simulate(program, 2)
         [None, None]
@@ -334,19 +334,19 @@ def wait_notice(after_s: float | None) -> Iterator[None]:
             expected="after how many seconds a wait is told of, above 0; None: never",
         )
     registry = get_registry(get_usable_world())
-    before, registry.wait_notice_s = registry.wait_notice_s, after_s or 0.0
+    before, registry.stall_warning_s = registry.stall_warning_s, after_s or 0.0
     try:
         yield
     finally:
-        registry.wait_notice_s = before
+        registry.stall_warning_s = before
 
 
-def _is_in_a_verb() -> bool:
+def _is_in_a_operation() -> bool:
     """Return whether the main thread is in code of this package, or of torch.distributed."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame is not None and frame.f_code.co_filename == threading.__file__:
         frame = frame.f_back
-    return frame is not None and frame.f_code.co_filename.startswith(_VERBS)
+    return frame is not None and frame.f_code.co_filename.startswith(_OPERATIONS)
 
 
 def _read_limit() -> float:

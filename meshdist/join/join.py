@@ -30,13 +30,13 @@ from ..backends.work import Work
 from ..error_text import ranks_text
 from ..errors import (
     AbortedError,
-    AgreementError,
     ArgumentError,
     BackendError,
     DeadlockError,
     JoinError,
     KindError,
     LengthError,
+    MismatchError,
     StoreError,
 )
 from ..groups.communicators import get_registry
@@ -158,11 +158,11 @@ class Join:
                 fix="pass all joinables to one context: Join([first, second])",
             )
         self._active = [1] * self._group.size()  # the flags of the last exchange
-        self._opened = self._group.open_channel(self._device.type).opened
+        self._opened = self._group.open_device_group(self._device.type).opened
         self._opened.compares_first = self._opened.spans_hosts
         for index, joinable in enumerate(self._joinables):
             joinable._join_config = JoinConfig(True, self._is_strict, index == 0, self)
-        self._watched = register_optimizer_step_pre_hook(self._refuse_unknown_step)
+        self._watched = register_optimizer_step_pre_hook(self._reject_unknown_step)
 
     def __exit__(
         self,
@@ -250,12 +250,12 @@ class Join:
         """Return whether ``error`` is that of a call that joined ranks do not make."""
         if isinstance(error, AbortedError):
             return _UNSERVED in str(error)
-        if not isinstance(error, (AgreementError, DeadlockError)):
+        if not isinstance(error, (MismatchError, DeadlockError)):
             return False
         has_left = ": returned" in str(error)  # a rank that waits in no call
         return not has_left and (0 in self._active or FLAGS in str(error))
 
-    def _refuse_unknown_step(self, optimizer: Any, *_: object) -> None:
+    def _reject_unknown_step(self, optimizer: Any, *_: object) -> None:
         """Raise on all ranks if a sharded optimizer steps that this context does not know."""
         # It sends over torch's group, on which no call is compared with those of this context.
         if _is_of_torch(optimizer) and optimizer not in self._joinables:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..backends.work import Work, may_be_dropped
-from ..collectives.normalize_args import run_titled
+from ..collectives.normalize_args import run_named
 from ..groups.process_group import ProcessGroup
 from ..reduce_ops import ReduceOp
 
@@ -18,13 +18,13 @@ class Flags:
         rank 0: 1 0 0        rank 1: 0 0 0        rank 2: 0 0 1
 
     Args:
-        title: names the exchange in errors; an exchange of another title is a mismatch.
+        op_name: names the exchange in errors; an exchange of another title is a mismatch.
     """
 
-    def __init__(self, flag: int, group: ProcessGroup, device: torch.device, title: str) -> None:
+    def __init__(self, flag: int, group: ProcessGroup, device: torch.device, op_name: str) -> None:
         self._rows = torch.zeros(group.size(), dtype=torch.int32, device=device)
         self._rows[group.rank()] = flag
-        work = run_titled("all_reduce", group, title, self._rows, ReduceOp.SUM, async_op=True)
+        work = run_named("all_reduce", group, op_name, self._rows, ReduceOp.SUM, async_op=True)
         assert work is not None
         self.work: Work = may_be_dropped(work)
 

@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 
 from ..runtime.deadlines import Deadline
 from . import orphan_reaper
-from .orphan_reaper import MARK, REMOVE_AFTER, Family
+from .orphan_reaper import MARK, REMOVE_AFTER, ProcessTree
 from .stack_dump import FOLDER, ask_where, read_answers
 
 GRACE_S = 3.0
@@ -95,7 +95,7 @@ class Launch:
         self.hurried = False  # set it to make stop() kill without waiting
         self._handles: dict[int, int] = {}
         self._selector = selectors.DefaultSelector()
-        self._family = Family(self.mark)
+        self._process_tree = ProcessTree(self.mark)
         self._guard = Guard(self.mark, self.directory)
         self._is_stopped = False
 
@@ -122,7 +122,7 @@ class Launch:
         if listener is not None:
             listener.close()
         self._guard.adopt(child.pid)
-        self._family.add(child.pid)
+        self._process_tree.add(child.pid)
         self.add(rank, child)
         return child
 
@@ -215,7 +215,7 @@ class Launch:
         grace = Deadline(1.0)
         while self.running and not grace.is_over:
             self.step(grace.left_s)
-        self._family.kill()
+        self._process_tree.kill()
 
     def _send(self, number: int) -> None:
         for child in self.running.values():

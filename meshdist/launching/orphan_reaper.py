@@ -73,7 +73,7 @@ def _read_process(pid: int, needle: bytes) -> _Process | None:
     return _Process(int(fields[1]), int(fields[3]), int(fields[19]), marked)
 
 
-class Family:
+class ProcessTree:
     """All processes that a launch, and these in turn, have started, found by its mark."""
 
     def __init__(self, mark: str) -> None:
@@ -137,12 +137,12 @@ def _leads_a_group(pid: int) -> bool:
 def _guard(mark: str, directory: str) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    family = Family(mark)
+    process_tree = ProcessTree(mark)
     for line in sys.stdin:
-        family.add(int(line))
-    family.kill()
+        process_tree.add(int(line))
+    process_tree.kill()
     time.sleep(_SECOND_LOOK_S)
-    family.kill()
+    process_tree.kill()
     if directory:
         shutil.rmtree(directory, ignore_errors=True)
 

@@ -176,7 +176,7 @@ class Reservation:
 
     address: str  # for MASTER_ADDR
     port: int  # for MASTER_PORT
-    # For rank 0 to inherit; close it once rank 0 has it, so that the port refuses connections when
+    # For rank 0 to inherit; close it once rank 0 has it, so that the port rejects connections when
     # rank 0 has ended.
     listener: socket.socket
     _sockets: contextlib.ExitStack
@@ -186,11 +186,11 @@ class Reservation:
         self._sockets.close()
 
 
-def _bound(family: int, address: tuple[Any, ...]) -> socket.socket:
-    bound = socket.socket(family, socket.SOCK_STREAM)
+def _bound(process_tree: int, address: tuple[Any, ...]) -> socket.socket:
+    bound = socket.socket(process_tree, socket.SOCK_STREAM)
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if family == socket.AF_INET6:
+        if process_tree == socket.AF_INET6:
             bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, int(address[0] != "::"))
         bound.bind(address)
     except BaseException:
@@ -208,16 +208,18 @@ def _bound_everywhere() -> socket.socket:
 def reserve_port(address: str = "127.0.0.1", port: int | None = None) -> Reservation:
     """Bind a port of this host for rank 0's store; the system chooses it unless port is given."""
     try:
-        family, _, _, _, target = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0]
+        process_tree, _, _, _, target = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[
+            0
+        ]
         with contextlib.ExitStack() as sockets:
             if port is None:
                 # A port that is free on every interface: torch's own store listens on all of them.
                 everywhere = sockets.enter_context(_bound_everywhere())
                 port = int(everywhere.getsockname()[1])
                 if sys.platform != "linux":
-                    # Elsewhere the second socket is refused even when none listens.
+                    # Elsewhere the second socket is rejected even when none listens.
                     everywhere.close()
-            bound = sockets.enter_context(_bound(family, (target[0], port, *target[2:])))
+            bound = sockets.enter_context(_bound(process_tree, (target[0], port, *target[2:])))
             return Reservation(address, port, bound, sockets.pop_all())
     except (OSError, OverflowError, ValueError) as error:  # ValueError: no host name
         reason = getattr(error, "strerror", None) or str(error)

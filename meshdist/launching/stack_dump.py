@@ -1,7 +1,7 @@
 """The question of a launcher that is interrupted to its ranks: where they are.
 
 Question and answers are files in the launch's own directory. A thread of a rank's answers, so that
-the answer comes while the program is stuck in a verb, in a lock or in a data loader:
+the answer comes while the program is stuck in a collective, in a lock or in a data loader:
 
     rank-2    empty: rank 2 has a thread that will answer; then its answer
     where     the question
@@ -18,7 +18,7 @@ FOLDER = "MESHDIST_QUESTIONS"
 _QUESTION = "where"
 
 
-class Answerer:
+class StackDumper:
     """Writes this rank's place in the program to a file when the launcher asks; else idle."""
 
     def __init__(self, answer: Callable[[], str]) -> None:

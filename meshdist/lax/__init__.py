@@ -8,9 +8,10 @@ and the device of ``x`` and share no memory with it. Torch tensors carry gradien
 ``docs/gradients.md``, also in torch.func's transforms.
 
 Python numbers differ between ranks here, unlike in JAX: ``psum``, ``pmean``, ``pmax``, ``pmin`` and
-``pbroadcast`` send them, and give Python numbers. ``axis_size("tp")`` counts ranks for free. Verbs
-whose result differs between ranks, or has another shape, take arrays alone. Leaves, by their paths,
-and shapes must be equal on all ranks: else all of them raise AgreementError.
+``pbroadcast`` send them, and give Python numbers. ``axis_size("tp")`` counts ranks for free.
+Collectives whose result differs between ranks, or has another shape, take arrays alone. Leaves, by
+their paths,
+and shapes must be equal on all ranks: else all of them raise MismatchError.
 """
 
 from typing import TYPE_CHECKING

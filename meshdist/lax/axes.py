@@ -1,4 +1,5 @@
-"""The axes that a call of a verb names, and verbs on every array of a pytree, in its library."""
+"""The axes that a call of a collective names, and collectives on every array of a pytree, in its
+library."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from ..errors import ArgumentError, AxisError, KindError, MeshError
 from ..groups.process_group import ProcessGroup
 from ..mesh.current_mesh import find_current_mesh, mesh_in_force, with_hidden_mesh
 from ..mesh.device_mesh import DeviceMesh
-from ..typed_mode.collective_calls import TypedVerb, find_typed_verb
+from ..typed_mode.collective_calls import TypedOperation, find_typed_operation
 
 T = TypeVar("T")
 
@@ -38,7 +39,7 @@ _trees: dict[Any, tuple[list[str], list[str]]] = {}
 
 
 def on_leaves(
-    verb: str,
+    operation: str,
     on_tensor: OnTensor,
     x: T,
     axis_name: AxisName,
@@ -49,36 +50,36 @@ def on_leaves(
     check: Callable[[torch.Tensor, ProcessGroup], object] | None = None,
     to: str | None = None,
 ) -> T:
-    """Return ``x`` with a verb applied to every leaf, after all leaves have been checked.
+    """Return ``x`` with a collective applied to every leaf, after all leaves have been checked.
 
     Args:
         axis_name, mesh, axis_index_groups: as for ``psum``.
-        on_number: returns the number that travels for a Python number; None refuses numbers, and
+        on_number: returns the number that travels for a Python number; None rejects numbers, and
             the function ``unsent`` leaves them as they are.
         check: raises where a tensor is unfit, as ``on_tensor`` does itself.
-        to: the kind of result that the call asks for, where the verb leaves that open.
+        to: the kind of result that the call asks for, where the collective leaves that open.
     """
     if axis_index_groups is not None:
-        refuse_groups(verb, axis_index_groups, get_axes(verb, axis_name, mesh))
-    if verb in _OVER_NO_AXES and names_no_axis(axis_name):
-        result: T = _over_no_axes(verb, x, on_number, check)
+        reject_groups(operation, axis_index_groups, get_axes(operation, axis_name, mesh))
+    if operation in _OVER_NO_AXES and names_no_axis(axis_name):
+        result: T = _over_no_axes(operation, x, on_number, check)
         return result
-    axes = get_axes(verb, axis_name, mesh)
-    typed = find_typed_verb(verb, axes, to)
+    axes = get_axes(operation, axis_name, mesh)
+    typed = find_typed_operation(operation, axes, to)
     if typed is None:
         if not isinstance(x, torch.Tensor):
-            result = _on_leaves(verb, on_tensor, x, axes, on_number, check, None)
+            result = _on_leaves(operation, on_tensor, x, axes, on_number, check, None)
         else:  # by far the most frequent, and needs no tree
-            plain = as_tensor(x, argument="x", verb=verb, writable=False)
+            plain = as_tensor(x, argument="x", operation=operation, writable=False)
             result = on_tensor(plain, axes.open_group())
         return result
     with HiddenFromModes():
         if not isinstance(x, torch.Tensor):
-            result = _on_leaves(verb, on_tensor, x, axes, on_number, check, typed)
+            result = _on_leaves(operation, on_tensor, x, axes, on_number, check, typed)
         else:
-            plain = as_tensor(x, argument="x", verb=verb, writable=False)
+            plain = as_tensor(x, argument="x", operation=operation, writable=False)
             group = axes.open_group()
-            if check is not None:  # a bad argument is refused before a bad type
+            if check is not None:  # a bad argument is rejected before a bad type
                 check(plain, group)
             result = typed.run(on_tensor, plain, group, typed.result_type(plain))
     return result
@@ -90,7 +91,7 @@ def names_no_axis(axis_name: object) -> bool:
 
 
 def _over_no_axes(
-    verb: str,
+    operation: str,
     x: Any,
     on_number: Callable[[Any], Any] | None,
     check: Callable[[torch.Tensor, Any], object] | None,
@@ -102,15 +103,15 @@ def _over_no_axes(
         if on_number is not None and type(leaf) in _NUMBERS:
             results.append(leaf if on_number is unsent else on_number(leaf))
             continue
-        tensor = as_tensor(leaf, argument=path, verb=verb, writable=False)
+        tensor = as_tensor(leaf, argument=path, operation=operation, writable=False)
         if check is not None:
             check(tensor, None)
-        results.append(like(tensor / 1 if verb == "pmean" else tensor.clone(), leaf))
+        results.append(like(tensor / 1 if operation == "pmean" else tensor.clone(), leaf))
     return tree.unflatten(results)
 
 
 def itself(number: Any) -> Any:
-    """Return ``number``: the number that is sent for a Python number in most verbs."""
+    """Return ``number``: the number that is sent for a Python number in most collectives."""
     return number
 
 
@@ -119,20 +120,20 @@ def unsent(number: Any) -> None:
 
 
 def _on_leaves(
-    verb: str,
+    operation: str,
     on_tensor: OnTensor,
     x: Any,
     axes: DeviceMesh,
     on_number: Callable[[Any], Any] | None,
     check: Callable[[torch.Tensor, ProcessGroup], object] | None,
-    typed: TypedVerb | None,
+    typed: TypedOperation | None,
 ) -> Any:
     leaves, tree = optree.tree_flatten(x)
     paths, names = _paths_and_names(tree)
     tensors = [
-        _tensor_to_send(leaf, verb, path, axes, on_number)
+        _tensor_to_send(leaf, operation, path, axes, on_number)
         if on_number is not None and type(leaf) in _NUMBERS
-        else as_tensor(leaf, argument=path, verb=verb, writable=False)
+        else as_tensor(leaf, argument=path, operation=operation, writable=False)
         for path, leaf in zip(paths, leaves, strict=True)
     ]
     if check is not None:
@@ -158,16 +159,16 @@ def _on_leaves(
 
 
 def _tensor_to_send(
-    number: Any, verb: str, path: str, axes: DeviceMesh, on_number: Callable[[Any], Any]
+    number: Any, operation: str, path: str, axes: DeviceMesh, on_number: Callable[[Any], Any]
 ) -> torch.Tensor | None:
     """Return ``on_number(number)`` as a 0-dim tensor to send, None for ``unsent``; or raise."""
     if on_number is unsent:
         return None
     group = axes.open_group()
-    num_added = group.size() if verb == "psum" else 1
+    num_added = group.size() if operation == "psum" else 1
     if isinstance(number, int) and not -_LIMIT <= number * num_added < _LIMIT:
         raise ArgumentError(
-            f"{verb} cannot take {number} as {path}: whole numbers travel in 64 bits",
+            f"{operation} cannot take {number} as {path}: integers travel in 64 bits",
             where=group.name,
             expected="a number that fits, as must the sum over all ranks in psum",
             fix=f"pass a float: {path} = float({path})",
@@ -264,20 +265,20 @@ def axis_size(axis_name: AxisName, *, mesh: DeviceMesh | None = None) -> int:
 
 
 def get_axes(
-    verb: str, axis_name: AxisName, mesh: DeviceMesh | None, *, argument: str = "axis_name"
+    operation: str, axis_name: AxisName, mesh: DeviceMesh | None, *, argument: str = "axis_name"
 ) -> DeviceMesh:
     """Return the submesh of the axes that ``axis_name`` names, in its order; or raise."""
     if isinstance(axis_name, DeviceMesh):
-        return _alone(verb, axis_name, mesh, argument)
+        return _alone(operation, axis_name, mesh, argument)
     if mesh is not None and not isinstance(mesh, DeviceMesh):
-        raise mesh_kind_error(f"{verb} takes a mesh as mesh", mesh)
+        raise mesh_kind_error(f"{operation} takes a mesh as mesh", mesh)
     given_mesh, mesh = mesh, mesh or find_current_mesh()
-    mesh = mesh or mesh_in_force(verb, f" over axis {axis_name!r}")
+    mesh = mesh or mesh_in_force(operation, f" over axis {axis_name!r}")
     names: Any = tuple(axis_name) if isinstance(axis_name, list) else axis_name
     is_tuple = isinstance(names, tuple) and all(isinstance(name, str) for name in names)
     if not (isinstance(names, str) or is_tuple):
         raise KindError(
-            f"{verb} cannot take {axis_name!r} as {argument}",
+            f"{operation} cannot take {axis_name!r} as {argument}",
             expected="the name of an axis, a tuple of names, or a 1-D mesh",
             found=type(axis_name).__name__,
         )
@@ -286,20 +287,20 @@ def get_axes(
             mesh.layout.axis_indices(names)  # raises
         return mesh[names]
     except AxisError as error:
-        fix = f"name the mesh that is meant: {verb}(..., mesh=mesh)"
+        fix = f"name the mesh that is meant: {operation}(..., mesh=mesh)"
         raise with_hidden_mesh(error, given_mesh, fix) from None
 
 
-def _alone(verb: str, axis: DeviceMesh, mesh: DeviceMesh | None, argument: str) -> DeviceMesh:
+def _alone(operation: str, axis: DeviceMesh, mesh: DeviceMesh | None, argument: str) -> DeviceMesh:
     if mesh is not None:
         raise ArgumentError(
-            f"{verb} has a mesh as {argument}, and another as mesh",
+            f"{operation} has a mesh as {argument}, and another as mesh",
             found=f"{argument}={axis!r}, mesh={mesh!r}",
             fix="leave mesh out, or give the name of an axis of it",
         )
     if axis.ndim != 1:
         raise MeshError(
-            f"{verb} over a mesh of {axis.ndim} axes",
+            f"{operation} over a mesh of {axis.ndim} axes",
             expected="one axis, such as mesh['tp']",
             found=f"{argument}={axis!r}",
             fix=f"name the axes: {argument}=('dp', 'tp'), mesh=mesh; or flatten the mesh",
@@ -307,14 +308,14 @@ def _alone(verb: str, axis: DeviceMesh, mesh: DeviceMesh | None, argument: str) 
     return axis
 
 
-def refuse_groups(verb: str, axis_index_groups: Any, axes: DeviceMesh) -> None:
+def reject_groups(operation: str, axis_index_groups: Any, axes: DeviceMesh) -> None:
     """Raise for groups other than None, with the ``axes`` of the call in the fix."""
     names = axes.axis_names or (0,)
     mesh = "mesh" if len(names) == 1 else f"mesh.flatten({names})"
     axis = names[0] if len(names) == 1 else "_".join(map(str, names))
     count = len(axis_index_groups) if isinstance(axis_index_groups, (list, tuple)) else 2
     raise KindError(
-        f"{verb} takes no axis_index_groups",
+        f"{operation} takes no axis_index_groups",
         expected="None",
         found=repr(axis_index_groups),
         fix="split the axis: "

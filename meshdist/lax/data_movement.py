@@ -13,9 +13,9 @@ from ..functional import data_movement, reductions
 from ..functional.linear_function import get_dim
 from ..groups.process_group import resolve_group
 from ..mesh.device_mesh import DeviceMesh
-from ..typed_mode.collective_calls import find_typed_verb
+from ..typed_mode.collective_calls import find_typed_operation
 from ..typed_mode.context import mark
-from .axes import AxisName, get_axes, itself, on_leaves, refuse_groups
+from .axes import AxisName, get_axes, itself, on_leaves, reject_groups
 
 T = TypeVar("T")
 
@@ -40,7 +40,7 @@ def all_gather(
         axis: the dim of the result that counts the ranks, or, ``tiled``, along which their arrays
             are concatenated; may be negative.
         to: "varying", where each rank uses the result in its own way; "invarying", where all use it
-            alike; "reduced", where gradients shall stay summands.
+            alike; "reduced", where gradients shall stay partial sums.
         axis_name, axis_index_groups, mesh: as for ``psum``.
 
     Returns:
@@ -196,9 +196,9 @@ def ragged_all_to_all(
     """
     axes = get_axes("ragged_all_to_all", axis_name, mesh)
     if axis_index_groups is not None:
-        refuse_groups("ragged_all_to_all", axis_index_groups, axes)
+        reject_groups("ragged_all_to_all", axis_index_groups, axes)
     numbers = (input_offsets, send_sizes, output_offsets, recv_sizes)
-    typed = find_typed_verb("ragged_all_to_all", axes)
+    typed = find_typed_operation("ragged_all_to_all", axes)
     result: T
     if typed is None:
         result = _ragged(operand, output, numbers, axes)
@@ -212,7 +212,7 @@ def ragged_all_to_all(
 
 def _ragged(operand: Any, output: Any, numbers: Sequence[Any], axes: DeviceMesh) -> Any:
     rows, initial = (
-        as_tensor(array, argument=argument, verb="ragged_all_to_all", writable=False)
+        as_tensor(array, argument=argument, operation="ragged_all_to_all", writable=False)
         for array, argument in ((operand, "operand"), (output, "output"))
     )
     starts, sent, places, taken = numbers
@@ -246,7 +246,7 @@ def ppermute(
         Each source sends n bytes for n bytes.
 
     Raises:
-        What ``psum`` raises. KindError, ArgumentError: ``perm`` is no such list. AgreementError: it
+        What ``psum`` raises. KindError, ArgumentError: ``perm`` is no such list. MismatchError: it
         differs between ranks.
 
     Example:

@@ -16,7 +16,7 @@ from ..collectives.value_comparison import agree
 from ..errors import ArgumentError, UnequalError
 from ..groups.process_group import ProcessGroup, resolve_group
 from ..mesh.device_mesh import DeviceMesh
-from ..typed_mode.module_annotations import restore_marks
+from ..typed_mode.module_annotations import restore_annotations
 from .axes import AxisName, get_axes
 
 __all__ = ["assert_equal"]
@@ -88,7 +88,7 @@ def assert_equal(tree: Any, axis: AxisName, *, mesh: DeviceMesh | None = None) -
     own = _own_axes(tree, leaves, axes)
     with torch.no_grad():
         tensors = {
-            path: as_tensor(leaf, argument=path, verb="assert_equal", writable=False).detach()
+            path: as_tensor(leaf, argument=path, operation="assert_equal", writable=False).detach()
             for path, leaf in leaves.items()
             if type(leaf) not in _PLAIN
         }
@@ -114,7 +114,7 @@ def _own_axes(tree: Any, leaves: dict[str, Any], axes: DeviceMesh) -> dict[str, 
     """Return, by path, the axes over which a module's tensors vary or are unreduced; else {}."""
     if not isinstance(tree, torch.nn.Module):
         return {}
-    restore_marks(tree)
+    restore_annotations(tree)
     own = {path: axes_of_kind(type_of(tensor), "VU") for path, tensor in leaves.items()}
     return {path: tuple(n for n in axes.axis_names if n in names) for path, names in own.items()}
 
@@ -123,7 +123,7 @@ def _find_different(
     texts: dict[str, str], tensors: dict[str, torch.Tensor], group: ProcessGroup
 ) -> str:
     """Return lines on leaves that differ between members, "" if they are equal; collective."""
-    difference = agree(group, texts, tensors, title="assert_equal")
+    difference = agree(group, texts, tensors, op_name="assert_equal")
     return difference.found if difference and not difference.is_rounding else ""
 
 

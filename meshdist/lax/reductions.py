@@ -65,8 +65,8 @@ def pcast(x: T, axis_name: AxisName, *, to: str, mesh: DeviceMesh | None = None)
         x: an array, or a pytree.
         axis_name, mesh: as for ``psum``.
         to: "varying" (from invariant, as ``pvary``), "reduced" (equal on every rank, while its
-            gradient stays a summand on each) or "unreduced" (a summand on each rank, for a ``psum``
-            that comes later).
+            gradient stays a partial sum on each) or "unreduced" (a partial sum on each rank, for a
+            ``psum`` that comes later).
 
     Returns:
         A copy of ``x``.
@@ -89,8 +89,8 @@ def pcast(x: T, axis_name: AxisName, *, to: str, mesh: DeviceMesh | None = None)
         ...     with mesh:
         ...         r = md.lax.pcast(w, "dp", to="reduced")
         ...         loss = md.lax.psum(r * (1.0 + md.get_rank()), "dp")
-        ...         summand, = torch.autograd.grad(loss, r)             # unreduced: 1 and 2
-        ...         return summand.item(), md.lax.psum(summand, "dp").item()
+        ...         partial_sum, = torch.autograd.grad(loss, r)             # unreduced: 1 and 2
+        ...         return partial_sum.item(), md.lax.psum(partial_sum, "dp").item()
         >>> md.simulate(program, 2)
         [(1.0, 3.0), (2.0, 3.0)]
     """
@@ -131,8 +131,8 @@ def psum(
         AxisError: the mesh has no such axis, or the tuple names one twice.
         MeshError: no mesh is in force and none is given.
         KindError, DtypeError: a leaf is no array, or of a dtype that cannot be summed; or
-            axis_index_groups is given. ArgumentError: a whole number beyond 64 bits.
-        AgreementError: on every rank along the axis: leaves, shapes or dtypes differ.
+            axis_index_groups is given. ArgumentError: an integer beyond 64 bits.
+        MismatchError: on every rank along the axis: leaves, shapes or dtypes differ.
 
     Example:
         >>> import torch, meshdist as md

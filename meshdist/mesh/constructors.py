@@ -36,9 +36,9 @@ def init_device_mesh(
         device_type: "cpu", "cuda", ..., without an index.
         mesh_shape: the size of each axis; a single size may be -1, the rest of the world.
         mesh_dim_names: one name per axis.
-        backend_override: torch's form of per-axis wires: a name, wire options, or both.
+        backend_override: torch's form of per-axis backends: a name, backend options, or both.
         axis_options: AxisOptions by axis name or index.
-        timeout: how long to wait for the ranks, and in verbs on axes that name no timeout.
+        timeout: how long to wait for the ranks, and in collectives on axes that name no timeout.
         open_groups: False leaves opening to ``warmup()`` or to the first use.
 
     Returns:

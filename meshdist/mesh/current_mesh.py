@@ -37,16 +37,16 @@ def mesh_in_force(call: str, about: str = "", naming: str | None = None) -> Devi
     return meshes[-1]
 
 
-def get_mesh(verb: str, mesh: DeviceMesh | None) -> DeviceMesh:
+def get_mesh(operation: str, mesh: DeviceMesh | None) -> DeviceMesh:
     """Return ``mesh``, or the mesh in force for None; raise unless this rank is in it."""
-    mesh = mesh_in_force(verb) if mesh is None else mesh
+    mesh = mesh_in_force(operation) if mesh is None else mesh
     if not isinstance(mesh, DeviceMesh):
         raise mesh_kind_error(
-            f"{verb} needs the groups of a DeviceMesh",
+            f"{operation} needs the groups of a DeviceMesh",
             mesh,
             fix="plan on a Layout with md.plan; move data on a DeviceMesh",
         )
-    coordinate_in(mesh, verb)
+    coordinate_in(mesh, operation)
     return mesh
 
 

@@ -103,11 +103,11 @@ class AxisOptions:
     """How the groups along one mesh axis communicate.
 
     Args:
-        backend: the wire, for example "gloo"; None takes the world's for the mesh's device type.
-        timeout: how long a verb may wait; None takes the mesh's, else the world's.
-        options: the wire's own options (torch's options classes), or None.
+        backend: the backend, for example "gloo"; None takes the world's for the mesh's device type.
+        timeout: how long a collective may wait; None takes the mesh's, else the world's.
+        options: the backend's own options (torch's options classes), or None.
         private: whether the axis opens communicators of its own even where equal communicators are
-            open, for verbs that a second thread calls.
+            open, for collectives that a second thread calls.
 
     Example:
         >>> from datetime import timedelta
@@ -133,7 +133,7 @@ class MeshDefinition:
     layout: Layout
     options: tuple[AxisOptions, ...]  # in axis order
 
-    def __hash__(self) -> int:  # a wire's options need not be hashable
+    def __hash__(self) -> int:  # a backend's options need not be hashable
         return hash((self.device_type, self.layout))
 
     @property
@@ -178,7 +178,7 @@ class MeshDefinition:
     def open_group(self, group: ProcessGroup) -> None:
         """Open ``group`` and connect its device; collective over the group's members."""
         check_device(self.device_type, is_planned=True)
-        group.open_channel(self.device_type)
+        group.open_device_group(self.device_type)
         device = select_device(self.device_type, self.world)
         if device is not None:
             group.connect(device)
@@ -204,7 +204,7 @@ class MeshDefinition:
                 members, "mesh", self.entries(), self.timeout, offers=offer, lack=lack
             )
             for axis, group in enumerate(groups):
-                group.open_channel(self.device_type, agreement, f"{axis}/")
+                group.open_device_group(self.device_type, agreement, f"{axis}/")
                 if device is not None:
                     group.connect(device)
         if device is not None and len(members) == self.world.size:
@@ -304,7 +304,7 @@ def options_of_axes(
 
     Args:
         axis_options: by axis name or index.
-        backend_override: torch's form: a wire name, wire options, or a pair of both, by axis.
+        backend_override: torch's form: a backend name, backend options, or a pair of both, by axis.
         timeout: for axes that name none.
     """
     chosen: dict[int, AxisOptions] = {}
@@ -343,7 +343,7 @@ def _from_torch_form(value: Any) -> AxisOptions:
     if isinstance(value, tuple):
         if len(value) != 2 or not isinstance(value[0], (str, type(None))):
             raise KindError(
-                "an axis's entry of backend_override is a wire, wire options, or a pair of both",
+                "an axis's entry of backend_override is a backend, backend options, or a pair of both",
                 expected="for example ('nccl', options)",
                 found=f"{value!r}",
             )

@@ -29,7 +29,7 @@ from .torch_interop import (
     NAMES_OF_TORCHS,
     make_torch_mesh,
     parts_of_torch_mesh,
-    refuse_torch,
+    reject_torch,
     torch_name_error,
 )
 from .visualize import draw, draw_svg
@@ -45,7 +45,7 @@ class DeviceMesh:
 
     A mesh never changes. Two meshes are equal when programs can use either in the other's place:
     the same world and device type, the same rank at every coordinate, equal axis names, and equal
-    options (wire, timeout, wire options, whether private) for each axis.
+    options (backend, timeout, backend options, whether private) for each axis.
 
     Args:
         device_type: "cpu", "cuda", ...: where the tensors live, without an index.
@@ -59,7 +59,7 @@ class DeviceMesh:
         MeshError: no such ranks in the world, a rank twice, a device type with an index.
         AxisError: names that repeat, are empty, or more or fewer than the axes.
         BackendError: "cuda" without a GPU.
-        AgreementError: the ranks define different meshes; every one raises and shows both.
+        MismatchError: the ranks define different meshes; every one raises and shows both.
         CollectiveTimeoutError: a rank did not come; the text names it.
         NotInGroupError: of methods that need this rank's place or groups, where it has none.
 
@@ -195,7 +195,7 @@ class DeviceMesh:
     @property
     def ndim(self) -> int:
         """The number of axes."""
-        refuse_torch(self._definition, self.root.layout)
+        reject_torch(self._definition, self.root.layout)
         return self.layout.ndim
 
     @property
@@ -235,11 +235,11 @@ class DeviceMesh:
 
     def get_group(self, mesh_dim: Axis | None = None) -> ProcessGroup:
         """The group along one axis through this rank; the axis may be left out in a 1-D mesh."""
-        refuse_torch(self._definition, self.root.layout)
+        reject_torch(self._definition, self.root.layout)
         return self._groups[self._own_axis(mesh_dim, "get_group")]
 
-    def wire_of(self, axis: Axis) -> str:
-        """The wire that groups along an axis were asked to take, equal on all ranks of the mesh."""
+    def backend_of(self, axis: Axis) -> str:
+        """The backend that groups along an axis were asked to take, equal on all ranks of the mesh."""
         asked = self._definition.options[self.layout.axis_index(axis)].backend
         return asked or self.world.backends.get(self.device_type, "")
 
@@ -249,14 +249,14 @@ class DeviceMesh:
         return list(self._groups)
 
     def open_group(self) -> ProcessGroup:
-        """The group that a verb on this mesh uses: its axis, or its axes flattened row-major.
+        """The group that a collective on this mesh uses: its axis, or its axes flattened row-major.
 
         Several axes open their group at the first call, collectively over its members.
         """
         if self._coordinate is not None and len(self._groups) == 1:
             return self._groups[0]
         if self._flat_group is None:
-            coordinate_in(self, "a verb")
+            coordinate_in(self, "a collective")
             group = self._new_group(self._definition, tuple(range(self.ndim)), opens=True)
             vars(self).update(_flat_group=group)
             return group
@@ -464,7 +464,7 @@ class DeviceMesh:
         return f"DeviceMesh({self.device_type!r}, {ranks}{names})"
 
     def __format__(self, format_spec: str) -> str:
-        refuse_torch(self._definition, self.root.layout)  # torch's functional collectives
+        reject_torch(self._definition, self.root.layout)  # torch's functional collectives
         return format(str(self), format_spec)
 
     def __str__(self) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from ..arguments import find_whole_numbers, mesh_kind_error
+from ..arguments import find_integers, mesh_kind_error
 from ..errors import AxisError, KindError, MeshError, NotInGroupError
 from .layout_arguments import (
     checked_modes,
@@ -96,7 +96,7 @@ class Layout:
             axes, offset = tuple(self.modes), operator.index(self.offset)
         except TypeError as error:
             raise KindError(
-                "a layout has a sequence of axes, and a whole number as its offset",
+                "a layout has a sequence of axes, and an integer as its offset",
                 found=f"modes {self.modes!r}, offset {self.offset!r}",
             ) from error
         modes = tuple(map(checked_modes, axes))
@@ -185,7 +185,7 @@ class Layout:
             world_size: where given, every rank must be below it.
 
         Raises:
-            KindError: not an array of whole numbers.
+            KindError: not an array of integers.
             MeshError: no ranks, no axis, a rank twice, negative, or outside the world.
 
         Example:
@@ -412,7 +412,7 @@ class Layout:
             except ValueError:
                 pass
             raise no_axis(axis, self.names, self._text)
-        numbers = find_whole_numbers([axis])
+        numbers = find_integers([axis])
         if numbers is None:
             raise AxisError(
                 f"an axis is a name or an index, not {axis!r}",

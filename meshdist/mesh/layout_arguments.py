@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ..arguments import find_whole_numbers
+from ..arguments import find_integers
 from ..errors import AxisError, KindError, MeshError
 from .strides import AxisModes, coalesced
 
@@ -29,7 +29,7 @@ def checked_modes(axis: Any) -> AxisModes:
         pairs = [(operator.index(size), operator.index(stride)) for size, stride in axis]
     except (TypeError, ValueError) as error:
         raise KindError(
-            "the modes of an axis are pairs of whole numbers (size, stride)", found=repr(axis)
+            "the modes of an axis are pairs of integers (size, stride)", found=repr(axis)
         ) from error
     if any(size < 1 or stride < 1 for size, stride in pairs):
         raise MeshError(
@@ -90,11 +90,11 @@ def _identifier_hint(name: object) -> str | None:
 def checked_sizes(sizes: Any, what: str) -> tuple[int, ...]:
     """Return sizes as a tuple of numbers from 1 on and at most one -1; else raise."""
     try:
-        found = find_whole_numbers([sizes] if isinstance(sizes, int) else list(sizes))
+        found = find_integers([sizes] if isinstance(sizes, int) else list(sizes))
     except TypeError:
         found = None
     if found is None:
-        raise KindError(f"{what} {sizes!r}: sizes are whole numbers", expected="such as (2, 4)")
+        raise KindError(f"{what} {sizes!r}: sizes are integers", expected="such as (2, 4)")
     checked = tuple(found)
     if not checked:
         raise MeshError(f"{what} () is empty", expected="at least one size")
@@ -140,7 +140,7 @@ def checked_ranks(ranks: Any, world_size: int | None = None) -> np.ndarray[Any, 
         ) from error
     except (TypeError, RuntimeError) as error:
         raise KindError(
-            "the ranks of a mesh are an array of whole numbers on the CPU",
+            "the ranks of a mesh are an array of integers on the CPU",
             found=f"{type(ranks).__name__}: {error}",
         ) from error
     if array.ndim == 0:
@@ -157,7 +157,7 @@ def checked_ranks(ranks: Any, world_size: int | None = None) -> np.ndarray[Any, 
         )
     if array.dtype.kind not in "iu":
         raise KindError(
-            "the ranks of a mesh are whole numbers",
+            "the ranks of a mesh are integers",
             expected="integers",
             found=f"an array of {array.dtype}",
         )

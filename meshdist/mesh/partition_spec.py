@@ -21,7 +21,7 @@ class PartitionSpec:
         *partitions: one entry per dim: None for a dim that is not cut, the name of an axis, or a
             tuple of names, major to minor. ``("a",)`` is ``"a"``, and ``()`` is None. Dims beyond
             the last entry are not cut.
-        unreduced: a set of the axes along which each rank holds a summand of the value.
+        unreduced: a set of the axes along which each rank holds a partial sum of the value.
         reduced: a set of the axes along which ranks hold equal values, and the gradient is
             unreduced.
 

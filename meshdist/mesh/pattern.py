@@ -1,4 +1,4 @@
-"""Patterns: how arrays lie on a mesh, as text; parsed, printed, and refused with a caret.
+"""Patterns: how arrays lie on a mesh, as text; parsed, printed, and rejected with a caret.
 
     pattern := side ["->" side]                   several operands: side "," side "->" side
     side    := (dim | group | "..." | "1")* ["{" kind ":" axis ("," axis)* (";" kind ":" ...)* "}"]

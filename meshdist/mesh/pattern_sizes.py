@@ -17,7 +17,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Any, NoReturn
 
-from ..arguments import get_whole_number
+from ..arguments import get_integer
 from ..error_text import first_texts
 from ..errors import PatternError, ShapeError
 from .layout import Layout
@@ -400,7 +400,7 @@ def checked_sizes(pattern: Pattern, sizes: Mapping[str, Any]) -> dict[str, int]:
                 fix=f"did you mean {near[0]!r}?" if near else None,
             )
         where = f"pattern {pattern.text!r}"
-        checked[name] = get_whole_number(size, f"the size of dim {name!r}", where=where)
+        checked[name] = get_integer(size, f"the size of dim {name!r}", where=where)
         if checked[name] < 0:
             raise ShapeError(f"dim {name!r} cannot have size {size}", where=where)
     return checked

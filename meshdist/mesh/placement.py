@@ -2,8 +2,9 @@
 
 A ``DimSplit`` cuts a dim into cells, one cell for each combination of coordinates along its axes;
 the first axis is the major axis. A ``Placement`` is one ``DimSplit`` per dim of a whole array, and
-says along which axes ranks hold summands. Axes are indices into the sizes of a mesh: nothing here
-knows names, ranks or tensors. Both are keys of caches, so hashes are kept and comparing is cheap.
+says along which axes ranks hold partial sums. Axes are indices into the sizes of a mesh: nothing
+here knows names, ranks or tensors. Both are keys of caches, so hashes are kept and comparing is
+cheap.
 
 Drawn case: a dim of size 10 is cut along axis 0, of size 2, then along axis 1, of size 3.
 
@@ -192,10 +193,11 @@ def _balanced_array(size: int, axis_sizes: tuple[int, ...]) -> np.ndarray[Any, n
 
 @dataclass(frozen=True, eq=False)
 class Placement(_CacheKey):
-    """An array of known shape on the coordinates of a mesh: the part or summand that each holds.
+    """An array of known shape on the coordinates of a mesh: the part or partial sum that each
+    holds.
 
     Args:
-        unreduced: the axes along which each rank holds a summand, sorted.
+        unreduced: the axes along which each rank holds a partial sum, sorted.
         reduced: the axes along which values are equal and the gradient is unreduced, sorted.
 
     Example:

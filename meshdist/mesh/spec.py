@@ -9,7 +9,7 @@ from typing import Any, NoReturn, cast
 
 import numpy as np
 
-from ..arguments import find_whole_numbers, get_shape
+from ..arguments import find_integers, get_shape
 from ..error_text import explain
 from ..errors import AxisError, KindError, LengthError, ShapeError
 from .layout import Layout, get_layout
@@ -34,7 +34,7 @@ class NamedSharding:
             each combination of coordinates along the dim's axes, the last axis the fastest.
 
     Raises:
-        KindError: no mesh, no ``PartitionSpec``, sizes that are no whole numbers by dim.
+        KindError: no mesh, no ``PartitionSpec``, sizes that are no integers by dim.
         AxisError: an axis that the mesh does not have, or one twice.
         LengthError: not one size for each part.
         ShapeError: sizes for a dim that no axis cuts, or below 0.
@@ -181,12 +181,12 @@ class NamedSharding:
             KindError: no shape.
         """
         try:
-            sizes = find_whole_numbers(tuple(shape))
+            sizes = find_integers(tuple(shape))
         except TypeError:
             sizes = None
         if sizes is None:
             raise KindError(
-                "the shape of an array has a whole number for each dim",
+                "the shape of an array has an integer for each dim",
                 where=repr(self),
                 expected="for example (8, 16)",
                 found=repr(shape),
@@ -234,7 +234,7 @@ class NamedSharding:
             >>> rows.whole_shape((3, 5))
             (6, 5)
         """
-        # Entries of the spec beyond the array's dims are left to the placement, which refuses them.
+        # Entries of the spec beyond the array's dims are left to the placement, which rejects them.
         sizes, dims = self.layout.sizes, self._dims
         return tuple(
             sum(self.shard_sizes[dim])
@@ -398,7 +398,7 @@ def _checked_shard_sizes(
     shard_sizes: Mapping[int, Sequence[int]] | None,
 ) -> tuple[tuple[int, tuple[int, ...]], ...]:
     try:
-        rows = [find_whole_numbers([dim, *sizes]) for dim, sizes in (shard_sizes or {}).items()]
+        rows = [find_integers([dim, *sizes]) for dim, sizes in (shard_sizes or {}).items()]
     except (TypeError, AttributeError):
         rows = [None]
     if None in rows:

@@ -123,7 +123,7 @@ def strided_modes(array: np.ndarray[Any, Any]) -> tuple[AxisModes, ...] | None:
 
 
 def places_of(offset: int, modes: Iterable[AxisModes]) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Return the whole number at each coordinate, ``offset`` plus strides, with a dim per axis."""
+    """Return the integer at each coordinate, ``offset`` plus strides, with a dim per axis."""
     places = np.array(offset, dtype=np.int64)
     for axis in modes:
         reach = np.zeros((), dtype=np.int64)

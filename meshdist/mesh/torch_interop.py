@@ -76,7 +76,7 @@ M = TypeVar("M", bound=MeshError)
 _TAKES_A_MESH = ("torch.distributed.", "torch.nn.parallel.")
 
 
-def refuse_torch(mesh: MeshDefinition, whole: Layout) -> None:
+def reject_torch(mesh: MeshDefinition, whole: Layout) -> None:
     """Raise MeshError if torch's code called the property or method of a mesh that calls this.
 
     Args:
@@ -173,8 +173,8 @@ def _start_torch_world(world: World) -> None:
     has_cuda = torch.cuda.is_available()
     usable = {
         device: backend
-        for device, wire in world.backends.items()
-        if (device == "cpu" or has_cuda) and (backend := _torch_backend(wire, device))
+        for device, name in world.backends.items()
+        if (device == "cpu" or has_cuda) and (backend := _torch_backend(name, device))
     }
     backends = ",".join(f"{device}:{backend}" for device, backend in usable.items())
     # Of "cpu:gloo" torch sets no default backend once other backends have been registered, as ours
@@ -191,10 +191,10 @@ def _start_torch_world(world: World) -> None:
     world.closers.append(end_torch_world)
 
 
-def _torch_backend(wire: str, device: str) -> str:
-    """Return torch's backend for ``wire``: the same name, or "gloo" on the CPU, or ""."""
+def _torch_backend(name: str, device: str) -> str:
+    """Return torch's backend for ``name``: the same name, or "gloo" on the CPU, or ""."""
     # Ours are there once meshdist.torch_backends was imported.
-    known = wire in torch_distributed.Backend.backend_list
-    if known and (wire != "mpi" or torch_distributed.is_mpi_available()):
-        return wire
+    known = name in torch_distributed.Backend.backend_list
+    if known and (name != "mpi" or torch_distributed.is_mpi_available()):
+        return name
     return "gloo" if device == "cpu" else ""

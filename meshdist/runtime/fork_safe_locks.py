@@ -10,7 +10,7 @@ Drawn case: thread B is inside as thread A forks; the child has thread A alone.
                                  leaves: lock 1         enters: lock 2
 
     >>> import threading
-    >>> lock = ModuleLock()
+    >>> lock = ForkSafeLock()
     >>> thread = threading.Thread(target=lock.current.acquire)
     >>> thread.start(); thread.join()
     >>> lock.renew()  # as in a child
@@ -26,7 +26,7 @@ from collections.abc import Callable
 from typing import Any
 
 
-class ModuleLock:
+class ForkSafeLock:
     """Holder of a module's lock, entered as ``with it.current``, which a forked child renews."""
 
     # No lock by itself: between steps of an ``__enter__`` in Python a signal's handler may raise,

@@ -167,7 +167,7 @@ def find_version(distribution: str) -> str | None:
 
 
 @dataclass(frozen=True)
-class ProcessCard:
+class ProcessInfo:
     """Process, named so that other processes can see whether it still lives.
 
     Args:
@@ -189,7 +189,7 @@ class ProcessCard:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, values: dict[str, Any]) -> ProcessCard:
+    def from_json(cls, values: dict[str, Any]) -> ProcessInfo:
         """Return the card that ``to_json`` gave, ignoring further keys; else raise ValueError."""
         kinds = {"pid": int, "start": str, "host": str, "hostname": str}
         found: dict[str, Any] = {name: values.get(name) for name in kinds}
@@ -198,28 +198,28 @@ class ProcessCard:
         return cls(**found)
 
 
-def my_card() -> ProcessCard:
+def my_process_info() -> ProcessInfo:
     """Return the card of this process."""
     pid, start = os.getpid(), None
     with suppress(OSError):
         start = process_start(pid)
-    return ProcessCard(pid, start or "", host_identity(), socket.gethostname())
+    return ProcessInfo(pid, start or "", host_identity(), socket.gethostname())
 
 
-def is_alive(card: ProcessCard) -> bool | None:
+def is_alive(process_info: ProcessInfo) -> bool | None:
     """Return whether the process lives; None where that cannot be seen from here, or not now."""
-    if card.start and card.host == host_identity():
+    if process_info.start and process_info.host == host_identity():
         with suppress(OSError):
-            return process_start(card.pid) == card.start
+            return process_start(process_info.pid) == process_info.start
     return None
 
 
-def is_stopped(card: ProcessCard) -> bool:
+def is_stopped(process_info: ProcessInfo) -> bool:
     """Return whether the process is seen to be stopped, by SIGSTOP or a debugger."""
     process = None
     with suppress(OSError):
-        process = read_process(card.pid) if card.host == host_identity() else None
-    return process is not None and process[1][0] in "Tt" and process[1][19] == card.start
+        process = read_process(process_info.pid) if process_info.host == host_identity() else None
+    return process is not None and process[1][0] in "Tt" and process[1][19] == process_info.start
 
 
 def take_lock(file: int) -> bool:
@@ -251,7 +251,7 @@ forks = [0]
 """How many forks lie between this process and the one that imported the package.
 
 It differs between a process and its forked child, as its number does, which costs a call of the
-system to ask. Calls of verbs read it here; all others by ``num_forks``.
+system to ask. Calls of collectives read it here; all others by ``num_forks``.
 """
 
 

@@ -1,4 +1,4 @@
-"""Whole numbers in text that others wrote: environment variables, URLs, files, keys of the store.
+"""Integers in text that others wrote: environment variables, URLs, files, keys of the store.
 
 Imports the standard library only.
 """
@@ -13,11 +13,11 @@ _DIGITS = re.compile(r"[0-9]{1,19}")  # int() takes other alphabets' digits, sig
 _MOST = (1 << 63) - 1
 
 
-def find_whole_number(text: str, most: int = _MOST) -> int | None:
+def find_integer(text: str, most: int = _MOST) -> int | None:
     """Return the number that ``text`` writes in decimal digits, from 0 to ``most``; else None.
 
     Example:
-        >>> find_whole_number(" 12 "), find_whole_number("²"), find_whole_number("12", most=9)
+        >>> find_integer(" 12 "), find_integer("²"), find_integer("12", most=9)
         (12, None, None)
     """
     digits = text.strip()

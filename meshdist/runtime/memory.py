@@ -1,4 +1,5 @@
-"""Memory that is used again: of results, and of the copies that some verbs need while they run.
+"""Memory that is used again: of results, and of the copies that some collectives need while they
+run.
 
 Linux hands out memory as pages that it clears at first touch: of 4 KiB that takes longer than to
 write the page, of 2 MiB a fraction. So large results lie on huge pages, and when the last tensor on
@@ -116,10 +117,11 @@ MOST_BYTES = 256 << 20
 
 
 class Scratch:
-    """A pool of two blocks of CPU memory, for copies that verbs need while they run."""
+    """A pool of two blocks of CPU memory, for copies that collectives need while they run."""
 
-    # The two blocks that were given back last are kept, of at most 256 MiB each; no verb needs
-    # more. A block that is never given back, since its verb failed, is the garbage collector's.
+    # The two blocks that were given back last are kept, of at most 256 MiB each; no collective
+    # needs more. A block that is never given back, since its collective failed, is the garbage
+    # collector's.
 
     def __init__(self) -> None:
         self._kept: list[torch.Tensor] = []

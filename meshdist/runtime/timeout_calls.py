@@ -29,7 +29,7 @@ _WATCHDOG_END_S = 5.0
 _log = logging.getLogger("meshdist.watchdog")
 
 
-class BoundedCall:
+class TimeoutCall:
     """A call in a thread of its own, which begins at once."""
 
     def __init__(self, call: Callable[[], object], name: str) -> None:

@@ -16,19 +16,19 @@ from typing import Any
 import torch
 
 from ..annotations.tensor_specs import mark_spec
-from ..arguments import get_shape, get_whole_number
+from ..arguments import get_integer, get_shape
 from ..arrays import Array, as_tensor, like
 from ..checking.call_sites import one_frame
 from ..collectives.objects import broadcast_object_list
 from ..collectives.torch_private import HiddenFromModes
 from ..error_text import ranks_text
 from ..errors import (
-    AgreementError,
     ArgumentError,
     AxisError,
     GradientError,
     KindError,
     MeshdistError,
+    MismatchError,
     NotInGroupError,
 )
 from ..functional.equality_checks import check_replicas
@@ -92,9 +92,9 @@ def reshard(
 
     Raises:
         PatternError, AxisError, ShapeError: a pattern that does not fit the mesh or ``x``.
-        DtypeError: bool values that are summands.
+        DtypeError: bool values that are partial sums.
         MeshError: no mesh is in force. NotInGroupError: this rank is not in the mesh.
-        AgreementError: ranks have different plans. UnequalError: a comparison finds a difference.
+        MismatchError: ranks have different plans. UnequalError: a comparison finds a difference.
 
     Example:
         >>> import torch, meshdist as md
@@ -113,10 +113,10 @@ def reshard(
                 found=f"mesh={mesh!r}, shape={shape!r}",
                 fix="leave them out: reshard(x, target)",
             )
-        local = as_tensor(x.local, argument="x", verb="reshard", writable=False)
+        local = as_tensor(x.local, argument="x", operation="reshard", writable=False)
         check_replicas(local, x.mesh, x.sharding.replicated_axes, f"reshard {x.shape}", bool(check))
         return x.reshard(pattern, **sizes)
-    tensor = as_tensor(x, argument="x", verb="reshard", writable=False)
+    tensor = as_tensor(x, argument="x", operation="reshard", writable=False)
     known = None if shape is None else get_shape(shape, "reshard")
     target: Any
     asked: Any
@@ -156,7 +156,8 @@ def shard(
 
     Raises:
         PatternError, AxisError, ShapeError: a pattern that does not fit the mesh or the array.
-        DtypeError: bool values that shall be summands. MeshError, NotInGroupError: as ``reshard``.
+        DtypeError: bool values that shall be partial sums. MeshError, NotInGroupError: as
+            ``reshard``.
 
     Example:
         >>> import numpy as np, meshdist as md
@@ -166,7 +167,7 @@ def shard(
         >>> md.simulate(program, 2)
         [[0, 1, 2], [3, 4]]
     """
-    tensor = as_tensor(whole, argument="whole", verb="shard", writable=False)
+    tensor = as_tensor(whole, argument="whole", operation="shard", writable=False)
 
     key = "shard", pattern, None, tensor.shape, tuple(tensor.shape), *sizes.items()
     return _moved(whole, tensor, key, mesh, check)
@@ -202,8 +203,8 @@ def unshard(
         ``shard``: each rank takes its own part, for free. With a root there is none.
 
     Cost:
-        Each rank receives what it does not hold; of summands, what an all-reduce receives. With a
-        root each element leaves one rank that holds it, once; summands are added before.
+        Each rank receives what it does not hold; of partial sums, what an all-reduce receives. With
+        a root each element leaves one rank that holds it, once; partial sums are added before.
 
     Raises:
         What ``reshard`` raises. KindError, NotInGroupError: a root that is no rank of the mesh.
@@ -226,7 +227,7 @@ def unshard(
             )
         local, pattern, shape = local.local, local.sharding, local.shape
     lies: Any = pattern
-    tensor = as_tensor(local, argument="local", verb="unshard", writable=False)
+    tensor = as_tensor(local, argument="local", operation="unshard", writable=False)
     known = None if shape is None else get_shape(shape, "unshard")
 
     key = "unshard", lies, None, tensor.shape, known, *sizes.items()
@@ -271,7 +272,7 @@ def device_put(
         KindError: ``x`` is no array, or None on the root; in the latter case on every rank.
         NotInGroupError: this rank, or the root, is not in the mesh.
         ShapeError: the sharding does not fit the shape.
-        AgreementError: ranks name different roots. UnequalError: a comparison finds a difference.
+        MismatchError: ranks name different roots. UnequalError: a comparison finds a difference.
 
     Example:
         >>> import torch, meshdist as md
@@ -286,10 +287,10 @@ def device_put(
     if root is not None:
         return _put_from_root(x, where, root)
     if isinstance(x, ShardedArray):
-        local = as_tensor(x.local, argument="x", verb="device_put", writable=False)
+        local = as_tensor(x.local, argument="x", operation="device_put", writable=False)
         check_replicas(local, x.mesh, x.sharding.replicated_axes, f"put {x.shape}", bool(check))
         return x.reshard(where)
-    tensor = as_tensor(x, argument="x", verb="device_put", writable=False)
+    tensor = as_tensor(x, argument="x", operation="device_put", writable=False)
     library = library_of(x)
     if library == "torch":
         tensor = tensor.to(mesh_device(where.mesh))
@@ -311,33 +312,34 @@ def _moved(
     """Return the result of a call on ``tensor``, in the library of ``x``.
 
     Args:
-        key: under which the mesh keeps the move of such a call: the verb, the pattern or sharding,
-            the target sharding or None, the local shape, the whole shape or None, the sizes.
+        key: under which the mesh keeps the move of such a call: the collective, the pattern or
+            sharding, the target sharding or None, the local shape, the whole shape or None, the
+            sizes.
     """
-    verb, pattern = key[:2]
+    operation, pattern = key[:2]
     mesh = given_mesh
     if mesh is None:
-        mesh = pattern.mesh if isinstance(pattern, NamedSharding) else mesh_in_force(verb)
+        mesh = pattern.mesh if isinstance(pattern, NamedSharding) else mesh_in_force(operation)
     found = mesh.caches.find(Move, key) if isinstance(mesh, DeviceMesh) else None
     if found is None:
         ends = _find_ends(key, given_mesh)
-        found = mesh.caches.keep(Move, key, Move(*ends, verb=verb))
+        found = mesh.caches.keep(Move, key, Move(*ends, operation=operation))
     try:
         return like(found(tensor, check), x)
-    except AgreementError as error:
+    except MismatchError as error:
         _add_sizes(error, key)
         raise
 
 
-def _add_sizes(error: AgreementError, key: tuple[Any, ...]) -> None:
+def _add_sizes(error: MismatchError, key: tuple[Any, ...]) -> None:
     """Add the sizes to give to the fix of ``error`` if ranks took different wholes by their parts.
 
     Example: of "b@dp d -> b d@dp" rank 0 shows "... of shape (6, 4)", and rank 1 "... of shape
     (8, 4)", since each took its own 3 or 4 rows twice: b=... says it.
     """
     _, pattern, _, _, shape, *sizes = key
-    titles = set(re.findall(r" of (\S.* of shape )(\([\d, ]*\))", error.found or ""))
-    if shape is not None or len({title for title, _ in titles}) != 1 or len(titles) == 1:
+    op_names = set(re.findall(r" of (\S.* of shape )(\([\d, ]*\))", error.found or ""))
+    if shape is not None or len({op_name for op_name, _ in op_names}) != 1 or len(op_names) == 1:
         return
     missing = "shape=(...)"
     if isinstance(pattern, str):
@@ -354,23 +356,23 @@ def _find_ends(
     key: tuple[Any, ...], given_mesh: DeviceMesh | None
 ) -> tuple[NamedSharding, NamedSharding, tuple[int, ...], str | None]:
     """Return source, target, whole shape, and the pattern of which both are sides, or None."""
-    verb, pattern, target, local_shape, shape, *pairs = key
-    mesh, sizes = _mesh_of(verb, pattern, given_mesh), dict(pairs)
+    operation, pattern, target, local_shape, shape, *pairs = key
+    mesh, sizes = _mesh_of(operation, pattern, given_mesh), dict(pairs)
     here: dict[str, Any] = {"local_shape": tuple(local_shape), "rank": mesh.get_rank()}
     try:
-        if verb == "shard":
+        if operation == "shard":
             if not isinstance(pattern, NamedSharding):
                 pattern = NamedSharding.from_pattern(pattern, mesh, shape, sizes)
             return NamedSharding(mesh, P()), pattern, shape, None
         if isinstance(pattern, NamedSharding):
-            if verb == "reshard":
+            if operation == "reshard":
                 _check_target(target, sizes)
             else:
                 target = NamedSharding(mesh, P())
             shape = pattern.whole_shape(local_shape) if shape is None else shape
-            check_shard(verb, pattern, shape, tuple(local_shape))
+            check_shard(operation, pattern, shape, tuple(local_shape))
             return pattern, target, shape, None
-        if verb == "unshard":
+        if operation == "unshard":
             source = NamedSharding.from_pattern(pattern, mesh, shape, sizes, **here)
             return source, NamedSharding(mesh, P()), source.parts.shape, None
         source, target = shardings_of_sides(pattern, mesh, shape, sizes, **here)
@@ -395,28 +397,28 @@ def _check_target(target: object, sizes: Mapping[str, int]) -> None:
     get_mesh("reshard", target.mesh)
 
 
-def _mesh_of(verb: str, pattern: Any, mesh: DeviceMesh | None) -> DeviceMesh:
+def _mesh_of(operation: str, pattern: Any, mesh: DeviceMesh | None) -> DeviceMesh:
     if not isinstance(pattern, NamedSharding):
-        return get_mesh(verb, mesh)
+        return get_mesh(operation, mesh)
     if mesh is not None and mesh != pattern.mesh:
         raise ArgumentError(
-            f"{verb}: a NamedSharding has a mesh of its own",
+            f"{operation}: a NamedSharding has a mesh of its own",
             expected=f"{pattern.mesh!r}, or none",
             found=f"mesh={mesh!r}",
             fix="leave mesh out",
         )
-    return get_mesh(verb, pattern.mesh)
+    return get_mesh(operation, pattern.mesh)
 
 
 # -- one rank that holds the whole ----------------------------------------------------------------
 
 
-def _checked_root(root: Any, verb: str, mesh: DeviceMesh) -> int:
-    """Return the root as a whole number, or raise unless it is a rank of the mesh."""
-    rank = get_whole_number(root, f"{verb}: root", expected="a rank")
+def _checked_root(root: Any, operation: str, mesh: DeviceMesh) -> int:
+    """Return the root as an integer, or raise unless it is a rank of the mesh."""
+    rank = get_integer(root, f"{operation}: root", expected="a rank")
     if mesh.layout.coordinate_of(rank) is None:
         raise NotInGroupError(
-            f"{verb}: the mesh does not hold the root, rank {rank}",
+            f"{operation}: the mesh does not hold the root, rank {rank}",
             where=f"rank {mesh.get_rank()}, mesh ({mesh.layout.axis_text()})",
             expected=f"one of {ranks_text(mesh.layout.ranks().ravel().tolist())}",
         )
@@ -428,19 +430,19 @@ def _gathered(
 ) -> torch.Tensor | None:
     """Return the whole array on the root, in new memory; None on all other ranks."""
     mesh, whole = source.mesh, NamedSharding(source.mesh, P())
-    title = f"{move_title(source, whole, shape)} on rank {root}"
+    op_name = f"{move_title(source, whole, shape)} on rank {root}"
     if x.requires_grad and torch.is_grad_enabled():
         raise GradientError(
             "unshard with a root has no gradient",
-            where=title,
+            where=op_name,
             expected="a tensor that needs none: ranks without a result have no backward",
             fix="pass local.detach(), or leave root out: every rank then holds the whole",
         )
-    if source.spec.unreduced:  # summands are added first, scattered over their axes
+    if source.spec.unreduced:  # partial sums are added first, scattered over their axes
         axes = source.layout.axis_indices(tuple(source.spec.unreduced))
         target = cut_further(source, shape, tuple(sorted(axes))) if shape else whole
-        x, source = Move(source, target, shape, verb="unshard")(x), target
-    return gather_to_root(x, mesh, source.placement(shape), root, title)
+        x, source = Move(source, target, shape, operation="unshard")(x), target
+    return gather_to_root(x, mesh, source.placement(shape), root, op_name)
 
 
 @dataclass(frozen=True)
@@ -470,9 +472,9 @@ def _put_from_root(x: Any, target: NamedSharding, root: object) -> ShardedArray:
         tensor.requires_grad_(facts.requires_grad)
     else:
         tensor = tensor.to(device).reshape(shape)
-    title = f"device_put {source.spec!r} of {shape} from rank {rank}"
+    op_name = f"device_put {source.spec!r} of {shape} from rank {rank}"
     with HiddenFromModes() if find_context() is not None else nullcontext():
-        own = mark_spec(scatter(tensor, mesh, source.placement(shape), rank, title), source.spec)
+        own = mark_spec(scatter(tensor, mesh, source.placement(shape), rank, op_name), source.spec)
     local = move(own, source, lying, shape)
     if not facts.shape:
         local = local.reshape(())
@@ -510,10 +512,10 @@ def _checked_whole(x: Any, target: NamedSharding) -> torch.Tensor:
             if x is None
             else "leave root= out: a sharded array lies on all ranks",
         )
-    tensor = as_tensor(x, argument="x", verb="device_put", writable=False)
+    tensor = as_tensor(x, argument="x", operation="device_put", writable=False)
     target.placement(tuple(tensor.shape))
     if target.spec.unreduced and tensor.dtype == torch.bool:
         raise ArgumentError(
-            "device_put: bool values have no summands", where=where, found=repr(target.spec)
+            "device_put: bool values have no partial sums", where=where, found=repr(target.spec)
         )
     return tensor

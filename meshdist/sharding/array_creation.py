@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..arguments import get_shape, get_whole_number
+from ..arguments import get_integer, get_shape
 from ..arrays import Array, as_tensor, like as as_array_of, shape_text
 from ..collectives.value_comparison import agree
 from ..dtypes import dtype_name
@@ -311,7 +311,7 @@ def make_array_from_callback(
     box = where.box(where.mesh.get_rank(), shape)
     data = data_callback(index_of(box))
     data = data if hasattr(data, "shape") else np.asarray(data)
-    as_tensor(data, argument="what data_callback returned", verb=call, writable=False)
+    as_tensor(data, argument="what data_callback returned", operation=call, writable=False)
     wanted = _local_shape(where, shape)
     if tuple(data.shape) != wanted:
         raise ShapeError(
@@ -363,7 +363,7 @@ def make_array_from_process_local_data(
     """
     call = "make_array_from_process_local_data"
     where = checked_sharding(sharding, call)
-    as_tensor(local_data, argument="local_data", verb=call, writable=False)
+    as_tensor(local_data, argument="local_data", operation=call, writable=False)
     if global_shape is None:
         return ShardedArray(local_data, where)
     if len(global_shape) != local_data.ndim:
@@ -375,7 +375,7 @@ def make_array_from_process_local_data(
     shape = tuple(
         (sum(where.shard_sizes.get(dim, ())) or size * plain.dims[dim].num_cells)
         if given is None
-        else get_whole_number(given, f"{call}: a size of global_shape", 0)
+        else get_integer(given, f"{call}: a size of global_shape", 0)
         for dim, (given, size) in enumerate(zip(global_shape, local_data.shape, strict=True))
     )
     index = [
@@ -420,7 +420,7 @@ def _check_can_be_drawn(dtype: Any) -> None:
         (dtype.is_floating_point or dtype.is_complex) if is_torchs else dtype.kind == "f"
     ):
         raise DtypeError(
-            "randn draws no whole numbers",
+            "randn draws no integers",
             expected="a floating dtype" + (", or a complex one" if is_torchs else ""),
             found=str(dtype),
         )
@@ -450,7 +450,7 @@ def _drawing(making: Making, generator: Any) -> tuple[Callable[[int], torch.Tens
 def _check_drawn_alike(mesh: DeviceMesh, first: list[complex]) -> None:
     """Raise on all ranks if the ranks' ``first`` drawn numbers differ; collective."""
     numbers = f"{', '.join(map(str, first))}, ..."
-    difference = agree(mesh.open_group(), {"": numbers}, {}, title="randn")
+    difference = agree(mesh.open_group(), {"": numbers}, {}, op_name="randn")
     if difference:
         raise UnequalError(
             "randn: the ranks' generators draw different numbers",
@@ -463,7 +463,7 @@ def _check_drawn_alike(mesh: DeviceMesh, first: list[complex]) -> None:
 
 def _as_tensor(array: Array, dtype: Any) -> torch.Tensor:
     converted = array if dtype is None else array.astype(dtype, copy=False)
-    return as_tensor(converted, argument="drawn", verb="randn")
+    return as_tensor(converted, argument="drawn", operation="randn")
 
 
 @dataclass(frozen=True)
@@ -478,7 +478,7 @@ class Making:
     def of(cls, call: str, mesh: DeviceMesh, dtype: Any, device: Any, like: Any) -> Making:
         """Return the checked library, dtype and device of ``call``, by ``like`` if None."""
         if like is not None:
-            as_tensor(like, argument="like", verb=call, writable=False)
+            as_tensor(like, argument="like", operation=call, writable=False)
             library = library_of(like)
             dtype = like.dtype if dtype is None else dtype
         else:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..arguments import find_whole_numbers
+from ..arguments import find_integers
 from ..arrays import Array
 from ..dtypes import dtype_name
 from ..errors import ArgumentError, DtypeError, KindError, LengthError
@@ -34,7 +34,7 @@ def slice_shard(index: Any, dims: Sequence[DimSplit], box: Box) -> Slicing:
     """Return the index of the shard that covers ``box`` for an index of the whole array.
 
     Args:
-        index: slices, whole numbers, ``...`` and None, or a tuple of them.
+        index: slices, integers, ``...`` and None, or a tuple of them.
 
     Example:
         >>> dims = DimSplit(8, (0,), (2,)), DimSplit(3)
@@ -118,7 +118,7 @@ def _parts_of_index(index: Any, num_dims: int) -> list[Any]:
 def _foreign_part(part: Any) -> KindError:
     return KindError(
         f"a sharded array takes no {type(part).__name__} as an index",
-        expected="slices, whole numbers, `...` and None",
+        expected="slices, integers, `...` and None",
         fix="index what this rank holds, x.local[...], or the whole, x.full()[...]",
     )
 
@@ -162,7 +162,7 @@ def checked_dims(dims: Any, ndim: int, call: str) -> tuple[int, ...]:
     """
     if dims is None:
         return tuple(range(ndim))
-    given = find_whole_numbers(dims if isinstance(dims, (tuple, list)) else (dims,))
+    given = find_integers(dims if isinstance(dims, (tuple, list)) else (dims,))
     if given is None:
         raise KindError(f"{call} takes dims by number", found=repr(dims))
     found = [dim + ndim if dim < 0 else dim for dim in given]
@@ -206,7 +206,7 @@ def sum_of_shard(local: Array, dims: tuple[int, ...], *, keepdim: bool, dtype: A
 def mean_of_shard(
     local: Array, dims: tuple[int, ...], count: int, *, keepdim: bool, dtype: Any
 ) -> Array:
-    """Return the shard's sum over ``dims`` divided by ``count``, its summand of the mean."""
+    """Return the shard's sum over ``dims`` divided by ``count``, its partial sum of the mean."""
     # Halves are summed as float32, as the libraries do: the sum may be larger than any half.
     if isinstance(local, torch.Tensor):
         result = dtype or local.dtype

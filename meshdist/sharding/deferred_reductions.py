@@ -1,17 +1,18 @@
-"""Over which axes an operand's gradient stays a summand, because something else sums it later.
+"""Over which axes an operand's gradient stays a partial sum, because something else sums it later.
 
 A wrapper marks its parameters, and a program marks by ``md.annotate(w, reduced=...)``. A mark is of
 one tensor: outside ``md.typed`` ``w.T``, ``w.bfloat16()`` and ``torch.cat([q, k, v])`` of a
 wrapper's parameters have none. Were their gradients summed over its ranks before it averages, the
 parameters' would be too large, as many times as there are ranks. So the graph of such an operand is
-walked down to its leaves, where a wrapper averages along an axis that the text leaves out. A verb
+walked down to its leaves, where a wrapper averages along an axis that the text leaves out. A
+collective
 of ours along the axis ends the walk: what it gives is no parameter in another form.
 
 Drawn case: on 2 ranks along dp, over which a wrapper averages the gradients of w and v.
 
     operand           graph, down to the leaves    its gradient over dp
-    w.T               T: w                         a summand, as w's is
-    w + v @ u.T       add: w, mm: v, T: u          refused, where the leaf u is not the wrapper's
+    w.T               T: w                         a partial sum, as w's is
+    w + v @ u.T       add: w, mm: v, T: u          rejected, where the leaf u is not the wrapper's
     x @ w             mm: w                        not asked for: "b@dp d" is cut there
     psum(x @ w)       psum                         summed, as that of any other operand
 
@@ -128,7 +129,7 @@ def _nodes_above(x: torch.Tensor) -> Iterator[Any]:
 
 
 def _moves_among(node: Any, ranks: Collection[int]) -> bool:
-    """Return whether an autograd node is a verb of ours that moves data among ``ranks``."""
+    """Return whether an autograd node is a collective of ours that moves data among ``ranks``."""
     function = getattr(type(node), "_forward_cls", None)
     if function is None or function.__module__.partition(".")[0] != _PACKAGE:
         return False

@@ -83,7 +83,8 @@ def from_placements(
     """Return the sharding of an array of this shape that torch's placements describe.
 
     The sizes that torch's rule gives are kept, as ``shard_sizes`` where they are not ours.
-    ``Partial`` becomes unreduced. Of ``Partial("avg")`` the summands are the local values divided
+    ``Partial`` becomes unreduced. Of ``Partial("avg")`` the partial sums are the local values
+    divided
     by the size of the axis: ``ShardedArray`` takes them so, and ``from_dtensor`` divides.
 
     Args:
@@ -223,7 +224,7 @@ def _checked_dim(placement: Any, ndim: int, where: str) -> int:
 def _check_sum(placement: Partial, where: str) -> None:
     if placement.reduce_op not in _SUMS:
         raise ArgumentError(
-            f"Partial({placement.reduce_op!r}) has no counterpart: unreduced values are summands",
+            f"Partial({placement.reduce_op!r}) has no counterpart: unreduced values are partial sums",
             where=where,
             expected="Partial('sum') or Partial('avg')",
             fix="redistribute the DTensor to Replicate or Shard first, which reduces it",
@@ -261,7 +262,7 @@ def from_dtensor(x: DTensor, mesh: DeviceMesh | None = None) -> ShardedArray:
     Raises:
         KindError: no DTensor, or a placement of which nothing is known.
         ArgumentError: Partial of another op.
-        DtypeError: Partial("avg") of whole numbers.
+        DtypeError: Partial("avg") of integers.
         MeshError: a mesh of other ranks.
         AxisError: torch's mesh has no axis names, and no mesh was given.
         ShapeError: a local tensor that has not torch's size, or as ``from_placements``.
@@ -276,7 +277,7 @@ def from_dtensor(x: DTensor, mesh: DeviceMesh | None = None) -> ShardedArray:
         raise _mesh_mismatch("from_dtensor", mesh, x.device_mesh)
     sharding = from_placements(x.placements, mesh, tuple(x.shape))
     local: Any = x.to_local()
-    if hasattr(local, "wait"):  # of a verb of torch's that has not ended yet
+    if hasattr(local, "wait"):  # of a collective of torch's that has not ended yet
         local = local.wait()
     averaged = [
         mesh.layout.sizes[axis]
@@ -285,7 +286,7 @@ def from_dtensor(x: DTensor, mesh: DeviceMesh | None = None) -> ShardedArray:
     ]
     if averaged and not (x.dtype.is_floating_point or x.dtype.is_complex):
         raise DtypeError(
-            "from_dtensor cannot take an average of whole numbers apart into summands",
+            "from_dtensor cannot take an average of integers apart into partial sums",
             expected="floating or complex numbers where a placement is Partial('avg')",
             found=f"{dtype_name(x.dtype)} with {list(x.placements)!r}",
             fix="redistribute the DTensor to Replicate or Shard first",
@@ -328,7 +329,7 @@ def to_dtensor(x: ShardedArray, device_mesh: TorchMesh | None = None) -> DTensor
         _warn_of_moves(x, held)
         x = x.reshard(held)
     placements = to_placements(held)
-    local = as_tensor(x.local, argument="x", verb="to_dtensor")
+    local = as_tensor(x.local, argument="x", operation="to_dtensor")
     gradient: dict[str, Any] = {}
     if held.spec.reduced and local.requires_grad and torch.is_grad_enabled():
         if "grad_placements" not in inspect.signature(DTensor.from_local).parameters:

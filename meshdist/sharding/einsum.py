@@ -37,10 +37,10 @@ from ..mesh.pattern import column_error, parse
 from ..mesh.pattern_sizes import checked_sizes, spec_of
 from ..mesh.spec import NamedSharding
 from ..typed_mode.context import ContextMode, find_context
-from ..typed_mode.type_errors import refused_join, refused_sharding
+from ..typed_mode.type_errors import rejected_join, rejected_sharding
 from .deferred_reductions import axes_of_leaves, axes_of_marks
 from .einsum_layouts import EinsumLayout, lay_out_einsum
-from .planner import plan_einsum, wire_links
+from .planner import backend_links, plan_einsum
 from .rematerialization import GatheredOperand, gather_before_backward, saved_as_shards
 from .resharding import (
     FITTING_KINDS,
@@ -86,8 +86,8 @@ def einsum(
 
     Gradient:
         That of the product on one device, laid as the operands are. An operand that is marked
-        reduced over an axis (by ``md.annotate``, or by ``md.DDP``, which sums there) gets a summand
-        on each rank; without a mark einsum sums over the ranks.
+        reduced over an axis (by ``md.annotate``, or by ``md.DDP``, which sums there) gets a partial
+        sum on each rank; without a mark einsum sums over the ranks.
 
     Cost:
         What ``md.plan`` with the same text tells, forward and backward: the fewest elements among
@@ -98,7 +98,7 @@ def einsum(
         KindError: an operand that is no tensor. DtypeError: bool, or operands of several dtypes.
         AxisTypeError, ArgumentError: a mark, or a type, that contradicts the text.
         MeshError: no mesh is in force. NotInGroupError: this rank is not in the mesh.
-        AgreementError: ranks have different plans. UnequalError: on simulated ranks, and at debug
+        MismatchError: ranks have different plans. UnequalError: on simulated ranks, and at debug
             level DETAIL, an operand of which each rank takes a part is not the same on all.
         GradientError: with ``regather``, an operand that was written to before the backward.
 
@@ -155,7 +155,7 @@ class _Einsum:
         of_leaves: Sequence[Collection[str]],
     ) -> None:
         asked = tuple(checked_sizes(parse(text), sizes).items())
-        self._mesh, links = mesh, wire_links(mesh)
+        self._mesh, links = mesh, backend_links(mesh)
         marks = tuple(
             tuple(sorted(axes_of_marks(x, mesh, f"operand {number} of einsum {text!r}") | {*axes}))
             for number, (x, axes) in enumerate(zip(operands, of_leaves, strict=True))
@@ -224,7 +224,7 @@ class _Einsum:
         others = [with_kinds(mode.operand_type(x, "einsum"), apart) for x in operands]
         joined = join_types(others, "multiply")
         if isinstance(joined, Refusal):
-            raise refused_join("einsum", operands, joined.axis, joined.operand, mode.mesh)
+            raise rejected_join("einsum", operands, joined.axis, joined.operand, mode.mesh)
         cast = [
             mode.cast(x, kinds_in(missing)) for x, missing in zip(own, joined.missing, strict=True)
         ]
@@ -236,7 +236,7 @@ class _Einsum:
             parts.append(x if x.shape == shape else x.reshape(shape))
         for part, alike, plan in zip(parts, self._alike, self._plans, strict=True):
             if alike:
-                check_replicas(part, self._mesh, alike, plan.title, None, has_argument=False)
+                check_replicas(part, self._mesh, alike, plan.op_name, None, has_argument=False)
         moved = []
         for part, plan in zip(parts, self._plans, strict=True):
             moved.append(transfer_or_alias(part, plan, self._mesh))
@@ -277,7 +277,7 @@ def _product(laid: EinsumLayout, parts: Sequence[torch.Tensor]) -> torch.Tensor:
     return result.clone() if len(parts) == 1 else result
 
 
-# -- what is refused ----------------------------------------------------------------------------
+# -- what is rejected ----------------------------------------------------------------------------
 
 
 def _check_operands(text: str, operands: Sequence[Any]) -> None:
@@ -361,7 +361,7 @@ def _check_marks(x: torch.Tensor, sharding: NamedSharding, mesh: DeviceMesh, whe
         if mesh.axis_sizes.get(axis, 1) > 1 and (
             kind not in FITTING_KINDS[wanted[axis]] or (kind, wanted[axis]) == ("R", "V")
         ):
-            raise refused_sharding("einsum", x, axis, wanted[axis], mesh, repr(sharding.spec))
+            raise rejected_sharding("einsum", x, axis, wanted[axis], mesh, repr(sharding.spec))
 
 
 def _reduced_too(sharding: NamedSharding, mesh: DeviceMesh, axes: Sequence[str]) -> NamedSharding:

@@ -2,8 +2,8 @@
 
 An axis divides one dim of the work among its ranks: a dim that some operand or the result has cut
 over it. An operand with that dim is cut there, an operand without it is *reduced* over the axis: it
-is equal on all ranks, and its gradient is a summand on each. A dim that the result lacks leaves the
-product *unreduced*. So no product is computed twice, but along an axis that cuts nothing. Where
+is equal on all ranks, and its gradient is a partial sum on each. A dim that the result lacks leaves
+the product *unreduced*. So no product is computed twice, but along an axis that cuts nothing. Where
 several dims compete for an axis each choice is priced: the fewest elements that all ranks receive
 together forward, then backward, then the result's own layout, then the order of the text, the
 result's dims first. All ranks choose alike. A dim that several axes cut takes the result's order,
@@ -12,7 +12,7 @@ else the first operand's. Integers alone: nothing here sends, or knows tensors.
 Drawn case: the second layer of a Megatron block, on 2 ranks along tp.
 
     text       b f@tp        ,  f@tp d        ->  b d
-    work       b f@tp           f@tp d            b d {U:tp}     the result lacks f: summands
+    work       b f@tp           f@tp d            b d {U:tp}     the result lacks f: partial sums
     forward    stays            stays             all-reduce
     backward   stays            stays             stays: the gradient enters reduced
 
@@ -302,7 +302,7 @@ class LayoutChooser:
         return sum(num_received_by_all(*ends) for ends in moves)
 
     def choices_along(self, axis: int) -> list[Choice]:
-        """Return what ``axis`` can divide, best first: summand, dims, None (nothing); or raise."""
+        """Return what ``axis`` can divide, best first: partial sum, dims, None (nothing); or raise."""
         cut = [
             name
             for names, side in self.sides
@@ -310,12 +310,12 @@ class LayoutChooser:
             if axis in dim.axes
         ]
         is_operand_cut = any(axis in side.cut_axes for side in self.sources)
-        summands = [at for at, side in enumerate(self.sources) if axis in side.unreduced]
-        if len(summands) > 1 and not cut:
-            self.fail_two_unreduced(axis, summands)
+        partial_sums = [at for at, side in enumerate(self.sources) if axis in side.unreduced]
+        if len(partial_sums) > 1 and not cut:
+            self.fail_two_unreduced(axis, partial_sums)
         choices: list[Choice] = []
-        if len(summands) == 1 and not is_operand_cut:
-            choices += summands
+        if len(partial_sums) == 1 and not is_operand_cut:
+            choices += partial_sums
         choices += dict.fromkeys(cut)
         if not cut:
             self.check_marks(axis)
@@ -371,15 +371,15 @@ class LayoutChooser:
                     return tuple(axis for axis in cutting if axis in mine)
         return tuple(mine)
 
-    def fail_two_unreduced(self, axis: int, summands: Sequence[int]) -> NoReturn:
-        """Raise for operands ``summands`` that are all unreduced over ``axis``."""
+    def fail_two_unreduced(self, axis: int, partial_sums: Sequence[int]) -> NoReturn:
+        """Raise for operands ``partial_sums`` that are all unreduced over ``axis``."""
         name = _axis_name(self.layout, axis)
-        both = " and ".join(map(str, summands[:2]))
+        both = " and ".join(map(str, partial_sums[:2]))
         raise PatternError(
             f"einsum: operands {both} are both unreduced over axis {name!r}",
             where=f"einsum {self.text!r} on mesh ({self.layout.axis_text()})",
             expected="one unreduced operand: the product of two sums is no sum of products",
-            found=f"{len(summands)} operands with {{U:{name}}}",
+            found=f"{len(partial_sums)} operands with {{U:{name}}}",
             fix=f"sum one first: md.reshard(x, '... {{U:{name}}} -> ...', mesh)",
         )
 

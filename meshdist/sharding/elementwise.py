@@ -6,7 +6,7 @@ linear in unreduced operands stands in ``torch_functions.LINEARITY``.
 
 Nothing moves. So operands are cut alike, dim by dim, and of kinds that join by themselves
 (``axis_types.join_types``) over every axis. An operand that lacks an axis over which another
-differs between ranks would need a cast, whose gradient is summed over that axis: it is refused,
+differs between ranks would need a cast, whose gradient is summed over that axis: it is rejected,
 since that sum is to be asked for.
 """
 
@@ -134,15 +134,15 @@ def _joined_kinds(operands: Sequence[Operand], linearity: str, call: str) -> str
     joined = join_types(types, linearity)
     where = mesh_text(operands[0][2].mesh)
     if isinstance(joined, Refusal):
-        _, _, summand = operands[joined.operand]
-        spec = summand.spec.update(unreduced=set())
+        _, _, partial_sum = operands[joined.operand]
+        spec = partial_sum.spec.update(unreduced=set())
         raise AxisTypeError(
             f"{call} is not linear in what is unreduced over {joined.axis!r}: each rank holds a "
-            "summand",
+            "partial_sum",
             where=where,
             expected=_FITTING_OPERANDS.get(linearity, "no unreduced operand"),
             found=_listed(operands),
-            fix=f"sum the summands first: {_letter(joined.operand)}.reshard({spec!r})",
+            fix=f"sum the partial sums first: {_letter(joined.operand)}.reshard({spec!r})",
         )
     for place, lacking in enumerate(joined.missing):
         if lacking:
@@ -256,17 +256,17 @@ class ElementwiseArray:
         return apply(operator.invert, "bitwise_not", (self,))
 
     def __matmul__(self, other: Any) -> Any:
-        raise matmul_refused("@", self, other)
+        raise matmul_rejected("@", self, other)
 
     def __rmatmul__(self, other: Any) -> Any:
-        raise matmul_refused("@", other, self)
+        raise matmul_rejected("@", other, self)
 
     # -- what the libraries call -----------------------------------------------------------------
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
         name = str(ufunc.__name__)
         if name == "matmul":
-            raise matmul_refused("numpy.matmul", *inputs)
+            raise matmul_rejected("numpy.matmul", *inputs)
         is_call = method == "__call__"
         if not is_call or ufunc.signature is not None:
             raise _not_elementwise(f"numpy.{name}" if is_call else f"numpy.{name}.{method}")
@@ -303,7 +303,7 @@ class ElementwiseArray:
             given = {key: value for key, value in kwargs.items() if key != "input"}
             return getattr(first, name)(*args[1:], **given)
         if name in ("matmul", "mm", "bmm", "mv", "dot", "rmatmul"):
-            raise matmul_refused(call, *args, *kwargs.values())
+            raise matmul_rejected(call, *args, *kwargs.values())
         if operation.writes or kwargs.get("out") is not None:
             raise _not_functional(call, "writing in place, or out=")
         is_search = operation.kind is Kind.ROWS and shape_depends_on_values(operation, args, kwargs)
@@ -367,7 +367,7 @@ def _local(x: Any) -> Any:
 
 
 def _check_number(x: Any, call: str, beside: ElementwiseArray, *, is_added: bool) -> None:
-    """Raise if ``x`` is an array or needs a gradient, or is a number ``is_added`` to summands."""
+    """Raise if ``x`` is an array or needs a gradient, or is a number ``is_added`` to partial sums."""
     shape = getattr(x, "shape", None)
     shape = shape if isinstance(shape, tuple) else None
     where = f"{mesh_text(beside.sharding.mesh)}, beside a sharded array " + array_type(
@@ -394,10 +394,10 @@ def _check_number(x: Any, call: str, beside: ElementwiseArray, *, is_added: bool
     is_number = shape is not None or isinstance(x, (int, float, complex))
     if is_added and is_number:
         raise AxisTypeError(
-            f"{call}: a number would be added to the summand of every rank",
+            f"{call}: a number would be added to the partial sum of every rank",
             where=where,
             expected="operands that are all unreduced over the same axes",
-            fix="sum the summands first, x.reshard(...), or add to one that has the number at "
+            fix="sum the partial sums first, x.reshard(...), or add to one that has the number at "
             "one rank: x + md.full(x.shape, number, sharding=x.sharding)",
         )
 
@@ -445,7 +445,7 @@ def _not_functional(call: str, what: str) -> KindError:
     )
 
 
-def matmul_refused(call: str, *operands: Any) -> KindError:
+def matmul_rejected(call: str, *operands: Any) -> KindError:
     """Return the error for a matrix product of sharded arrays, which names md.einsum."""
     shown = [
         array_type(x.local.dtype, x.shape, x.sharding)

@@ -1,16 +1,17 @@
-"""A change as steps: one verb, or an exchange of boxes.
+"""A change as steps: one collective, or an exchange of boxes.
 
-Changes in product form are verbs: equal parts move between all members of a group. Slices come
-first and cost nothing. Then the axes that move from one dim to another are one equal all-to-all,
-and those that leave are one all-gather: together they receive as many bytes as one exchange would.
-Each packs by one strided copy and unpacks by another. Summed axes are a reduce-scatter.
+Changes in product form are collectives: equal parts move between all members of a group. Slices
+come first and cost nothing. Then the axes that move from one dim to another are one equal
+all-to-all, and those that leave are one all-gather: together they receive as many bytes as one
+exchange would. Each packs by one strided copy and unpacks by another. Summed axes are a
+reduce-scatter.
 
 One rank's part of an exchange is the boxes that it receives, sends and keeps. In each dim my
 interval of the target meets some cells of the source; their products are the boxes that I receive.
 The sender of a box is the rank that holds its cell and has my own coordinates along all other axes.
 What I send is the same walk seen from the source. The cost is that of the peers.
 
-Drawn case: rows on 2 ranks become columns. A 4 x 4 array is cut evenly, so one verb does it:
+Drawn case: rows on 2 ranks become columns. A 4 x 4 array is cut evenly, so one collective does it:
 
               before     packed: a part for each    received: from rank 0, from rank 1
     rank 0    a b c d    for 0: a b   for 1: c d    a b           i j
@@ -22,8 +23,8 @@ Drawn case: rows on 2 ranks become columns. A 4 x 4 array is cut evenly, so one 
     >>> def change(n):
     ...     rows = Placement((2,), (n, n), (split_dim(n, (0,), (2,)), split_dim(n, (), ())))
     ...     return change_between(rows, rows.permuted((1, 0)))
-    >>> [step] = verb_steps(change(4), (0,))  # 2 rows of 2 x 2 columns are packed as 2 x (2 x 2)
-    >>> step.verb, step.pack.view, step.pack.order, step.unpack.shape
+    >>> [step] = operation_steps(change(4), (0,))  # 2 rows of 2 x 2 columns are packed as 2 x (2 x 2)
+    >>> step.operation, step.pack.view, step.pack.order, step.unpack.shape
     ('all_to_all_single', (2, 2, 2), (1, 0, 2), (4, 2))
 
 A 3 x 3 array needs boxes. Rank 0 has rows 0:2, above the dashes, and gets columns 0:2:
@@ -47,10 +48,10 @@ from typing import NamedTuple
 
 from ..mesh.placement import Box, DimSplit, Placement, place_along, shape_of, volume
 from .placement_diff import Change
-from .steps import Arrangement, Exchange, Pad, Part, Step, Take, VerbStep
+from .steps import Arrangement, CollectiveStep, Exchange, Pad, Part, Step, Take
 
 
-def verb_steps(change: Change, coordinate: tuple[int, ...]) -> tuple[Step, ...]:
+def operation_steps(change: Change, coordinate: tuple[int, ...]) -> tuple[Step, ...]:
     """Return the steps of one rank for a change that ``has_product_form``."""
     steps: list[Step] = []
     mesh_sizes, shape = change.source.mesh_sizes, change.source.local_shape(coordinate)
@@ -64,15 +65,17 @@ def verb_steps(change: Change, coordinate: tuple[int, ...]) -> tuple[Step, ...]:
         pack = _packing(change, scatter_axes, coordinate, shape)
         part = shape = pack.shape[1:]
         if change.summed:
-            steps.append(VerbStep(shape, *group, "reduce_scatter_tensor", part, pack))
+            steps.append(CollectiveStep(shape, *group, "reduce_scatter_tensor", part, pack))
         else:
             unpack = _unpacking(change, scatter_axes, (), part)
             shape = unpack.shape
-            steps.append(VerbStep(shape, *group, "all_to_all_single", part, pack, unpack))
+            steps.append(CollectiveStep(shape, *group, "all_to_all_single", part, pack, unpack))
     if change.gathered:
         group, part = group_at(change.gathered, mesh_sizes, coordinate), shape
         unpack = _unpacking(change, change.gathered, scatter_axes, part)
-        steps.append(VerbStep(unpack.shape, *group, "all_gather_into_tensor", part, unpack=unpack))
+        steps.append(
+            CollectiveStep(unpack.shape, *group, "all_gather_into_tensor", part, unpack=unpack)
+        )
     if change.padded:
         steps.append(_pad(change, coordinate))
     return tuple(steps)
@@ -164,7 +167,7 @@ class _Overlap(NamedTuple):
 
     place: int  # of the peer, along axes that cut the source
     replica: int  # of the peer, along axes that divide boxes
-    summand: int  # of the peer, along summed axes
+    partial_sum: int  # of the peer, along summed axes
     start: int
     stop: int
 
@@ -249,10 +252,10 @@ class _Group:
         self.free = frozenset(change.source.free_axes) - frozenset(change.dividing)
         self.my_cell = self._my_place([axis for axis in change.group if axis in cut])
         self.my_replica = self._my_place(change.dividing)
-        self.my_summand = self._my_place(change.summed)
-        self.place = self.my_cell + self.my_replica + self.my_summand
+        self.my_partial_sum = self._my_place(change.summed)
+        self.place = self.my_cell + self.my_replica + self.my_partial_sum
         self.replicas = coordinates_along(change.dividing, sizes, self.strides)
-        self.summands = coordinates_along(change.summed, sizes, self.strides)
+        self.partial_sums = coordinates_along(change.summed, sizes, self.strides)
 
     def _my_place(self, axes: Sequence[int]) -> int:
         return sum(self.coordinate[axis] * self.strides[axis] for axis in axes)
@@ -270,14 +273,14 @@ class _Group:
             box = tuple([(cell.start, cell.stop) for cell in cells])
             if place == self.my_cell:
                 kept = box
-                others = (s for s in self.summands if s != self.my_summand)
-                found += [(place + self.my_replica + summand, box) for summand in others]
+                others = (s for s in self.partial_sums if s != self.my_partial_sum)
+                found += [(place + self.my_replica + partial_sum, box) for partial_sum in others]
             elif len(self.replicas) == 1:
-                found += [(place + summand, box) for summand in self.summands]
+                found += [(place + partial_sum, box) for partial_sum in self.partial_sums]
             else:
                 for replica, part in zip(self.replicas, self._parts(box), strict=True):
                     if part is not None:
-                        found += [(place + replica + s, part) for s in self.summands]
+                        found += [(place + replica + s, part) for s in self.partial_sums]
         return kept, found
 
     def _sources(self, source: DimSplit, interval: tuple[int, int]) -> Iterator[_Overlap]:
@@ -305,30 +308,32 @@ class _Group:
         everywhere = [a for a in change.group if a in self.cut and a not in placed]
         all_cells = coordinates_along(everywhere, sizes, self.strides)
         unplaced = [axis for axis in change.summed if axis not in placed]
-        all_summands = coordinates_along(unplaced, sizes, self.strides)
+        all_partial_sums = coordinates_along(unplaced, sizes, self.strides)
         number = self.replicas.index(self.my_replica)
         found: list[Part] = []
         for cells in product(*per_dim):
             place = sum([cell.place for cell in cells])
             replica = sum([cell.replica for cell in cells])
-            summand = sum([cell.summand for cell in cells])
+            partial_sum = sum([cell.partial_sum for cell in cells])
             box = tuple([(cell.start, cell.stop) for cell in cells])
             part = box if len(self.replicas) == 1 else self._parts(box)[number]
             for more in all_cells:
                 at = place + more
                 if at != self.my_cell:  # the receiver divides the box among the replicas
                     if part is not None:
-                        found += [(at + replica + summand + s, part) for s in all_summands]
-                elif replica == self.my_replica:  # the receiver holds a summand of the box itself
-                    there = (summand + s for s in all_summands)
-                    found += [(at + replica + s, box) for s in there if s != self.my_summand]
+                        found += [(at + replica + partial_sum + s, part) for s in all_partial_sums]
+                elif (
+                    replica == self.my_replica
+                ):  # the receiver holds a partial sum of the box itself
+                    there = (partial_sum + s for s in all_partial_sums)
+                    found += [(at + replica + s, box) for s in there if s != self.my_partial_sum]
         return found
 
     def _targets(self, target: DimSplit, interval: tuple[int, int]) -> Iterator[_Overlap]:
         """Yield the overlaps of ``interval`` with the target's cells of possible receivers."""
         change = self.change
         for cell, start, stop in _cells_in(target, interval):
-            place = replica = summand = 0
+            place = replica = partial_sum = 0
             rest = cell
             for axis, size in zip(reversed(target.axes), reversed(target.axis_sizes), strict=True):
                 rest, index = divmod(rest, size)
@@ -338,11 +343,11 @@ class _Group:
                 elif axis in self.cut:
                     place += index * self.strides.get(axis, 0)
                 elif axis in change.summed:
-                    summand += index * self.strides[axis]
+                    partial_sum += index * self.strides[axis]
                 else:
                     replica += index * self.strides[axis]
             else:
-                yield _Overlap(place, replica, summand, start, stop)
+                yield _Overlap(place, replica, partial_sum, start, stop)
 
     def _parts(self, box: Box) -> list[Box | None]:
         """Return a part of ``box`` per replica, cut along the longest dim; None where empty."""

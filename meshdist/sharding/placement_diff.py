@@ -2,7 +2,7 @@
 
 A ``Change`` is the same for all ranks. It knows the exact number of elements that all ranks
 receive together, as overlaps of intervals broadcast over the mesh, and whether it has product form,
-in which one verb moves equal parts. Axes of size 1 take no part: ``bare`` drops them before.
+in which one collective moves equal parts. Axes of size 1 take no part: ``bare`` drops them before.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class Change:
     """The change from one placement to another over the same axes, as one exchange."""
 
     # Along an axis where the target is unreduced a rank takes from ranks of its own coordinate
-    # alone: from other summands of one sum, or, where the axis cuts the source, from shards that
-    # are padded.
+    # alone: from other partial sums of one sum, or, where the axis cuts the source, from shards
+    # that are padded.
     source: Placement
     target: Placement
     dims: tuple[DimChange, ...]
@@ -96,7 +96,7 @@ class Change:
 
     @cached_property
     def has_product_form(self) -> bool:
-        """Return whether members exchange equal parts, so that verbs like all-to-all do it."""
+        """Return whether members exchange equal parts, so that collectives like all-to-all do it."""
         # Each dim's axes then extend or shorten the source's, in equal cells; a dim that is padded
         # loses padded axes alone.
         equal = {*self.moving, *self.summed}
@@ -119,13 +119,13 @@ class Change:
     @cached_property
     def num_received(self) -> int:
         """The number of elements that all ranks receive together."""
-        # Each rank takes its part of the target once per summand, except what it holds itself.
+        # Each rank takes its part of the target once per partial sum, except what it holds itself.
         sizes, target = self.source.mesh_sizes, self.target
         once = {*target.cut_axes, *self.padded}
         wanted = math.prod(target.shape)
         wanted *= math.prod(size for axis, size in enumerate(sizes) if axis not in once)
-        summands = math.prod(sizes[axis] for axis in self.summed)
-        return wanted * summands - self.num_held
+        partial_sums = math.prod(sizes[axis] for axis in self.summed)
+        return wanted * partial_sums - self.num_held
 
     @cached_property
     def num_held(self) -> int:

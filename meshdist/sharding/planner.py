@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ..arguments import get_shape, get_whole_number
+from ..arguments import get_integer, get_shape
 from ..errors import ArgumentError, AxisError, KindError
 from ..mesh.current_mesh import mesh_in_force, with_hidden_mesh
 from ..mesh.device_mesh import DeviceMesh
@@ -55,7 +55,8 @@ def plan(
             processes.
         shape: of the whole array. A pattern can take ``sizes`` instead, that of an einsum must.
         links: the speed of each axis, by name or index, or one ``md.Link`` for all; equal on all
-            ranks. By default constants of the axis's wire, which differ where it leaves the host.
+            ranks. By default constants of the axis's backend, which differ where it leaves the
+            host.
         rank: whose plan; None takes this process's on a ``DeviceMesh``, a ``Layout``'s first.
         sizes: the whole sizes of a pattern's dims, by name.
 
@@ -174,36 +175,38 @@ def plan_move(
         both = refine(layout, target.layout)
         here, there = both.source_placement(here), both.target_placement(there)
         layout, links = both.layout, tuple(links[axis] for axis in both.source_axis_of_each)
-    title = move_title(source, target, shape, pattern)
+    op_name = move_title(source, target, shape, pattern)
     return make_plan(
-        here, there, layout.get_coordinate(rank), layout=layout, links=links, title=title
+        here, there, layout.get_coordinate(rank), layout=layout, links=links, op_name=op_name
     )
 
 
 def mesh_rank(mesh: DeviceMesh | Layout, rank: int | None = None) -> int:
     """Return ``rank``, or this process's rank on a mesh, or the first rank of a Layout."""
     if rank is not None:
-        return get_whole_number(rank, "plan: rank")
+        return get_integer(rank, "plan: rank")
     return mesh.rank_at((0,) * mesh.ndim) if isinstance(mesh, Layout) else mesh.get_rank()
 
 
 def mesh_links(mesh: DeviceMesh | Layout, links: Links | None = None) -> tuple[Link, ...]:
-    """Return a link per axis: ``links``, or the constants of the axes' wires; or raise."""
+    """Return a link per axis: ``links``, or the constants of the axes' backends; or raise."""
     layout = get_layout(mesh, "plan")
     bare = (DEFAULT_LINK,) * layout.ndim
-    defaults = bare if isinstance(mesh, Layout) else wire_links(mesh)
+    defaults = bare if isinstance(mesh, Layout) else backend_links(mesh)
     return links_of(layout, links, defaults)
 
 
-def wire_links(mesh: DeviceMesh) -> tuple[Link, ...]:
-    """Return the constants of the wires of a mesh's axes; the mesh keeps them."""
-    return mesh.caches.of(tuple[Link, ...], partial(_new_wire_links, mesh))
+def backend_links(mesh: DeviceMesh) -> tuple[Link, ...]:
+    """Return the constants of the backends of a mesh's axes; the mesh keeps them."""
+    return mesh.caches.of(tuple[Link, ...], partial(_new_backend_links, mesh))
 
 
-def _new_wire_links(mesh: DeviceMesh) -> tuple[Link, ...]:
+def _new_backend_links(mesh: DeviceMesh) -> tuple[Link, ...]:
     hosts = np.array(mesh.world.hosts)[mesh.layout.ranks()]
     return tuple(
-        default_link(mesh.wire_of(axis), spans_hosts=bool((hosts != hosts.take([0], axis)).any()))
+        default_link(
+            mesh.backend_of(axis), spans_hosts=bool((hosts != hosts.take([0], axis)).any())
+        )
         for axis in range(mesh.ndim)
     )
 
@@ -313,7 +316,7 @@ class EinsumPlan:
             return f"{name} divides nothing: each rank along it computes the same"
         what = f"{name} divides {choice!r}"
         if isinstance(choice, int):
-            what = f"{name} divides the summands of operand {choice}"
+            what = f"{name} divides the partial sums of operand {choice}"
         sums = []
         if axis in work.result.unreduced:
             kept = axis in self.layout.result.parts.placement.unreduced
@@ -345,7 +348,7 @@ def plan_einsum(
             coordinate,
             layout=layout,
             links=links,
-            title=f"einsum {laid.text!r}: {name} of shape {side.parts.shape}",
+            op_name=f"einsum {laid.text!r}: {name} of shape {side.parts.shape}",
         )
         for (side, source, target), name in zip(moves, which, strict=True)
     ]

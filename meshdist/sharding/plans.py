@@ -30,7 +30,7 @@ def step_time_s(step: Step, links: Sequence[Link], itemsize: int) -> float:
 
 
 def step_text(step: Step, layout: Layout, links: Sequence[Link], itemsize: int) -> str:
-    """Return a line on a step: verb, ranks, shape of the result, bytes, estimated time."""
+    """Return a line on a step: collective, ranks, shape of the result, bytes, estimated time."""
     shape = _shape_text(step.shape)
     if not isinstance(step, GroupStep):
         return f"{step.words}: {shape}; nothing is sent"
@@ -72,7 +72,7 @@ class Plan:
 
     Args:
         layout: the ranks along the axes, by which the groups of the steps are found.
-        title: the plan's name in reports, equal on all ranks.
+        op_name: the plan's name in reports, equal on all ranks.
     """
 
     source: Placement
@@ -80,7 +80,7 @@ class Plan:
     coordinate: tuple[int, ...]
     layout: Layout
     links: tuple[Link, ...]
-    title: str
+    op_name: str
 
     @cached_property
     def steps(self) -> tuple[Step, ...]:
@@ -104,14 +104,14 @@ class Plan:
     @cached_property
     def T(self) -> Plan:
         """The transpose: the plan from the target's cotangent to the source's cotangent."""
-        once = self.title.removeprefix(_TRANSPOSE)
+        once = self.op_name.removeprefix(_TRANSPOSE)
         return make_plan(
             self.target.transposed(),
             self.source.transposed(),
             self.coordinate,
             layout=self.layout,
             links=self.links,
-            title=once if once != self.title else _TRANSPOSE + once,
+            op_name=once if once != self.op_name else _TRANSPOSE + once,
         )
 
     @cached_property
@@ -164,7 +164,7 @@ class Plan:
         rank = layout.rank_at(coordinate)
         held = _shape_text(self.source.local_shape(coordinate))
         lines = [
-            self.title,
+            self.op_name,
             f"  rank {rank} ({layout.coordinate_text(rank)}) of mesh ({layout.axis_text()}) "
             f"holds {held}",
         ]
@@ -182,7 +182,7 @@ class Plan:
 
     def __repr__(self) -> str:
         names = ", ".join(step.name for step in self.steps)
-        return f"<Plan {self.title!r} at {self.coordinate}: {names or 'nothing to do'}>"
+        return f"<Plan {self.op_name!r} at {self.coordinate}: {names or 'nothing to do'}>"
 
 
 @lru_cache(maxsize=4096)
@@ -193,15 +193,15 @@ def make_plan(
     *,
     layout: Layout | None = None,
     links: tuple[Link, ...] | None = None,
-    title: str = "a plan",
+    op_name: str = "a plan",
 ) -> Plan:
     """Return one rank's plan between two placements over the same axes, one object for equal calls.
 
     Args:
         layout: the ranks along the axes; None counts them row-major.
         links: a link per axis, equal on all ranks; None takes shared memory's.
-        title: the plan's name in reports, equal on all ranks.
+        op_name: the plan's name in reports, equal on all ranks.
     """
     sizes = source.mesh_sizes
     layout, links = layout or Layout.from_shape(sizes), links or (DEFAULT_LINK,) * len(sizes)
-    return Plan(source, target, coordinate, layout, links, title)
+    return Plan(source, target, coordinate, layout, links, op_name)

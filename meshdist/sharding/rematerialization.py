@@ -30,7 +30,7 @@ class GatheredOperand:
         self._shard = shard.clone() if shard.is_inference() else shard.detach()
         self._was_at = self._shard._version
         self._transfer = get_transfer(plan, mesh)
-        self._where = plan.title
+        self._where = plan.op_name
         self._num_saved = self._num_left = 0
         self._again: torch.Tensor | None = None
 

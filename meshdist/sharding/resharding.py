@@ -36,16 +36,16 @@ from ..mesh.partition_spec import PartitionSpec, axes_of
 from ..mesh.placement import Placement, split_dim
 from ..mesh.spec import NamedSharding, sharding_of
 from ..typed_mode.context import ContextMode, find_context
-from ..typed_mode.type_errors import foreign_mesh, refused_sharding, unmarked_shard
-from .executor import Carrier
+from ..typed_mode.type_errors import foreign_mesh, rejected_sharding, unmarked_shard
+from .executor import PlanExecutor
 from .placement_diff import dim_of_largest_cells, extended
-from .planner import plan_move, wire_links
+from .planner import backend_links, plan_move
 from .plans import Plan, make_plan
 from .refinement import refine
 
 FITTING_KINDS = {"V": "IRV", "R": "IR", "U": "UV", "I": "I"}
 """For each kind of a sharding the kinds of values that have it, or are cast to it: a value is a
-summand where the sharding says so, as for ``lax.psum``."""
+partial sum where the sharding says so, as for ``lax.psum``."""
 
 
 def kinds_of(sharding: NamedSharding) -> Mapping[str, str]:
@@ -68,7 +68,7 @@ def kinds_of(sharding: NamedSharding) -> Mapping[str, str]:
 
 def typed_operand(
     mode: ContextMode,
-    verb: str,
+    operation: str,
     x: torch.Tensor,
     source: NamedSharding,
     wanted_kinds: Mapping[str, str],
@@ -76,15 +76,15 @@ def typed_operand(
 ) -> torch.Tensor:
     """Return ``x`` cast to ``wanted_kinds`` over axes where it is invariant; or raise."""
     if mesh is not mode.mesh:
-        _check_mesh(mode, verb, mesh)
-    kinds = kinds_in(mode.operand_type(x, verb))
+        _check_mesh(mode, operation, mesh)
+    kinds = kinds_in(mode.operand_type(x, operation))
     missing = {}
     for axis, wanted in wanted_kinds.items():
         kind = kinds.get(axis, "I")
         if kind not in FITTING_KINDS[wanted] or (
             kind == "V" and wanted == "U" and find_spec(x) is not None
         ):
-            raise refused_sharding(verb, x, axis, wanted, mode.mesh, repr(source.spec))
+            raise rejected_sharding(operation, x, axis, wanted, mode.mesh, repr(source.spec))
         if kind == "I" != wanted:
             # Nothing says whether the parts of this tensor differ, on which its gradient depends,
             # but the program's ``md.annotate(w)``, on a leaf: a result may be made from a leaf
@@ -92,18 +92,18 @@ def typed_operand(
             is_typed = find_type(x) is not None and find_owner_axes(x) is None
             is_leaf = x.is_leaf and is_typed
             if wanted == "V" and x.requires_grad and torch.is_grad_enabled() and not is_leaf:
-                raise unmarked_shard(verb, x, axis, mode.mesh, repr(source.spec))
+                raise unmarked_shard(operation, x, axis, mode.mesh, repr(source.spec))
             missing[axis] = wanted
     return mode.cast(x, missing) if missing else x
 
 
-def _check_mesh(mode: ContextMode, verb: str, mesh: DeviceMesh) -> None:
+def _check_mesh(mode: ContextMode, operation: str, mesh: DeviceMesh) -> None:
     own = mode.mesh
     if not all(
         name in own.axis_names and own.get_group(name).ranks == mesh.get_group(name).ranks
         for name in mesh.axis_names
     ):
-        raise foreign_mesh(verb, mesh.axis_names, own, mesh)
+        raise foreign_mesh(operation, mesh.axis_names, own, mesh)
 
 
 def get_transfer(plan: Plan, mesh: DeviceMesh) -> Transfer:
@@ -122,7 +122,7 @@ class Transfer:
         coordinate = mesh.get_coordinate()
         assert coordinate is not None
         self.shape = plan.source.local_shape(coordinate)
-        self.carry = Carrier(plan.steps, self.shape, mesh, plan.title)
+        self.carry = PlanExecutor(plan.steps, self.shape, mesh, plan.op_name)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return the plan's result on ``x``, differentiable; collective."""
@@ -161,7 +161,7 @@ class Transfer:
             plan.coordinate,
             layout=plan.layout,
             links=plan.links,
-            title=f"{plan.title}, {tuple(batch)} times",
+            op_name=f"{plan.op_name}, {tuple(batch)} times",
         )
         return get_transfer(batched, self._mesh).carry(x)
 
@@ -242,7 +242,7 @@ class Move:
         shape: of the whole array in ``source``.
         pattern: the text with "->" of which both are the sides: dims are matched by name, put in
             another order and grouped differently. None if dims stay as they are.
-        verb: the public call, for messages.
+        collective: the public call, for messages.
     """
 
     def __init__(
@@ -252,15 +252,15 @@ class Move:
         shape: tuple[int, ...],
         pattern: str | None = None,
         *,
-        verb: str = "reshard",
+        operation: str = "reshard",
     ) -> None:
-        self.source, self.target, self._verb = source, target, verb
+        self.source, self.target, self._operation = source, target, operation
         self.target_shape = shape if pattern is None else target.parts.shape
         self._split = self._merge = None
         # What moves are the parts in the order of the right side: their merge copies nothing.
         mesh, names = source.mesh, target.parts.names
         ends = source, target, shape
-        plan = plan_move(*ends, mesh.get_rank(), wire_links(mesh), pattern, names)
+        plan = plan_move(*ends, mesh.get_rank(), backend_links(mesh), pattern, names)
         counts = source.parts.counts, target.parts.counts
         if pattern and (source.parts.names != names or {*counts[0], *counts[1]} - {1}):
             letters = {name: f"d{place}" for place, name in enumerate(names)}
@@ -300,9 +300,9 @@ class Move:
         """
         if self._is_summed and x.dtype is torch.bool:
             raise DtypeError(
-                f"{self._verb}: bool values have no sum",
-                where=self._plan.title,
-                expected="numbers, where ranks hold summands",
+                f"{self._operation}: bool values have no sum",
+                where=self._plan.op_name,
+                expected="numbers, where ranks hold partial sums",
                 found=describe(x),
                 fix="count in integers: x.to(torch.int32)",
             )
@@ -318,25 +318,25 @@ class Move:
 
     def of(self, local: Array) -> Array:
         """Return the result on an array of any library, in that library."""
-        tensor = as_tensor(local, argument="local", verb=self._verb, writable=False)
+        tensor = as_tensor(local, argument="local", operation=self._operation, writable=False)
         return like(self(tensor), local)
 
     def _run_typed(self, mode: ContextMode, x: torch.Tensor, check: bool | None) -> torch.Tensor:
         other = self.target.mesh
         if other is not mode.mesh:
-            _check_mesh(mode, self._verb, other)
+            _check_mesh(mode, self._operation, other)
         here, there = self._kinds
-        text = with_kinds(mode.operand_type(x, self._verb), there)
-        cast = typed_operand(mode, self._verb, x, self.source, here, self.source.mesh)
-        check_spec(self._verb, x, self.source, self._plan.title)
+        text = with_kinds(mode.operand_type(x, self._operation), there)
+        cast = typed_operand(mode, self._operation, x, self.source, here, self.source.mesh)
+        check_spec(self._operation, x, self.source, self._plan.op_name)
         result = self._moved(cast, check)
         set_type(result, text)
-        mode.note(result, self._verb, [x])
+        mode.note(result, self._operation, [x])
         return result
 
     def _check_marks(self, x: torch.Tensor) -> None:
         """Raise if the spec or the type of ``x`` contradicts the source."""
-        check_spec(self._verb, x, self.source, self._plan.title)
+        check_spec(self._operation, x, self.source, self._plan.op_name)
         mesh = self.source.mesh
         here, there = self._kinds
         for axis, kind in kinds_in(type_of(x)).items():
@@ -346,11 +346,11 @@ class Move:
                 kind in FITTING_KINDS[here[axis]] or is_left_alone
             ):
                 text = repr(self.source.spec)
-                raise refused_sharding(self._verb, x, axis, here[axis], mesh, text)
+                raise rejected_sharding(self._operation, x, axis, here[axis], mesh, text)
 
     def _moved(self, x: torch.Tensor, check: bool | None) -> torch.Tensor:
         if self._alike:
-            check_replicas(x, self.source.mesh, self._alike, self._plan.title, check)
+            check_replicas(x, self.source.mesh, self._alike, self._plan.op_name, check)
         if self._split is None or self._merge is None:
             result = self._transfer(x)
         else:
@@ -402,18 +402,18 @@ def _side_text(names: Sequence[str], counts: Sequence[int]) -> str:
     return " ".join(f"({group})" if " " in group else group or "1" for group in groups)
 
 
-def check_spec(verb: str, x: torch.Tensor, source: NamedSharding, where: str) -> None:
+def check_spec(operation: str, x: torch.Tensor, source: NamedSharding, where: str) -> None:
     """Raise if ``x`` carries a spec that cuts other dims than ``source`` does."""
     if (carried := find_spec(x)) is None:
         return
     sizes = dict(zip(source.layout.names or (), source.layout.sizes, strict=False))
     said = _cut_dims(source.spec)
     for axis, dim in _cut_dims(carried).items():
-        is_summand = axis in source.spec.unreduced
-        if sizes.get(axis, 1) > 1 and said.get(axis) != dim and not is_summand:
+        is_partial_sum = axis in source.spec.unreduced
+        if sizes.get(axis, 1) > 1 and said.get(axis) != dim and not is_partial_sum:
             lies = f"dim {dim} is cut over {axis!r}"
             raise ArgumentError(
-                f"{verb}: the tensor does not lie as the left side, or the source, says",
+                f"{operation}: the tensor does not lie as the left side, or the source, says",
                 where=where,
                 expected=f"a tensor that lies as {source.spec!r}",
                 found=f"x carries {carried!r}",

@@ -1,31 +1,33 @@
 """The route of a plan: the stages from one placement to another, chosen by their price.
 
 Without a sum the only route is a single exchange. With a sum there are candidates: every
-destination takes all summands, or of the ranks that end up equal each takes a part, which they
+destination takes all partial sums, or of the ranks that end up equal each takes a part, which they
 gather from each other; an all-reduce, then an exchange; a reduce-scatter, then an exchange. The
 latter two also after slices along free axes, so that replicas share the work. The fewest elements
 that all ranks receive together win; of equal counts the route with fewer exchanges by boxes, which
-verbs outrun, then the quicker route by constant links, in whole nanoseconds, then that of fewer
-verbs, then the first: so all ranks choose alike.
+collectives outrun, then the quicker route by constant links, in whole nanoseconds, then that of
+fewer
+collectives, then the first: so all ranks choose alike.
 
 Estimates, and choices between equal bytes, read how fast an axis is, as constants. All ranks of a
-mesh must choose alike, so nothing that one rank measures may enter: a link follows from the wire of
-the axis and from whether some group along it spans hosts.
+mesh must choose alike, so nothing that one rank measures may enter: a link follows from the backend
+of the axis and from whether some group along it spans hosts.
 
-Drawn case: each of 4 ranks holds a summand of 8 numbers, and all shall have the sum.
+Drawn case: each of 4 ranks holds a partial sum of 8 numbers, and all shall have the sum.
 
     rank 0    aaaaaaaa      AA......      AAAAAAAA    A: a sum; each rank makes 2 of the 8
     rank 1    bbbbbbbb      ..AA....      AAAAAAAA    first arrow: a reduce-scatter
     rank 2    cccccccc  ->  ....AA..  ->  AAAAAAAA    second arrow: an all-gather
     rank 3    dddddddd      ......AA      AAAAAAAA    both at once: an all-reduce
 
-    candidate                               all ranks receive    waits for messages    verbs
-    each takes all other summands           4 * 3 * 8   = 96     3 * 5 us = 15 us      1, of boxes
+    candidate                               all ranks receive    waits for messages    collectives
+    each takes all other partial sums           4 * 3 * 8   = 96     3 * 5 us = 15 us      1, of boxes
     an all-reduce                           2 * 4 * 3*2 = 48     6 * 5 us = 30 us      1
     a reduce-scatter, then an all-gather    24 + 24     = 48     6 * 5 us = 30 us      2
 
-The first receives more, though it waits less. The others are even, but for the number of verbs. If
-each rank shall have its 2 sums alone, the reduce-scatter does it, and the ranks receive 24 in all.
+The first receives more, though it waits less. The others are even, but for the number of
+collectives. If each rank shall have its 2 sums alone, the reduce-scatter does it, and the ranks
+receive 24 in all.
 
     >>> from ..mesh.placement import split_dim
     >>> source = Placement((4,), (8,), (split_dim(8, (), ()),), unreduced=(0,))
@@ -51,9 +53,9 @@ from itertools import product
 from ..errors import ArgumentError, KindError
 from ..mesh.layout import Layout
 from ..mesh.placement import DimSplit, Placement
-from .lowering import exchange_steps, group_at, local_steps, verb_steps
+from .lowering import exchange_steps, group_at, local_steps, operation_steps
 from .placement_diff import Change, bare, change_between, dim_of_largest_cells, extended
-from .steps import Step, VerbStep
+from .steps import CollectiveStep, Step
 
 __all__ = ["Link"]
 
@@ -92,7 +94,7 @@ class Link:
 DEFAULT_LINK = Link(5e-6, 4e9)
 """Shared memory's, and that of a mesh without processes."""
 
-# Per wire: the link inside a host, and between hosts.
+# Per backend: the link inside a host, and between hosts.
 _LINKS = {
     "shm": (DEFAULT_LINK, Link(5e-5, 2e9)),
     "simulated": (DEFAULT_LINK, DEFAULT_LINK),
@@ -102,9 +104,9 @@ _LINKS = {
 }
 
 
-def default_link(wire: str, *, spans_hosts: bool) -> Link:
-    """Return the assumed latency and rate of a wire; Gloo's for an unknown wire."""
-    return _LINKS.get(wire, _LINKS["gloo"])[spans_hosts]
+def default_link(backend: str, *, spans_hosts: bool) -> Link:
+    """Return the assumed latency and rate of a backend; Gloo's for an unknown backend."""
+    return _LINKS.get(backend, _LINKS["gloo"])[spans_hosts]
 
 
 def links_of(
@@ -182,7 +184,7 @@ def find_route(source: Placement, target: Placement, links: tuple[Link, ...]) ->
     if len(routes) == 1:
         return routes[0]
     # min takes the first of equals
-    return min(routes, key=lambda route: _boxes_time_and_verbs(route, links))
+    return min(routes, key=lambda route: _boxes_time_and_operations(route, links))
 
 
 def route_between(
@@ -232,11 +234,11 @@ def stage_steps(stage: Stage, coordinate: tuple[int, ...]) -> tuple[Step, ...]:
     if isinstance(stage, Sum):
         group = group_at(stage.axes, stage.placement.mesh_sizes, coordinate)
         shape = stage.placement.local_shape(coordinate)
-        return (VerbStep(shape, *group, "all_reduce", shape),)
+        return (CollectiveStep(shape, *group, "all_reduce", shape),)
     if stage.num_received == 0:
         return local_steps(stage, coordinate)
     if stage.has_product_form:
-        return verb_steps(stage, coordinate)
+        return operation_steps(stage, coordinate)
     return exchange_steps(stage, coordinate)
 
 
@@ -339,12 +341,14 @@ def num_held_in_all(placement: Placement) -> int:
     return math.prod(placement.shape) * math.prod(copies)
 
 
-def _boxes_time_and_verbs(route: Sequence[Stage], links: tuple[Link, ...]) -> tuple[int, int, int]:
-    """Return (box exchanges, nanoseconds, verbs) of a route, smaller is better."""
+def _boxes_time_and_operations(
+    route: Sequence[Stage], links: tuple[Link, ...]
+) -> tuple[int, int, int]:
+    """Return (box exchanges, nanoseconds, collectives) of a route, smaller is better."""
     # Times are added as fractions, since sums of floats part what is equal. 4 elements on 2 ranks:
     # an all-reduce takes 10 us + 4 ns; a reduce-scatter and an all-gather take (5 us + 2 ns) twice,
     # as floats 1.7e-21 s less.
-    time, boxes, verbs = Fraction(0), 0, 0
+    time, boxes, operations = Fraction(0), 0, 0
     for stage in route:
         if stage.num_received == 0:
             continue
@@ -358,7 +362,7 @@ def _boxes_time_and_verbs(route: Sequence[Stage], links: tuple[Link, ...]) -> tu
         for axes in groups:
             members = math.prod(sizes[axis] for axis in axes)
             time += rounds * (members - 1) * round(slowest(links, axes).latency_s * 1e9)
-            verbs += 1
+            operations += 1
         mean_bytes = Fraction(_NOMINAL_BYTES * stage.num_received, math.prod(sizes))
         time += mean_bytes * Fraction(1e9 / slowest(links, stage.group).bytes_per_s)
-    return boxes, round(time), verbs
+    return boxes, round(time), operations

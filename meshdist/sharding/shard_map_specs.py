@@ -1,6 +1,6 @@
 """The arrays that a mapped function takes and returns: how each lies by its spec, and its sizes.
 
-What does not fit its spec is refused here: a call raises a single error, which shows all arrays
+What does not fit its spec is rejected here: a call raises a single error, which shows all arrays
 that do not fit, on every rank where its arguments, or results, are the same.
 """
 
@@ -126,7 +126,7 @@ def find_argument(
                 fix="write P(), with which a number stays what it is",
             )
         return None
-    tensor = as_tensor(x, argument=path, verb="shard_map", writable=False)
+    tensor = as_tensor(x, argument=path, operation="shard_map", writable=False)
     for axis, kind in sorted(kinds_in(type_of(tensor)).items()):
         if axis in mesh.axis_names:
             raise AxisTypeError(
@@ -161,7 +161,7 @@ def _check_lies_so(
         )
     if spec is Infer:
         return
-    local = as_tensor(x.local, argument=path, verb="shard_map", writable=False)
+    local = as_tensor(x.local, argument=path, operation="shard_map", writable=False)
     wanted = _sharding(mesh, given_mesh, local, spec)
     here, there = x.sharding.placement(x.shape), wanted.placement(x.shape)
     # A spec says nothing about sizes: those of the array may be its own.
@@ -226,7 +226,7 @@ def get_result(
             fix="write P() for a value that is equal on all ranks",
         )
     with HiddenFromModes():
-        tensor = as_tensor(y, argument=path, verb="shard_map", writable=False)
+        tensor = as_tensor(y, argument=path, operation="shard_map", writable=False)
         try:
             sharding = _sharding(mesh, given_mesh, tensor, spec)
         except ShapeError as error:
@@ -257,20 +257,20 @@ def _cast(y: torch.Tensor, sharding: NamedSharding) -> torch.Tensor:
         if kind != wanted:
             to = _CASTS.get((kind, wanted))
             if to is None:
-                raise _refused_kind(axis, mesh.axis_sizes[axis], kind, wanted, y.dim())
+                raise _rejected_kind(axis, mesh.axis_sizes[axis], kind, wanted, y.dim())
             casts.setdefault(to, []).append(axis)
     for to, axes in casts.items():
         y = pcast(y, tuple(axes), to=to, mesh=mesh)
     return y
 
 
-def _refused_kind(axis: str, size: int, kind: str, wanted: str, ndim: int) -> AxisTypeError:
+def _rejected_kind(axis: str, size: int, kind: str, wanted: str, ndim: int) -> AxisTypeError:
     """Return the error of a result whose type over ``axis`` is ``kind`` and not ``wanted``."""
     dim = "" if ndim else ", and give the value a dim: y[None]"
     fixes = {
         "V": f"lax.psum, lax.pmean or lax.all_gather(..., to='invarying') over {axis!r} makes one "
         f"value; to lay the ranks' own side by side, name {axis!r} in the spec{dim}",
-        "U": f"lax.psum(y, {axis!r}) adds the summands; or say it: P(unreduced={{{axis!r}}})",
+        "U": f"lax.psum(y, {axis!r}) adds the partial sums; or say it: P(unreduced={{{axis!r}}})",
         "R": f"say it: P(reduced={{{axis!r}}})",
         "I": f"lax.pcast(y, {axis!r}, to={KINDS[wanted]!r}) first",
     }
@@ -337,7 +337,7 @@ def _no_whole(
 # -- errors ---------------------------------------------------------------------------------------
 
 
-def refuse(
+def reject(
     summary: str, mesh: DeviceMesh, problems: Sequence[tuple[str, MeshdistError]]
 ) -> NoReturn:
     """Raise a single error on all ``problems`` (array text, error), of the first error's class."""

@@ -11,7 +11,7 @@ Drawn case: two ranks along axis 'i' map ``f(x, w) = x * w``; x has three elemen
     the result   a ShardedArray of three elements, of which each rank holds its own
 
 The gradients of x and w come back whole: that of x is gathered, and that of w is summed by the cast
-that ``md.typed`` inserts where w meets x. With ``out_specs=P()`` the call would be refused: ranks
+that ``md.typed`` inserts where w meets x. With ``out_specs=P()`` the call would be rejected: ranks
 hold no common value.
 
     >>> import torch, meshdist as md
@@ -59,7 +59,7 @@ from .shard_map_specs import (
     MappedArray,
     find_argument,
     get_result,
-    refuse,
+    reject,
     specs_of_leaves,
     value_text,
     with_common_shapes,
@@ -85,7 +85,8 @@ def shard_map(
     """Map ``f``, which works on each rank's shards, to a function of whole arrays, as JAX does.
 
     The mapped function is called by all ranks of the mesh with equal arguments, by position. ``f``
-    may call the verbs of ``md.lax``; the mesh is in force inside. Without ``f`` it is a decorator.
+    may call the collectives of ``md.lax``; the mesh is in force inside. Without ``f`` it is a
+    decorator.
 
     Args:
         f: gets this rank's shards, and returns shards: torch tensors, or arrays of NumPy or CuPy,
@@ -99,8 +100,9 @@ def shard_map(
             sharding that a ``ShardedArray`` has.
         mesh: whose axes the specs name; None takes the mesh in force at each call.
         axis_names: must be empty, or name all axes.
-        check_vma: run ``f`` in ``md.typed(mesh)``, and refuse results that are not what their spec
-            says. If False nothing is cast, summed or checked: gradients are those of the verbs.
+        check_vma: run ``f`` in ``md.typed(mesh)``, and reject results that are not what their spec
+            says. If False nothing is cast, summed or checked: gradients are those of the
+            collectives.
 
     Returns:
         The mapped function. Its arguments: a ``ShardedArray`` must lie as its spec says; any other
@@ -287,7 +289,7 @@ class _Mapping:
                 shown = f"argument {place}, {path}: {value_text(value)}, spec {spec!r}"
                 problems.append((shown, error))
         if problems:
-            refuse(f"shard_map of {self.name}: arguments do not fit in_specs", mesh, problems)
+            reject(f"shard_map of {self.name}: arguments do not fit in_specs", mesh, problems)
         return leaves, tree
 
     def _own(self, argument: MappedArray) -> Any:
@@ -295,9 +297,9 @@ class _Mapping:
         local, mode = argument.value.local, find_context()
         if mode is None or not isinstance(local, torch.Tensor):
             return local
-        verb = f"shard_map of {self.name}, argument {argument.path},"
+        operation = f"shard_map of {self.name}, argument {argument.path},"
         sharding = argument.sharding
-        cast = typed_operand(mode, verb, local, sharding, kinds_of(sharding), sharding.mesh)
+        cast = typed_operand(mode, operation, local, sharding, kinds_of(sharding), sharding.mesh)
         return _marked(cast, sharding)
 
     def _wrapped(self, mesh: DeviceMesh, result: Any, *, is_even: bool) -> Any:
@@ -321,7 +323,7 @@ class _Mapping:
             except MeshdistError as error:
                 problems.append((f"{path}: {value_text(value)}, spec {spec!r}", error))
         if problems:
-            refuse(f"shard_map of {self.name}: results do not fit out_specs", mesh, problems)
+            reject(f"shard_map of {self.name}: results do not fit out_specs", mesh, problems)
         if not is_even or is_compared(mesh.world):
             arrays = with_common_shapes(self.name, mesh, arrays, is_even=is_even)
         wrapped = iter([self._sharded(array) for array in arrays])
@@ -332,7 +334,9 @@ class _Mapping:
         local, sharding = result.value, result.sharding
         if self.check_vma:
             with HiddenFromModes():
-                tensor = as_tensor(local, argument=result.path, verb="shard_map", writable=False)
+                tensor = as_tensor(
+                    local, argument=result.path, operation="shard_map", writable=False
+                )
             what = f"{result.path} of shard_map of {self.name}, spec {sharding.spec!r}"
             try:
                 check_replicas(tensor, sharding.mesh, sharding.replicated_axes, what, None)

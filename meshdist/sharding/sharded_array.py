@@ -111,7 +111,7 @@ class ShardedArray(ElementwiseArray):
         MeshError: the sharding is on a bare ``Layout``.
         NotInGroupError: this rank is not in the mesh.
         ShapeError: ``local`` is not this rank's shard of an array of that shape.
-        ArgumentError: bool summands.
+        ArgumentError: bool partial sums.
 
     Example:
         >>> import torch, meshdist as md
@@ -141,7 +141,7 @@ class ShardedArray(ElementwiseArray):
         sharding = checked_sharding(sharding, "ShardedArray")
         if isinstance(local, np.generic):
             local = np.asarray(local)
-        as_tensor(local, argument="local", verb="ShardedArray", writable=False)
+        as_tensor(local, argument="local", operation="ShardedArray", writable=False)
         local_shape = tuple(local.shape)
         if shape is None:
             shape = sharding.whole_shape(local_shape)
@@ -149,7 +149,7 @@ class ShardedArray(ElementwiseArray):
         box = check_shard("ShardedArray", sharding, shape, local_shape)
         if sharding.spec.unreduced and dtype_name(local.dtype) == "bool":
             raise ArgumentError(
-                "bool values have no summands",
+                "bool values have no partial sums",
                 where=mesh_text(sharding.mesh),
                 expected="numbers where a sharding is unreduced",
                 found=array_type(local.dtype, shape, sharding),
@@ -321,7 +321,7 @@ class ShardedArray(ElementwiseArray):
         dims, keepdim = self._summed_dims("sum", dim, axis, keepdim or keepdims, out)
         shape, sharding = summed_sharding(self.shape, self.sharding, dims, keepdim=keepdim)
         total = sum_of_shard(self.local, dims, keepdim=keepdim, dtype=dtype)
-        return _of_summands(total, sharding, shape)
+        return _of_partial_sums(total, sharding, shape)
 
     def mean(
         self,
@@ -335,14 +335,14 @@ class ShardedArray(ElementwiseArray):
     ) -> ShardedArray:
         """The mean over dims, or over all; nothing is sent. See ``sum``.
 
-        Each rank's sum is divided by the number of elements of the whole, so that the summands add
-        up to the mean, also where shards have different sizes.
+        Each rank's sum is divided by the number of elements of the whole, so that the partial sums
+        add up to the mean, also where shards have different sizes.
         """
         dims, keepdim = self._summed_dims("mean", dim, axis, keepdim or keepdims, out)
         shape, sharding = summed_sharding(self.shape, self.sharding, dims, keepdim=keepdim)
         count = math.prod(self.shape[dim] for dim in dims)
         mean = mean_of_shard(self.local, dims, count, keepdim=keepdim, dtype=dtype)
-        return _of_summands(mean, sharding, shape)
+        return _of_partial_sums(mean, sharding, shape)
 
     def _summed_dims(
         self, call: str, dim: Any, axis: Any, keepdim: bool, out: object
@@ -444,13 +444,14 @@ class ShardedArray(ElementwiseArray):
                 f"{call} of an array that no rank holds as a whole: nothing is sent unasked",
                 where=self._where(),
                 found=f"{box_text(self._box)} on this rank"
-                + (", a summand" if self.sharding.spec.unreduced else ""),
+                + (", a partial sum" if self.sharding.spec.unreduced else ""),
                 fix="x.full() gathers the whole on every rank, and x.local is this rank's shard",
             )
 
 
-def _of_summands(local: Array, sharding: NamedSharding, shape: tuple[int, ...]) -> ShardedArray:
-    """Return a ShardedArray of summands, here ``local``; mark a tensor with the sharding's spec."""
+def _of_partial_sums(local: Array, sharding: NamedSharding, shape: tuple[int, ...]) -> ShardedArray:
+    """Return a ShardedArray of partial sums, here ``local``; mark a tensor with the sharding's
+    spec."""
     if isinstance(local, torch.Tensor):
         mark_spec(local, sharding.spec)  # in a typed context the sum varies, until it is marked
     return ShardedArray(local, sharding, shape)

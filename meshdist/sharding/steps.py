@@ -17,7 +17,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from ..mesh.placement import Box, box_text, volume
-from ..operation_table import VERBS
+from ..operation_table import OPERATIONS
 
 Part = tuple[int, Box]
 """A place in a step's group, and the box that goes there or comes from there."""
@@ -73,7 +73,7 @@ class Step(ABC):
 
     @property
     def name(self) -> str:
-        """The name of the step's kind, or of its verb."""
+        """The name of the step's kind, or of its collective."""
         return type(self).__name__.lower()
 
     @property
@@ -102,7 +102,8 @@ class Take(Step):
 
 @dataclass(frozen=True)
 class Pad(Step):
-    """A step that puts the local array into zeros, as a summand of a value that becomes unreduced.
+    """A step that puts the local array into zeros, as a partial sum of a value that becomes
+    unreduced.
 
     Args:
         box: the part of the result that gets the local array; None where another rank keeps the
@@ -128,18 +129,18 @@ class GroupStep(Step):
 
 
 @dataclass(frozen=True)
-class VerbStep(GroupStep):
-    """A step in which a verb moves equal parts between all members.
+class CollectiveStep(GroupStep):
+    """A step in which a collective moves equal parts between all members.
 
     Args:
-        verb: a name in ``VERBS``.
+        collective: a name in ``OPERATIONS``.
         part: the shape of the part that goes to, or comes from, each member.
         pack: from the local array to a part for each member, which are sent; None sends it as it
             lies.
         unpack: from the received parts, in group order, to the result; None where they are that.
     """
 
-    verb: str
+    operation: str
     part: tuple[int, ...]
     pack: Arrangement | None = None
     unpack: Arrangement | None = None
@@ -150,8 +151,8 @@ class VerbStep(GroupStep):
         others, count = self.size - 1, math.prod(self.part)
         copies = (how for how in (self.pack, self.unpack) if how is not None and not how.is_plain)
         buffered = sum(math.prod(how.shape) for how in copies)
-        if VERBS[self.verb].kind == "I" and VERBS[self.verb].reduces:
-            # 10 elements on 4 ranks: place 0 receives 3 summands of its 3 elements, then the
+        if OPERATIONS[self.operation].kind == "I" and OPERATIONS[self.operation].reduces:
+            # 10 elements on 4 ranks: place 0 receives 3 partial sums of its 3 elements, then the
             # other 7 sums
             share = count // self.size + (self.place < count % self.size)
             moved = others * share + count - share
@@ -160,8 +161,8 @@ class VerbStep(GroupStep):
 
     @property
     def name(self) -> str:
-        """The name of the step's verb in reports: "all-to-all"."""
-        return VERBS[self.verb].carrier.name.removesuffix("_single").replace("_", "-")
+        """The name of the step's collective in reports: "all-to-all"."""
+        return OPERATIONS[self.operation].executor.name.removesuffix("_single").replace("_", "-")
 
     words = name
 

@@ -8,7 +8,7 @@ output lie; its ``mesh`` stays this mesh in a copy, and is opened again where a 
 Drawn case: the words ``column`` and ``row`` on an axis 'tp' of 2 ranks. Rank 0 has the first 8 of
 16 hidden features, so of ``up`` the first 8 rows, and of ``down`` the first 8 columns:
 
-    x [n, 4], whole     up   [8, 4]     h [n, 8]    down [4, 8]    a summand    y [n, 4], whole
+    x [n, 4], whole     up   [8, 4]     h [n, 8]    down [4, 8]    a partial sum    y [n, 4], whole
     the same on both -> its features -> its part -> its features -> of y      -> all-reduce
 
     >>> from torch import nn
@@ -45,7 +45,7 @@ from ..sharding.api import reshard
 from ..sharding.deferred_reductions import axes_of_leaves
 from ..sharding.einsum import einsum
 from ..typed_mode.context import find_context
-from ..typed_mode.module_annotations import restore_marks
+from ..typed_mode.module_annotations import restore_annotations
 
 __all__ = ["ColumnParallelLinear", "RowParallelLinear", "VocabParallelEmbedding"]
 
@@ -67,7 +67,7 @@ class SplitLayer(nn.Module):
     def ready(self) -> None:
         """Restore marks that a parameter lacks; raise where it has the shape of another part."""
         if annotation_of(self.weight).dims is None:
-            restore_marks(self)
+            restore_annotations(self)
 
     def check_features(self, x: torch.Tensor, expected: int, fix: str) -> None:
         """Raise where the input has another number of features than the word says."""
@@ -110,8 +110,8 @@ class ColumnParallelLinear(SplitLayer, nn.Linear):
         self.check_features(x, self.in_features, fix)
         tp, f, lies = self.axis, self.out_features, "... d"
         if "sequence" in self.word:
-            # A summand of the gradient of what was gathered comes from each rank, and the gather's
-            # backward adds them up.
+            # A partial sum of the gradient of what was gathered comes from each rank, and the
+            # gather's backward adds them up.
             x, lies = gathered_sequence(x, self.mesh), f"... d {{R:{tp}}}"
         y = einsum(f"{lies}, f@{tp} d -> ... f@{tp}", x, self.weight, mesh=self.mesh, f=f)
         if self.bias is not None:
@@ -214,8 +214,8 @@ def local_index(
     is_mine = (index >= start) & (index < stop)
     is_absent = (index < 0) | (index >= size)
     with HiddenFromModes():
-        is_refused = index.device.type == "cpu" and bool(is_absent.any())
-    if is_refused:
+        is_rejected = index.device.type == "cpu" and bool(is_absent.any())
+    if is_rejected:
         raise ArgumentError(
             f"{what}: an index is outside of the {size} that there are",
             expected=f"indices from 0 to {size - 1}",

@@ -63,7 +63,7 @@ def cross_entropy(
             ``num_classes``. DtypeError: targets that are no integers.
         ArgumentError: an unknown reduction, a smoothing outside of 0 to 1; on the CPU, a target
             outside of the classes.
-        AgreementError: ranks have different numbers of classes, and ``num_classes`` is None.
+        MismatchError: ranks have different numbers of classes, and ``num_classes`` is None.
 
     Example:
         >>> import torch, meshdist as md

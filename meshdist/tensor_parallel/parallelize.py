@@ -75,7 +75,7 @@ def read_plan(model: nn.Module, plan: object, axis: str, parts: int) -> list[Ass
     for pattern, word in words.items():
         names = [name for name in modules if _fits(name, pattern)]
         if not names:
-            _fail_unfit(pattern, word, modules)
+            _fail_mismatched(pattern, word, modules)
         for name in names:
             module = modules[name]
             first, other, _ = found.setdefault(
@@ -115,7 +115,7 @@ def _generic(name: str) -> str:
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
 
 
-def _fail_unfit(pattern: str, word: str, modules: Mapping[str, nn.Module]) -> NoReturn:
+def _fail_mismatched(pattern: str, word: str, modules: Mapping[str, nn.Module]) -> NoReturn:
     names, takes = [*filter(None, modules)], WORDS[word].takes
     near = get_close_matches(pattern, list(dict.fromkeys(map(_generic, names))), 1, 0.5)
     # Where nothing is alike: the modules that the word is for, or all.

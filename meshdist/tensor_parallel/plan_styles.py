@@ -1,7 +1,7 @@
 """The words of a plan: what each does to a module and sends, and which words cannot be meant.
 
 transformers' words are taken as they are. torch's styles and words of what is no plain product are
-refused, with the word or the call to take in their place.
+rejected, with the word or the call to take in their place.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def words_of(plan: object) -> dict[str, str]:
 
 
 def word_of(pattern: object, word: object) -> str:
-    """Return our word for ``word`` in a plan; if unknown or refused, raise, naming ``pattern``."""
+    """Return our word for ``word`` in a plan; if unknown or rejected, raise, naming ``pattern``."""
     where = f"{pattern!r}: {word!r}"
     if not isinstance(pattern, str):
         raise KindError("parallelize: the keys of a plan are patterns of names", found=where)

@@ -1,1 +1,1 @@
-"""Our wires as process groups of torch; ``import meshdist.torch_backends`` offers them."""
+"""Our backends as process groups of torch; ``import meshdist.torch_backends`` offers them."""

@@ -1,9 +1,9 @@
-"""Torch's process groups over one of our wires: the verbs are those of our own groups.
+"""Torch's process groups over one of our backends: the collectives are those of our own groups.
 
-``VerbMethods`` has the methods, in the forms in which torch's front end, its C++ and its older
-versions call them; what each verb does is described in ``torch.distributed``. Verbs that their
-callers wait for run in the caller's thread. What torch's C++ starts, and messages, go on in the
-background. Tensors of a device that the wire does not serve go by a group of torch's own.
+``GroupMethods`` has the methods, in the forms in which torch's front end, its C++ and its older
+versions call them; what each collective does is described in ``torch.distributed``. Collectives
+that their callers wait for run in the caller's thread. What torch's C++ starts, and messages, go on
+in the background. Tensors of a device that the backend does not serve go by a group of torch's own.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch.distributed as torch_distributed
 from torch._C._distributed_c10d import Backend, FakeProcessGroup
 from torch.distributed import PrefixStore, Store, distributed_c10d as c10d
 
-from ..backends.registry import Opening, Wire
+from ..backends.registry import BackendType, Opening
 from ..backends.requests import WorkerQueue
 from ..backends.work import Work, bound, joined
 from ..checking.call_sites import never_nested, run_unnested
@@ -32,18 +32,18 @@ from ..collectives.collective import Collective
 from ..collectives.flat_sums import sum_sparse
 from ..collectives.monitored_barrier import MonitoredBarrier
 from ..collectives.normalize_args import prepare
-from ..collectives.point_to_point import open_channel, prepare_message
+from ..collectives.point_to_point import open_device_group, prepare_message
 from ..collectives.torch_private import num_dispatch_modes, without_dispatch_modes
 from ..errors import BackendError, CollectiveTimeoutError
-from ..groups.group_methods import Asked, VerbMethods, read_options, verbs
-from ..operation_table import VERBS, Form, Role
+from ..groups.group_methods import Asked, GroupMethods, operations, read_options
+from ..operation_table import OPERATIONS, Role, TensorLayout
 from ..reduce_ops import ReduceOp, split_premul
 from .inner_group import InnerGroup
 from .works import TorchWork, begin_record, end_records, tensors_of
 
 Tensors = Sequence[torch.Tensor]
 
-_open: weakref.WeakSet[WireGroup] = weakref.WeakSet()
+_open: weakref.WeakSet[BackendGroup] = weakref.WeakSet()
 _LATER = Asked()
 
 
@@ -56,25 +56,26 @@ class _BackendForHooks(Backend):
 
     # Torch 2.15 attaches a flight recorder to each group's default backend, and a group that is a
     # process group itself has none. The recorder stays empty: torch's dispatcher feeds it, which
-    # our verbs do not pass. Our own recorder notes them.
+    # our collectives do not pass. Our own recorder notes them.
     def getBackendName(self) -> str:
         """Return "meshdist", the name of the backend in torch's errors."""
         return "meshdist"
 
 
-def _for_its_wire(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap verb ``name``: torch runs it for devices that the wire lacks, dispatch modes see it."""
+def _for_its_backend(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap collective ``name``: torch runs it for devices that the backend lacks, dispatch modes
+    see it."""
 
     @wraps(method)
-    def called(self: WireGroup, *given: Any, **named: Any) -> Any:
+    def called(self: BackendGroup, *given: Any, **named: Any) -> Any:
         x = given[0] if given else None
         x = x[0] if type(x) is list and x else x
         if not isinstance(x, torch.Tensor):  # seldom
             x = next(tensors_of((*given, *named.values())), None)
-        if x is None or x.is_cpu or x.device.type in self._wire.device_types:
+        if x is None or x.is_cpu or x.device.type in self._backend.device_types:
             if not num_dispatch_modes():
                 return method(self, *given, **named)
-            # A copy, as our verb writes into the tensors, and torch's fake backend does, too.
+            # A copy, as our collective writes into the tensors, and torch's fake backend does, too.
             with without_dispatch_modes():
                 shown = _copied(given), {key: _copied(value) for key, value in named.items()}
                 work = method(self, *given, **named)
@@ -86,8 +87,8 @@ def _for_its_wire(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     return called
 
 
-class WireGroup(_TorchsGroup):  # type: ignore[misc]
-    """A process group of torch's over a wire of ours; to make it is collective over its members.
+class BackendGroup(_TorchsGroup):  # type: ignore[misc]
+    """A process group of torch's over a backend of ours; to make it is collective over its members.
 
     Args:
         kept: an object that the opening's store needs, dropped at the group's end.
@@ -97,7 +98,7 @@ class WireGroup(_TorchsGroup):  # type: ignore[misc]
     supports_coalescing = False
     supports_time_estimate = False
 
-    def __init__(self, wire: Wire, opening: Opening, kept: object = None) -> None:
+    def __init__(self, backend: BackendType, opening: Opening, kept: object = None) -> None:
         place = opening.rank, len(opening.ranks)
         super().__init__(*place)
         if hasattr(c10d, "FlightRecorderHook"):
@@ -106,9 +107,9 @@ class WireGroup(_TorchsGroup):  # type: ignore[misc]
             self._register_backend(torch.device("cpu"), none_of_torchs, self._for_hooks)
         self._group_name = opening.name
         self._kept = kept
-        self._wire = wire
+        self._backend = backend
         self._opening = opening
-        self.inner = InnerGroup(wire, opening)
+        self.inner = InnerGroup(backend, opening)
         self._completer = WorkerQueue(self.inner.abort)
         self._coalesced: list[TorchWork] | None = None
         self.other_groups: dict[str, Any] = {}
@@ -117,8 +118,8 @@ class WireGroup(_TorchsGroup):  # type: ignore[misc]
     # -- what it is ------------------------------------------------------------------------------
 
     def getBackendName(self) -> str:  # torch's names, here and below
-        """Return the name of the wire."""
-        return self._wire.name
+        """Return the name of the backend."""
+        return self._backend.name
 
     name = getBackendName
 
@@ -136,20 +137,20 @@ class WireGroup(_TorchsGroup):  # type: ignore[misc]
 
     @property
     def _device_types(self) -> list[torch.device]:
-        kinds = sorted(self._wire.device_types.union(self.other_groups))
+        kinds = sorted(self._backend.device_types.union(self.other_groups))
         return [torch.device(kind) for kind in kinds]
 
     def _get_backend(self, device: torch.device) -> Any:
-        """Return this group, or torch's backend for a device that the wire does not serve."""
+        """Return this group, or torch's backend for a device that the backend does not serve."""
         kind = torch.device(device).type
-        if kind in self._wire.device_types:
+        if kind in self._backend.device_types:
             return self
         return self._other(kind)._get_backend(device)
 
     @property
     def options(self) -> Any:
         """Return the options that torch asks a backend for: the name and the timeout."""
-        return Backend.Options(self._wire.name, self.inner.timeout)
+        return Backend.Options(self._backend.name, self.inner.timeout)
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
         """Return False: the group has no memory of its own for tensors."""
@@ -176,7 +177,7 @@ class WireGroup(_TorchsGroup):  # type: ignore[misc]
         # only a C++ backend can follow.
         place = self.rank(), self.size()
         shown, none_of_torchs = _TorchsGroup(*place), _TorchsGroup.BackendType.UNDEFINED
-        for kind in self._wire.device_types:
+        for kind in self._backend.device_types:
             backend = FakeProcessGroup._create_internal(*place)
             shown._register_backend(torch.device(kind), none_of_torchs, backend)
         shown._set_group_name(self._group_name)
@@ -209,10 +210,10 @@ class WireGroup(_TorchsGroup):  # type: ignore[misc]
         rank, limit = inner.world.rank, inner.timeout if timeout is None else timeout
         expected, fix = "a timeout above zero", None
         failure = f"Rank {rank} timed out in monitoredBarrier: it may not wait"
-        number = inner.world.next_number("meeting")
+        number = inner.world.next_number("matching")
         if limit > timedelta(0):
             terms = ranks, rank, number, limit, wait_all_ranks
-            failure = MonitoredBarrier(self._opening.store, "meeting", *terms).wait().failure
+            failure = MonitoredBarrier(self._opening.store, "matching", *terms).wait().failure
             expected = "every member to call it"
             fix = "look at what that rank did instead; the group can be used afterwards"
         if failure:
@@ -241,10 +242,10 @@ class WireGroup(_TorchsGroup):  # type: ignore[misc]
             group.shutdown()
         self._kept = None
 
-    # -- how a verb runs -------------------------------------------------------------------------
+    # -- how a collective runs ---------------------------------------------------------------------
 
-    def _start(self, verb: str, asked: Asked, given: dict[str, Any]) -> TorchWork:
-        inner, form = self.inner, _form_of(verb)
+    def _start(self, operation: str, asked: Asked, given: dict[str, Any]) -> TorchWork:
+        inner, form = self.inner, _form_of(operation)
         inner.check_unbroken()
         written: Any = given[form.tensors[0]] if form.tensors else None
         noted = given.get(form.noted)
@@ -260,30 +261,35 @@ class WireGroup(_TorchsGroup):  # type: ignore[misc]
         start = partial(form.run, **given, group=inner, async_op=not waits)
         result = [written] if isinstance(written, torch.Tensor) else list(written or ())
         num_blocks = self.inner.size() if form.gathers_one else 0
-        return self._run(verb, asked, start, [noted], result, num_blocks=num_blocks)
+        return self._run(operation, asked, start, [noted], result, num_blocks=num_blocks)
 
     def _run(
         self,
-        verb: str,
+        operation: str,
         asked: Asked,
         start: Callable[[], Work | None],
         noted: Sequence[Any],
         result: list[Any],
-        title: str = "",
+        op_name: str = "",
         num_blocks: int = 0,
     ) -> TorchWork:
-        """Start a verb, wait for it unless the call is asynchronous, and return its Work for torch.
+        """Start a collective, wait for it unless the call is asynchronous, and return its Work for
+        torch.
 
         Args:
             noted: the tensors that a profile shows, some in lists.
             result: the result of the Work.
-            title: the name of the verb in a profile, in place of ``verb``.
+            op_name: the name of the collective in a profile, in place of ``operation``.
             num_blocks: as in ``TorchWork``.
         """
         is_recorded = profiler._is_profiler_enabled
-        records = begin_record(f"{self._wire.name}:{title or verb}", noted) if is_recorded else []
+        records = (
+            begin_record(f"{self._backend.name}:{op_name or operation}", noted)
+            if is_recorded
+            else []
+        )
         try:
-            started = run_unnested(verb, start)
+            started = run_unnested(operation, start)
             if started is not None and asked.timeout is not None:
                 bound(started, asked.timeout)
             works = () if started is None else (started,)
@@ -303,31 +309,35 @@ class WireGroup(_TorchsGroup):  # type: ignore[misc]
             self._coalesced.append(work)
         return work
 
-    def _message(self, verb: str, tensor: torch.Tensor, peer: int | None, tag: int) -> TorchWork:
-        inner, row = self.inner, VERBS[verb]
+    def _message(
+        self, operation: str, tensor: torch.Tensor, peer: int | None, tag: int
+    ) -> TorchWork:
+        inner, row = self.inner, OPERATIONS[operation]
         inner.check_unbroken()
         if type(peer) is not int or not 0 <= peer < len(inner.ranks):  # else decided fast
-            peer = find_peer(inner, None, peer, verb, *row.named(Role.PEER))
-        message = prepare_message(verb, inner, peer, _bare(tensor), tag, is_send=row.sends)
-        start = partial(open_channel(inner, message).run, message, is_async=True)
-        title = "recvAnySource" if peer is None else verb
-        return self._run(verb, _LATER, start, [tensor], [tensor], title)
+            peer = find_peer(inner, None, peer, operation, *row.named(Role.PEER))
+        message = prepare_message(operation, inner, peer, _bare(tensor), tag, is_send=row.sends)
+        start = partial(open_device_group(inner, message).run, message, is_async=True)
+        op_name = "recvAnySource" if peer is None else operation
+        return self._run(operation, _LATER, start, [tensor], [tensor], op_name)
 
-    def _start_pairs(self, verb: str, outputs: Tensors, inputs: Tensors, opts: Any) -> TorchWork:
-        """Check all pairs of tensors, then start a verb on each; return a single Work."""
+    def _start_pairs(
+        self, operation: str, outputs: Tensors, inputs: Tensors, opts: Any
+    ) -> TorchWork:
+        """Check all pairs of tensors, then start a collective on each; return a single Work."""
         self.inner.check_unbroken()
         asked = read_options((), opts=opts)
-        ops = [asked.op] if VERBS[verb].reduces else []
-        Collective(verb, self.inner).check_list(inputs, "inputs")
+        ops = [asked.op] if OPERATIONS[operation].reduces else []
+        Collective(operation, self.inner).check_list(inputs, "inputs")
         calls = [
-            prepare(verb, self.inner, _flat(_bare(output)), _flat(_bare(tensor)), *ops)
+            prepare(operation, self.inner, _flat(_bare(output)), _flat(_bare(tensor)), *ops)
             for output, tensor in zip(outputs, inputs, strict=True)
         ]
 
         def start() -> Work | None:
             return joined(list(filter(None, [call.run(True) for call in calls])))
 
-        return self._run(verb, asked, start, inputs, list(outputs))
+        return self._run(operation, asked, start, inputs, list(outputs))
 
     def all_gather_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: Any = None
@@ -360,7 +370,7 @@ class WireGroup(_TorchsGroup):  # type: ignore[misc]
             raise BackendError(
                 f"{inner.name} cannot carry {kind} tensors",
                 where=inner.here,
-                expected=f"tensors that the wire {self._wire.name!r} serves, or CUDA tensors by "
+                expected=f"tensors that the backend {self._backend.name!r} serves, or CUDA tensors by "
                 "NCCL",
                 found="a torch without NCCL, or no GPU" if kind == "cuda" else f"a {kind} tensor",
                 fix="move the tensor to the CPU, or make a group of another backend for it",
@@ -382,10 +392,12 @@ class WireGroup(_TorchsGroup):  # type: ignore[misc]
 
 
 # Each name alone: torch's group has the names of its version.
-_coalesced = {name: verb for name, verb in vars(WireGroup).items() if name.endswith("_coalesced")}
-for _name, _method in {**vars(VerbMethods), **_coalesced}.items():
+_coalesced = {
+    name: operation for name, operation in vars(BackendGroup).items() if name.endswith("_coalesced")
+}
+for _name, _method in {**vars(GroupMethods), **_coalesced}.items():
     if callable(_method):
-        setattr(WireGroup, _name, _for_its_wire(_name, _method))
+        setattr(BackendGroup, _name, _for_its_backend(_name, _method))
 
 
 @atexit.register
@@ -418,12 +430,12 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(-1) if tensor.dim() != 1 and tensor.is_contiguous() else tensor
 
 
-class _TorchForm(NamedTuple):
-    """The facts by which torch's groups call a verb of ours.
+class _TorchTensorLayout(NamedTuple):
+    """The facts by which torch's groups call a collective of ours.
 
     Args:
-        run: the verb, without its marks: no fast path, which is for one thread, no record of its
-            own in a profile, and nothing for typed contexts, as torch's own verbs.
+        run: the collective, without its marks: no fast path, which is for one thread, no record of
+            its own in a profile, and nothing for typed contexts, as torch's own collectives.
         tensors: its parameters of tensors, first the parameter that it writes.
         noted: the parameter that a profile shows.
         has_blocks: whether it has one larger tensor, with a block for each member.
@@ -440,13 +452,13 @@ class _TorchForm(NamedTuple):
 
 
 @cache
-def _form_of(verb: str) -> _TorchForm:
-    row, run = VERBS[verb], unwrap(verbs[verb])
-    carrier = row.carrier
-    forms = carrier.takes, carrier.gives
+def _form_of(operation: str) -> _TorchTensorLayout:
+    row, run = OPERATIONS[operation], unwrap(operations[operation])
+    executor = row.executor
+    forms = executor.takes, executor.gives
     tensors = row.named(Role.IN_PLACE, Role.OUTPUT, Role.INPUT)
-    noted = tensors[0] if carrier.root == "from" else "".join(tensors[-1:])
-    has_blocks = row.is_plain and forms == (Form.ONE, Form.ONE)
+    noted = tensors[0] if executor.root == "from" else "".join(tensors[-1:])
+    has_blocks = row.is_plain and forms == (TensorLayout.ONE, TensorLayout.ONE)
     gathers_one = has_blocks and not row.reduces and not row.named(Role.SIZES)
-    is_sum = forms == (Form.IN_PLACE, Form.ONE) and not carrier.root
-    return _TorchForm(run, tensors, noted, has_blocks, gathers_one, is_sum)
+    is_sum = forms == (TensorLayout.IN_PLACE, TensorLayout.ONE) and not executor.root
+    return _TorchTensorLayout(run, tensors, noted, has_blocks, gathers_one, is_sum)

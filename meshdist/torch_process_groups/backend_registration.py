@@ -1,4 +1,4 @@
-"""Our wires under their names in torch.distributed, opened when a program asks for them.
+"""Our backends under their names in torch.distributed, opened when a program asks for them.
 
 Imports nothing of ours or torch's: torch calls ``offer_at_import`` at the end of every ``import
 torch`` where the package is installed, also while the package, or this module, imports torch.
@@ -43,10 +43,10 @@ def offer(*, is_mpi_offered: bool = True) -> None:
         torchs._MPI_AVAILABLE = True
 
 
-def _make_shm(options: Any, wire_options: Any) -> Any:
+def _make_shm(options: Any, backend_options: Any) -> Any:
     from .construction import open_group
 
-    return open_group("shm", options, wire_options)
+    return open_group("shm", options, backend_options)
 
 
 def _make_simulated(options: Any, _: Any) -> Any:

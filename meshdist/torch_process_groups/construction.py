@@ -1,4 +1,4 @@
-"""Opens a group over our wire as torch describes it."""
+"""Opens a group over our backend as torch describes it."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ import torch.distributed as torch_distributed
 from torch.distributed import PrefixStore, Store, TCPStore
 
 from ..arguments import DEFAULT_TIMEOUT
-from ..backends import capabilities as capabilities  # all wires register themselves
-from ..backends.registry import Opening, get_wire
+from ..backends import capabilities as capabilities  # all backends register themselves
+from ..backends.registry import Opening, get_backend
 from ..backends.simulated.scheduler import find_rank_here
-from ..bootstrap.init_methods import Terms, meet
+from ..bootstrap.init_methods import InitArguments, meet
 from ..bootstrap.launch_environment import find_local_size
 from ..bootstrap.rendezvous_rounds import Rendezvous
 from ..bootstrap.stores import cloned, root_of
-from ..bootstrap.timeout_store import BoundedStore, within
+from ..bootstrap.timeout_store import TimeoutStore, within
 from ..bootstrap.world import find_world
 from ..checking.call_sites import never_nested
 from ..errors import BackendError, WorldError
 from ..runtime.deadlines import Deadline
-from ..runtime.fork_safe_locks import ModuleLock
+from ..runtime.fork_safe_locks import ForkSafeLock
 from ..runtime.torch_worlds import isolate_names
 from . import functional_ops as functional_ops  # registers its kernels
-from .backend_group import WireGroup
+from .backend_group import BackendGroup
 
 
 @never_nested
-def open_group(wire: str, options: Any, wire_options: Any) -> WireGroup:
+def open_group(backend: str, options: Any, backend_options: Any) -> BackendGroup:
     """Open a group as torch's DistributedBackendOptions, ``options``, describe it; collective."""
     size, torchs, name = options.group_size, options.store, options.group_id
     if type(root_of(torchs)) is Store:  # torch's own in a world over MPI, which cannot be called
@@ -43,8 +43,8 @@ def open_group(wire: str, options: Any, wire_options: Any) -> WireGroup:
     with within(Deadline(options.timeout)):
         connection = _take_connection(root_of(torchs), options.timeout)
         torchs, ours = _keys_of_group(torchs, options.group_rank, connection.store)
-    return WireGroup(
-        get_wire(wire),
+    return BackendGroup(
+        get_backend(backend),
         Opening(
             store=ours,
             make_torch_store=lambda: torchs,
@@ -52,7 +52,7 @@ def open_group(wire: str, options: Any, wire_options: Any) -> WireGroup:
             rank=options.group_rank,
             device_type="cpu",
             timeout=options.timeout,
-            options=wire_options,
+            options=backend_options,
             name=name,
             num_local=find_local_size(os.environ) or world,  # as far as a launcher says
         ),
@@ -61,17 +61,17 @@ def open_group(wire: str, options: Any, wire_options: Any) -> WireGroup:
 
 
 @never_nested
-def open_mpi_group(ranks: list[int]) -> WireGroup:
-    """Open the MPI wire for these global ranks, or for all ranks of mpiexec if there are none."""
-    wire = get_wire("mpi")
+def open_mpi_group(ranks: list[int]) -> BackendGroup:
+    """Open the MPI backend for these global ranks, or for all ranks of mpiexec if there are none."""
+    backend = get_backend("mpi")
     joined = _joined_under_mpi()  # torch gives no store, rank or size
     members = tuple(ranks) or tuple(range(joined.size))
     text = ",".join(map(str, members))
     # The members of a group ask for it equally often, the others not at all.
     name = f"mpi {text} {joined.store.add(f'{text} by {joined.rank}', 1)}"
     hosts = tuple(joined.hosts[rank] for rank in members)
-    return WireGroup(
-        wire,
+    return BackendGroup(
+        backend,
         Opening(
             store=PrefixStore(name, joined.store),
             make_torch_store=lambda: PrefixStore(name, joined.make_torch_store()),
@@ -88,7 +88,7 @@ def open_mpi_group(ranks: list[int]) -> WireGroup:
 
 
 @never_nested
-def open_simulated_group(options: Any) -> WireGroup:
+def open_simulated_group(options: Any) -> BackendGroup:
     """Open a group of simulated ranks; waits for no other member."""
     if find_rank_here() is None:
         raise BackendError(
@@ -101,8 +101,8 @@ def open_simulated_group(options: Any) -> WireGroup:
     # An earlier world of the rank may have had a group of this name.
     generation = options.store.add(f"opened by {rank}", 1)
     store = PrefixStore(f"opened {generation}", options.store)
-    return WireGroup(
-        get_wire("simulated"),
+    return BackendGroup(
+        get_backend("simulated"),
         Opening(
             store=store,
             make_torch_store=lambda: store,
@@ -139,10 +139,10 @@ def meet_simulated(url: str, **_: Any) -> Iterator[tuple[Store, int, int]]:
 @cache
 def _joined_under_mpi() -> Rendezvous:
     """Meet the ranks that the same mpiexec has started, once in a process."""
-    return meet(Terms(group_name="torch's mpi"), is_mpi_asked=True)
+    return meet(InitArguments(group_name="torch's mpi"), is_mpi_asked=True)
 
 
-def _keys_of_group(store: Store, rank: int, connection: BoundedStore) -> tuple[Store, Store]:
+def _keys_of_group(store: Store, rank: int, connection: TimeoutStore) -> tuple[Store, Store]:
     """Return two stores of the new group's own keys: on ``store``, and on ``connection``."""
     # An earlier world of the same store may have had a group of this name.
     generation = connection.ask(lambda _: store.add(f"opened by {rank}", 1))
@@ -158,14 +158,14 @@ def _keys_of_group(store: Store, rank: int, connection: BoundedStore) -> tuple[S
 # meanwhile: a hundredth of these questions may take 5 s. So all groups of a process that are open
 # over one server share one connection, and 100 groups on 4 ranks ask for 4 names, not for 800.
 _connections: WeakValueDictionary[tuple[int, str, int], _Connection] = WeakValueDictionary()
-_sharing = ModuleLock()
+_sharing = ForkSafeLock()
 
 
 class _Connection:
     """A connection to a store that groups share, closed once the last drops its reference."""
 
     def __init__(self, root: Store, timeout: timedelta) -> None:
-        self.store = BoundedStore(cloned(root), timeout)
+        self.store = TimeoutStore(cloned(root), timeout)
         finalize(self, self.store.close)  # what is kept keeps its socket
 
 

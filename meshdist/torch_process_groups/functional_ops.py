@@ -14,7 +14,7 @@ import torch
 from torch.distributed import distributed_c10d as c10d
 
 from ..errors import ArgumentError
-from .backend_group import WireGroup
+from .backend_group import BackendGroup
 
 _IS_SEND = {"isend": True, "irecv": False}
 _torchs: Any = c10d
@@ -23,14 +23,14 @@ _library = torch.library.Library("_c10d_functional", "IMPL")  # which drops its 
 
 
 def _gather_into(
-    group: WireGroup, x: torch.Tensor, group_size: int, name: Any, *, out: torch.Tensor
+    group: BackendGroup, x: torch.Tensor, group_size: int, name: Any, *, out: torch.Tensor
 ) -> torch.Tensor:
     group.all_gather_single_coalesced([out], [x]).wait()
     return out
 
 
 def _exchange(
-    group: WireGroup,
+    group: BackendGroup,
     words: list[str],
     peers: list[int],
     tags: list[int],
@@ -56,7 +56,7 @@ def _exchange(
 def _run(operator: Any, ours: Callable[..., Any], *given: Any, **named: Any) -> Any:
     name = next(each for each in reversed(given) if isinstance(each, (str, c10d.ProcessGroup)))
     group = _torchs._resolve_process_group(name) if isinstance(name, str) else name
-    if isinstance(group, WireGroup):
+    if isinstance(group, BackendGroup):
         return ours(group, *given, **named)
     return operator._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *given, **named)
 

@@ -1,9 +1,9 @@
 """Torch's kind of Work over ours: torch's own code waits for it and chains futures on it.
 
 Torch's reducer waits for futures in C++, which calls no method of ours. So a thread of the group
-waits for the verbs in turn, in the order in which the members started them. Each future
+waits for the collectives in turn, in the order in which the members started them. Each future
 is completed by a thread of its own, since that runs the callbacks, and a callback may wait for the
-future of another verb.
+future of another collective.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _completing: WeakSet[threading.Thread] = WeakSet()
 
 
 class TorchWork(torch_distributed.Work):
-    """A Work of torch's for any number of verbs in flight; without ``works`` all is done.
+    """A Work of torch's for any number of collectives in flight; without ``works`` all is done.
 
     Args:
         recordings: the threads that end records of the profiler, which a wait waits for, too.
@@ -60,14 +60,15 @@ class TorchWork(torch_distributed.Work):
         """Return a single Work of several, whose result is the list of all results.
 
         Args:
-            completer: its thread waits for the verbs once the Work's future is asked for.
+            completer: its thread waits for the collectives once the Work's future is asked for.
         """
         works = [work for part in parts for work in part._works]
         recordings = [thread for part in parts for thread in part._recordings]
         return cls(works, [x for part in parts for x in part._blocks()], completer, recordings)
 
     def wait(self, timeout: timedelta = _UNSET) -> bool:
-        """Return True when all is done; each verb may take ``timeout``, or the group's for zero."""
+        """Return True when all is done; each collective may take ``timeout``, or the group's for
+        zero."""
         try:
             for work in self._works:
                 work.wait(timeout)
@@ -77,10 +78,10 @@ class TorchWork(torch_distributed.Work):
                 thread.join()
 
     def end_with(self, records: list[Any], is_async: bool) -> None:
-        """End the profiler's ``records`` with the verb; of an async call maybe at its start."""
-        # Another thread ends it, and holds it last: so the profiler sees that the verb went on in
-        # the background. torch 2.11 drops such a record: it ends with an async call's start there.
-        # A simulated rank has one thread.
+        """End the profiler's ``records`` with the collective; of an async call maybe at its start."""
+        # Another thread ends it, and holds it last: so the profiler sees that the collective went
+        # on in the background. torch 2.11 drops such a record: it ends with an async call's start
+        # there. A simulated rank has one thread.
         if not ENDS_RECORDS_ANYWHERE or find_rank_here() is not None:
             return self._record(records, () if is_async else self._works)
         thread = threading.Thread(target=self._record, args=(records, self._works), daemon=True)
@@ -100,15 +101,15 @@ class TorchWork(torch_distributed.Work):
         self.wait()
 
     def is_completed(self) -> bool:
-        """Return whether all verbs of this Work are done or have failed, without waiting."""
+        """Return whether all collectives of this Work are done or have failed, without waiting."""
         return all(work.is_completed() for work in self._works)
 
     def is_success(self) -> bool:
-        """Return whether all verbs of this Work are done and none has failed."""
+        """Return whether all collectives of this Work are done and none has failed."""
         return all(work.is_success() for work in self._works)
 
     def exception(self) -> Exception | None:
-        """Return the error of the first verb that has failed, or None."""
+        """Return the error of the first collective that has failed, or None."""
         return next(filter(None, (work.exception() for work in self._works)), None)
 
     def result(self) -> list[Any]:
@@ -168,9 +169,9 @@ def _await_callbacks() -> None:
         thread.join(_PATIENCE_S)
 
 
-def begin_record(title: str, given: Sequence[Any]) -> list[Any]:
+def begin_record(op_name: str, given: Sequence[Any]) -> list[Any]:
     """Begin a record of torch's profiler with the shapes of tensors, for ``end_with``."""
-    records = [_RecordFunctionFast(title, list(tensors_of(given)))]
+    records = [_RecordFunctionFast(op_name, list(tensors_of(given)))]
     records[0].__enter__()
     return records
 

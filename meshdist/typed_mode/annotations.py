@@ -80,8 +80,9 @@ def annotate(
             that cut a dim, and carries the spec, which ``md.typeof`` shows. Of a module a mapping
             from names, in which ``*`` stands for any text, to such specs.
         varying: the axes along which ranks hold their own values.
-        reduced: the axes along which it is equal on all ranks, and its gradient a summand on each.
-        unreduced: the axes along which each rank holds a summand of the value.
+        reduced: the axes along which it is equal on all ranks, and its gradient a partial sum on
+            each.
+        unreduced: the axes along which each rank holds a partial sum of the value.
         mesh: has the axes; None takes the sharding's, or the mesh in force, and checks no names
             where there is none.
 
@@ -136,7 +137,7 @@ def annotate(
             checked = checked_spec(tensor, spec, layout_of(spec, mesh), "annotate")
         except AxisError as error:
             raise with_hidden_mesh(error, mesh) from None
-        _refuse_late(tensor, spec_texts(checked, tuple(tensor.shape))[0])
+        _reject_late(tensor, spec_texts(checked, tuple(tensor.shape))[0])
         return mark_spec(tensor, checked)
     kinds: dict[str, str] = {}
     given = {"varying": ("V", varying), "reduced": ("R", reduced), "unreduced": ("U", unreduced)}
@@ -152,12 +153,12 @@ def annotate(
                     found=f"varying={varying!r}, reduced={reduced!r}, unreduced={unreduced!r}",
                     fix="name the axis once",
                 )
-    _refuse_late(tensor, type_text(kinds))
+    _reject_late(tensor, type_text(kinds))
     set_spec(tensor, type_text(kinds), None)
     return tensor
 
 
-def _refuse_late(tensor: torch.Tensor, text: str) -> None:
+def _reject_late(tensor: torch.Tensor, text: str) -> None:
     """Raise if ``text`` marks a wrapper's parameter reduced over axes unknown to the wrapper."""
     owned = find_owner_axes(tensor) or ()
     late = [axis for axis in axes_of_kind(text, "R") if axis not in owned]

@@ -2,7 +2,7 @@
 
 A cast stands where an operand that is invariant over some axes meets others that are not. Forward
 it is the operand itself: an alias with the same memory and version, seen by the operation alone,
-and into which torch refuses to write. Backward it sums the gradient over the axes.
+and into which torch rejects to write. Backward it sums the gradient over the axes.
 
 A tensor is cast once for each type that it lacks, and keeps the cast while it lives: three uses of
 an activation cost one psum. The casts of a leaf, which would keep it alive, are dropped when a

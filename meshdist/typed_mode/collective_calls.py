@@ -1,11 +1,12 @@
-"""Verbs inside typed contexts: functional verbs, and torch's verbs, which write in place.
+"""Collectives inside typed contexts: functional collectives, and torch's collectives, which write
+in place.
 
-The kinds that a functional verb takes and gives stand in the table of ``axis_types``: operands are
-checked, and results are marked. torch's verbs run as if there were no context; the tensors that
-they write are marked. Such a verb overwrites a tensor as a whole. Over the axes of its group the
-tensor is then invariant where all members hold the same, else varying. Over all other axes it
-takes the joined type of the tensors that the verb has read. Other views of its memory keep their
-types.
+The kinds that a functional collective takes and gives stand in the table of ``axis_types``:
+operands are checked, and results are marked. torch's collectives run as if there were no context;
+the tensors that they write are marked. Such a collective overwrites a tensor as a whole. Over the
+axes of its group the tensor is then invariant where all members hold the same, else varying. Over
+all other axes it takes the joined type of the tensors that the collective has read. Other views of
+its memory keep their types.
 """
 
 from __future__ import annotations
@@ -32,27 +33,27 @@ from ..annotations.axis_types import (
 from ..collectives.torch_private import HiddenFromModes, are_transforms_active
 from ..groups.process_group import ProcessGroup, resolve_group
 from ..mesh.device_mesh import DeviceMesh
-from ..operation_table import VERBS, Form, Verb
+from ..operation_table import OPERATIONS, OperationSpec, TensorLayout
 from .context import ContextMode, find_context
 from .function_rules import TorchFunction, tensors_in
-from .type_errors import foreign_mesh, refused_verb
+from .type_errors import foreign_mesh, rejected_operation
 
 
 def watch(
-    verb: Callable[..., Any],
+    operation: Callable[..., Any],
     call: Callable[..., Any],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> Any:
-    """Return the result of ``call``, a torch verb; in a context type the written tensors."""
+    """Return the result of ``call``, a torch collective; in a context type the written tensors."""
     mode = find_context()
     if mode is None:
         return call(*args, **kwargs)
     with HiddenFromModes():
         result = call(*args, **kwargs)
-        row = VERBS[verb.__name__]
+        row = OPERATIONS[operation.__name__]
         if row.writes:
-            given = _signature(verb).bind(*args, **kwargs).arguments
+            given = _signature(operation).bind(*args, **kwargs).arguments
             _mark(mode, row, given)
     return result
 
@@ -60,17 +61,17 @@ def watch(
 _signature = cache(inspect.signature)
 
 
-def _mark(mode: ContextMode, row: Verb, given: Mapping[str, Any]) -> None:
-    """Set the types of the tensors that a torch verb has written, by its arguments ``given``."""
+def _mark(mode: ContextMode, row: OperationSpec, given: Mapping[str, Any]) -> None:
+    """Set the types of the tensors that a torch collective has written, by its arguments ``given``."""
     group = given.get("group")
     if row.writes == "p2p_op_list":
         operations = given["p2p_op_list"]
-        written = [each.tensor for each in operations if VERBS[each.op.__name__].writes]
+        written = [each.tensor for each in operations if OPERATIONS[each.op.__name__].writes]
         group = operations[0].group if operations else None
     else:
         written = tensors_in(given.get(row.writes))
     # Where the source alone has a list (scatter), other ranks read the type off their outputs.
-    is_of_source = row.is_plain and row.carrier.takes is Form.AT_ROOT
+    is_of_source = row.is_plain and row.executor.takes is TensorLayout.AT_ROOT
     names = (*row.reads, row.writes) if is_of_source else row.reads
     read = tensors_in([given.get(name) for name in names])
     kinds = kinds_over(mode.mesh, resolve_group(group), row.kind)
@@ -120,44 +121,49 @@ def made_equal(group: ProcessGroup, *tensors: torch.Tensor) -> None:
             set_type(tensor, with_kinds(type_of(tensor), kinds))
 
 
-def find_typed_verb(verb: str, axes: DeviceMesh, to: str | None = None) -> TypedVerb | None:
-    """Return the TypedVerb of ``verb(to=to)`` over ``axes`` in the open context; None without."""
+def find_typed_operation(
+    operation: str, axes: DeviceMesh, to: str | None = None
+) -> TypedOperation | None:
+    """Return the TypedOperation of ``operation(to=to)`` over ``axes`` in the open context; None
+    without."""
     mode = find_context()
     if mode is None:
         return None
-    key = verb, to, id(axes)
-    found: TypedVerb | None = mode.verbs.get(key)
+    key = operation, to, id(axes)
+    found: TypedOperation | None = mode.operations.get(key)
     if found is None:
-        found = mode.verbs[key] = TypedVerb(mode, verb, axes, to)
+        found = mode.operations[key] = TypedOperation(mode, operation, axes, to)
     return found
 
 
-class TypedVerb:
-    """A lax verb in a typed context, over axes of the context's mesh."""
+class TypedOperation:
+    """A lax collective in a typed context, over axes of the context's mesh."""
 
-    def __init__(self, mode: ContextMode, verb: str, axes: DeviceMesh, to: str | None) -> None:
+    def __init__(self, mode: ContextMode, operation: str, axes: DeviceMesh, to: str | None) -> None:
         self._mode = mode
-        self._verb = verb
+        self._operation = operation
         self._to = to
         self._mesh = axes  # is kept so that its id stays its own
-        self._axes = _context_axes(mode, axes, verb)
+        self._axes = _context_axes(mode, axes, operation)
         self._results: dict[str, str] = {}  # the types of results by those of operands
 
     def result_type(self, x: torch.Tensor, argument: str = "x") -> str:
-        """Return the type of the verb's result for ``x``; raise if it refuses that of ``x``."""
-        verb, to = self._verb, self._to
-        text = self._mode.type_of(x, verb)
+        """Return the type of the collective's result for ``x``; raise if it rejects that of ``x``."""
+        operation, to = self._operation, self._to
+        text = self._mode.type_of(x, operation)
         if text in self._results and not are_transforms_active():
             return self._results[text]
-        text = self._mode.operand_type(x, verb)
+        text = self._mode.operand_type(x, operation)
         kinds, results = kinds_in(text), {}
         for axis in self._axes:
-            kind = find_result_kind(verb, kinds.get(axis, "I"), to)
+            kind = find_result_kind(operation, kinds.get(axis, "I"), to)
             if kind is None:
-                taken = [other for other in KINDS if find_result_kind(verb, other, to) is not None]
-                if not taken:  # there is no such ``to``, as the verb itself will say
+                taken = [
+                    other for other in KINDS if find_result_kind(operation, other, to) is not None
+                ]
+                if not taken:  # there is no such ``to``, as the collective itself will say
                     return text
-                raise refused_verb(verb, x, axis, self._mode.mesh, taken, argument)
+                raise rejected_operation(operation, x, axis, self._mode.mesh, taken, argument)
             results[axis] = kind
         self._results[text] = with_kinds(text, results)
         return self._results[text]
@@ -175,13 +181,13 @@ class TypedVerb:
         Args:
             leaf_name: the name of ``x`` in reports.
         """
-        if self._verb == "pcast":
+        if self._operation == "pcast":
             result = self._cast(on_tensor, x, leaf_name)
         else:
             result = on_tensor(x, group, leaf_name=leaf_name)
         set_type(result, text)
         if result.grad_fn is not None:
-            self._mode.note(result, self._verb, [x])
+            self._mode.note(result, self._operation, [x])
         return result
 
     def joined(self, x: Any, *others: Any) -> tuple[list[Any], str]:
@@ -190,7 +196,7 @@ class TypedVerb:
         tensors = [operand for operand in given if isinstance(operand, torch.Tensor)]
         if isinstance(x, torch.Tensor):
             self.result_type(x, "operand")
-        found = self._mode.joined(TorchFunction(self._verb), tensors)
+        found = self._mode.joined(TorchFunction(self._operation), tensors)
         missing = {id(x): kinds for x, kinds in zip(tensors, found.missing, strict=True)}
         return [
             self._mode.cast(x, kinds_in(missing[id(x)])) if id(x) in missing else x for x in given
@@ -198,7 +204,7 @@ class TypedVerb:
 
     def _cast(self, on_tensor: Callable[..., Any], x: torch.Tensor, leaf_name: str) -> torch.Tensor:
         """Return ``x`` cast by ``on_tensor``, for each of its types over the axes that have it."""
-        kinds = kinds_in(self._mode.operand_type(x, self._verb))
+        kinds = kinds_in(self._mode.operand_type(x, self._operation))
         result = x
         for kind, word in KINDS.items():
             axes = tuple(axis for axis in self._axes if kinds.get(axis, "I") == kind)
@@ -208,7 +214,7 @@ class TypedVerb:
         return result
 
 
-def _context_axes(mode: ContextMode, axes: DeviceMesh, verb: str) -> tuple[str, ...]:
+def _context_axes(mode: ContextMode, axes: DeviceMesh, operation: str) -> tuple[str, ...]:
     """Return the axes of the context's mesh that span the ranks of ``axes``; raise if none do."""
     own, names = mode.mesh, axes.axis_names
     if all(
@@ -218,7 +224,7 @@ def _context_axes(mode: ContextMode, axes: DeviceMesh, verb: str) -> tuple[str, 
         return tuple(names)
     found = _axes_of_ranks(own, axes.layout.ranks().ravel().tolist())
     if found is None:
-        raise foreign_mesh(verb, names, own, axes)
+        raise foreign_mesh(operation, names, own, axes)
     return found
 
 

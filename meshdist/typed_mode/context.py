@@ -55,11 +55,11 @@ from .function_rules import TorchFunction, tensors_in
 from .type_errors import (
     foreign_axis,
     of_a_subclass,
-    refused_join,
-    refused_write,
+    rejected_join,
+    rejected_write,
     tensor_text,
     transformed,
-    unseen_history,
+    unseen_expectations,
     where,
 )
 
@@ -184,8 +184,9 @@ class ContextMode(TorchFunctionMode):
         self.leaves: dict[int, torch.Tensor] = {}
         # By the operands' types, and by linearity where some operand is unreduced.
         self.joins: dict[Any, JoinedType] = {}
-        # By name, cast and mesh: what the context knows of functional verbs (``verb_calls``).
-        self.verbs: dict[Any, Any] = {}
+        # By name, cast and mesh: what the context knows of functional collectives
+        # (``operation_calls``).
+        self.operations: dict[Any, Any] = {}
 
     def note(self, result: Any, name: str, operands: Sequence[Any]) -> None:
         """Note the operation that made ``result``, in contexts with notes; else do nothing."""
@@ -201,15 +202,15 @@ class ContextMode(TorchFunctionMode):
             follow_hooks(self.mesh, tensor)
         text: str | None = tensor.__dict__.get(ANNOTATION, EMPTY)[0]
         if text is None and not tensor.is_leaf:
-            raise unseen_history(tensor, operation, self.mesh)
+            raise unseen_expectations(tensor, operation, self.mesh)
         return text or INVARIANT
 
-    def operand_type(self, x: torch.Tensor, verb: str) -> str:
-        """Return the type of a verb's operand; raise if the context cannot follow it."""
-        text = self.type_of(x, verb)
-        self.check_axes(x, kinds_in(text), verb)
+    def operand_type(self, x: torch.Tensor, operation: str) -> str:
+        """Return the type of a collective's operand; raise if the context cannot follow it."""
+        text = self.type_of(x, operation)
+        self.check_axes(x, kinds_in(text), operation)
         if are_transforms_active():
-            self._check_transformed(verb, [x])
+            self._check_transformed(operation, [x])
         return text
 
     def check_axes(self, tensor: torch.Tensor, kinds: Any, operation: str) -> None:
@@ -249,7 +250,7 @@ class ContextMode(TorchFunctionMode):
             if found is None:
                 made = join_types(key, linearity)
                 if isinstance(made, Refusal):
-                    raise refused_join(name, operands, made.axis, made.operand, self.mesh)
+                    raise rejected_join(name, operands, made.axis, made.operand, self.mesh)
                 found = made
                 self.joins[(key, linearity) if linearity else key] = found
                 if not linearity and not self.is_checked:
@@ -288,7 +289,7 @@ class ContextMode(TorchFunctionMode):
             why = "whose memory others share"
         else:
             return
-        raise refused_write(operation.name, target, text, operands, self.mesh, why)
+        raise rejected_write(operation.name, target, text, operands, self.mesh, why)
 
     def widened(self, target: torch.Tensor, text: str, *, is_out: bool = True) -> str:
         """Return the type of a target after a write: that before, joined with ``text``.
@@ -320,7 +321,8 @@ def _linearity(operation: TorchFunction, args: Sequence[Any], kwargs: Mapping[st
 
 
 def find_context(*, is_awake: bool = True) -> ContextMode | None:
-    """Return the context that sees this thread's calls now; None in verbs, backwards, Functions.
+    """Return the context that sees this thread's calls now; None in collectives, backwards,
+    Functions.
 
     Args:
         is_awake: False takes the context that this thread is inside of, whatever it sees.

@@ -4,7 +4,7 @@ While a context is open anywhere in the process, ``apply`` of custom Functions i
 class of torch's from which all Functions inherit it, and which is asked at each call: so an
 ``apply`` that the program has looked up earlier is seen as well. From torch 2.15 on ``apply`` is a
 method of torch's core, so the metaclass of Functions hands out ours. An ``apply`` that was looked
-up earlier goes straight to the core, and is refused when the core asks for ``forward``.
+up earlier goes straight to the core, and is rejected when the core asks for ``forward``.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from ..dtypes import DTYPES
 from ..error_text import explain
 from ..errors import AxisTypeError, VaryingNumberWarning
 from ..mesh.device_mesh import DeviceMesh
-from ..runtime.fork_safe_locks import ModuleLock
+from ..runtime.fork_safe_locks import ForkSafeLock
 from .collective_calls import watch
 from .context import ContextMode, find_context
 from .function_rules import LINEARITY, TorchFunction, tensors_in
@@ -141,13 +141,13 @@ def _swapped(given: Any, swaps: Mapping[Any, torch.Tensor], length: int) -> Any:
     return given
 
 
-_changing = ModuleLock()
+_changing = ForkSafeLock()
 _num_open = 0
 
 
 @contextmanager
 def calls_seen() -> Iterator[None]:
-    """Let typed contexts see calls of custom Functions and of torch verbs inside."""
+    """Let typed contexts see calls of custom Functions and of torch collectives inside."""
     global _num_open
     with _changing.current:
         _num_open += 1

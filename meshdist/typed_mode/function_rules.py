@@ -125,7 +125,7 @@ _KINDS = MappingProxyType({name: kind for kind, names in _NAMES.items() for name
 _SUMS = """
     add add_ sub sub_ subtract subtract_ rsub __add__ __radd__ __iadd__ __sub__ __rsub__ __isub__
 """
-# A closed table: a function that it lacks refuses unreduced operands.
+# A closed table: a function that it lacks rejects unreduced operands.
 _LINEAR = {
     "first": """
         H T __deepcopy__ __getitem__ __reversed__ adjoint as_strided as_subclass atleast_1d

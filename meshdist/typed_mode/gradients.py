@@ -25,7 +25,7 @@ from .context import Backwards, ContextMode
 from .detail_checks import check_gradient_of, check_loss
 from .function_rules import Place, argument
 from .provenance import varying_loss
-from .type_errors import foreign_leaf, owned_loss, refused_loss, tensor_text, where
+from .type_errors import foreign_leaf, owned_loss, rejected_loss, tensor_text, where
 
 
 def gradient_type_of(x: torch.Tensor) -> str:
@@ -83,28 +83,28 @@ def _listed(given: Any) -> list[Any]:
 
 
 def _checked_arguments(
-    mode: ContextMode, verb: str, losses: Sequence[Any], place: Place, args: Any, kwargs: Any
+    mode: ContextMode, operation: str, losses: Sequence[Any], place: Place, args: Any, kwargs: Any
 ) -> tuple[Any, Any]:
     """Return (args, kwargs), gradients at ``place`` (index, name) cast; raise for unfit losses."""
-    gradients = _check_losses(mode, verb, losses, argument(place, args, kwargs))
+    gradients = _check_losses(mode, operation, losses, argument(place, args, kwargs))
     position, name = place
     if position < len(args):
         return (*args[:position], gradients, *args[position + 1 :]), kwargs
     return args, {**kwargs, name: gradients} if name in kwargs else kwargs
 
 
-def _check_losses(mode: ContextMode, verb: str, losses: Sequence[Any], given: Any) -> Any:
+def _check_losses(mode: ContextMode, operation: str, losses: Sequence[Any], given: Any) -> Any:
     """Return ``given`` gradients cast to their losses' types; raise for an unfit loss."""
     is_listed = isinstance(given, (tuple, list))
     gradients = list(given) if is_listed else [given] * (1 if given is not None else len(losses))
     for place, loss in enumerate(losses):
         if not isinstance(loss, torch.Tensor):
             continue
-        text = mode.type_of(loss, verb)
-        mode.check_axes(loss, kinds_in(text), verb)
+        text = mode.type_of(loss, operation)
+        mode.check_axes(loss, kinds_in(text), operation)
         for axis, owner in mode.owners.items():
             if kinds_in(text).get(axis, "I") in "IU":
-                raise owned_loss(loss, axis, owner, mode.mesh, verb)
+                raise owned_loss(loss, axis, owner, mode.mesh, operation)
         if mode.is_checked:
             check_loss(loss, mode.mesh)
         gradient = gradients[place] if place < len(gradients) else None
@@ -116,20 +116,20 @@ def _check_losses(mode: ContextMode, verb: str, losses: Sequence[Any], given: An
             ]
             varying = [axis for axis in wrong if kinds_in(text)[axis] == "V"]
             if varying:
-                raise varying_loss(loss, varying, mode.mesh, verb, is_noted=mode.is_noting)
+                raise varying_loss(loss, varying, mode.mesh, operation, is_noted=mode.is_noting)
             if wrong:
-                raise refused_loss(loss, wrong, mode.mesh, verb)
+                raise rejected_loss(loss, wrong, mode.mesh, operation)
         else:
-            gradients[place] = _cast_gradient(mode, verb, loss, gradient)
+            gradients[place] = _cast_gradient(mode, operation, loss, gradient)
     mode.stop_notes()
     return gradients if is_listed else given if given is None else gradients[0]
 
 
 def _cast_gradient(
-    mode: ContextMode, verb: str, loss: torch.Tensor, gradient: torch.Tensor
+    mode: ContextMode, operation: str, loss: torch.Tensor, gradient: torch.Tensor
 ) -> torch.Tensor:
     """Return ``gradient`` cast to the type that the loss's gradient has; else raise."""
-    loss_kinds, kinds = kinds_in(type_of(loss)), kinds_in(mode.type_of(gradient, verb))
+    loss_kinds, kinds = kinds_in(type_of(loss)), kinds_in(mode.type_of(gradient, operation))
     missing = {}
     for axis in sorted({*loss_kinds, *kinds}):
         wanted = GRADIENT_KINDS[loss_kinds.get(axis, "I")]
@@ -139,11 +139,11 @@ def _cast_gradient(
         elif kind != wanted:
             expected = gradient_type(type_of(loss))
             raise AxisTypeError(
-                f"{verb} with a gradient whose type does not fit its tensor's",
+                f"{operation} with a gradient whose type does not fit its tensor's",
                 where=where(mode.mesh, [axis]),
                 expected=f"a gradient of type {{{expected}}}",
                 found=f"tensor: {tensor_text(loss)}\ngradient: {tensor_text(gradient)}",
-                fix=f"make the gradient with the verbs of lax, as torch.ones_like(x) and "
+                fix=f"make the gradient with the collectives of lax, as torch.ones_like(x) and "
                 f"lax.pcast(g, {axis!r}, to=...)",
             )
     return mode.cast(gradient, missing)

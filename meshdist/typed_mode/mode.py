@@ -120,7 +120,7 @@ def typed(mesh: DeviceMesh | None = None) -> Iterator[DeviceMesh]:
                 yield mesh
             finally:
                 mode.casts.close()
-                mode.verbs.clear()
+                mode.operations.clear()
         return
     if outer.mesh != mesh:
         raise MeshError(

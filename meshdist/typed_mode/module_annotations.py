@@ -54,7 +54,7 @@ NOTED_MARKS = "_noted_marks"
 """The key, in a module's ``__dict__``, of the texts of types and specs by its tensors' names."""
 
 
-class MarkedTensors(dict[str, Any]):
+class AnnotatedTensors(dict[str, Any]):
     """A module's dict of parameters or buffers that types each tensor set, by its ``notes``."""
 
     # Pickles of modules name this class: where it moves, it must be found under this name, too.
@@ -70,7 +70,8 @@ class MarkedTensors(dict[str, Any]):
             return
         if type(tensor) not in PLAIN_TENSORS or is_lazy(tensor) or find_type(tensor) is not None:
             return
-        # Another shape is refused by ``restore_marks``: here torch may be in the midst of a load.
+        # Another shape is rejected by ``restore_annotations``: here torch may be in the midst of a
+        # load.
         if read_spec(*noted, tuple(tensor.shape)) is not None:
             set_spec(tensor, *noted)
 
@@ -110,14 +111,14 @@ def _notes_of(owner: nn.Module) -> dict[str, tuple[str, str]]:
     for name in ("_parameters", "_buffers"):
         tensors = owner.__dict__[name]
         # Another library's stays, such as a dict that gathers parameters as they are looked up:
-        # then ``restore_marks`` alone writes the marks.
+        # then ``restore_annotations`` alone writes the marks.
         if type(tensors) in (dict, OrderedDict):
-            owner.__dict__[name] = tensors = MarkedTensors(tensors)
+            owner.__dict__[name] = tensors = AnnotatedTensors(tensors)
             tensors.notes = notes
     return notes
 
 
-def restore_marks(module: M) -> M:
+def restore_annotations(module: M) -> M:
     """Mark tensors that lack their noted marks; return ``module``; raise if shapes changed."""
     lost: list[tuple[torch.Tensor, tuple[str, str]]] = []
     for name, (owner, leaf, tensor) in _places(module):

@@ -1,7 +1,7 @@
 """Where a value became varying: the operation that joined it over an axis, and the leaf.
 
 Until a mesh's first typed backward has begun, each node of autograd's graph is given a note of the
-operation that made it. A loss that varies is refused there, and the notes are read from the loss
+operation that made it. A loss that varies is rejected there, and the notes are read from the loss
 backwards; a program that has passed once runs without them. Over 'tp', where the psum behind
 ``down`` was forgotten:
 
@@ -11,7 +11,7 @@ backwards; a program that has passed once runs without them. Over 'tp', where th
 
 All from ``up`` to the loss varies over 'tp'; the walk ends where a note says that its result does
 not, as that of ``norm`` and of every psum. ``up`` was the first to join, and ``down`` the last to
-which a leaf brought the axis: behind it the parts are complete, and ranks hold summands.
+which a leaf brought the axis: behind it the parts are complete, and ranks hold partial sums.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def _find_joins(loss: torch.Tensor, axis: str) -> list[_MakingOperation]:
 
 
 def varying_loss(
-    loss: torch.Tensor, axes: Sequence[str], mesh: DeviceMesh, verb: str, *, is_noted: bool
+    loss: torch.Tensor, axes: Sequence[str], mesh: DeviceMesh, operation: str, *, is_noted: bool
 ) -> AxisTypeError:
     """Return the error of a backward from a varying loss, which names operations if noted."""
     mesh.caches.of(Notes).are_taken = True  # by the next context
@@ -183,7 +183,7 @@ def varying_loss(
             "this error says where"
         )
     return AxisTypeError(
-        f"{verb} of a loss that varies over {shown(axes)}",
+        f"{operation} of a loss that varies over {shown(axes)}",
         where=where(mesh, axes),
         expected="one loss, equal on all ranks",
         found="\n".join(found),

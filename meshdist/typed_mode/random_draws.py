@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from ..annotations.axis_types import INVARIANT, kinds_in, type_of, type_text
-from ..arguments import get_whole_number, mesh_kind_error
+from ..arguments import get_integer, mesh_kind_error
 from ..checking.call_sites import is_between
 from ..errors import AxisError, KindError
 from ..mesh.current_mesh import mesh_in_force, with_hidden_mesh
@@ -66,7 +66,7 @@ def seed(
     What a custom Function draws inside itself is not seen.
 
     Args:
-        seed: a whole number, as for torch.manual_seed.
+        seed: an integer, as for torch.manual_seed.
         differ_over: axes along which ranks shall draw their own numbers.
         mesh: has the axes; None takes the mesh in force.
         generator: is seeded alone. None seeds torch's own generators, of all devices, NumPy's
@@ -92,7 +92,7 @@ def seed(
         (True, True, False, float32[3]{V:dp})
     """
     bits = "a number of 64 bits: from -2**63 to 2**64 - 1"
-    number = get_whole_number(seed, "md.seed: seed", -_WORD // 2, _WORD - 1, expected=bits)
+    number = get_integer(seed, "md.seed: seed", -_WORD // 2, _WORD - 1, expected=bits)
     if generator is not None and not isinstance(generator, torch.Generator):
         raise KindError(
             "md.seed takes a generator of torch's",

@@ -50,21 +50,27 @@ def operands_text(operands: Sequence[torch.Tensor]) -> str:
     return "\n".join(f"operand {place}: {tensor_text(x)}" for place, x in enumerate(operands))
 
 
-def refused_verb(
-    verb: str, x: torch.Tensor, axis: str, mesh: DeviceMesh, taken: Sequence[str], argument: str
+def rejected_operation(
+    operation: str,
+    x: torch.Tensor,
+    axis: str,
+    mesh: DeviceMesh,
+    taken: Sequence[str],
+    argument: str,
 ) -> AxisTypeError:
-    """Return the error of ``verb`` on ``x`` over an axis whose type letter is not in ``taken``."""
+    """Return the error of ``operation`` on ``x`` over an axis whose type letter is not in
+    ``taken``."""
     kind = kinds_in(type_of(x)).get(axis, "I")
     words = " or ".join(map(KINDS.__getitem__, taken)) or "no value at all"
     fixes = {
         "I": f"where data enter, say that they differ: md.annotate(batch, varying={axis!r}), after "
-        f"the last copy or slice outside the context; {_fix_of_equal_values(verb, axis, argument)}",
+        f"the last copy or slice outside the context; {_fix_of_equal_values(operation, axis, argument)}",
         "V": f"reduce it first: lax.psum({argument}, {axis!r}) or lax.pmean({argument}, {axis!r})",
         "U": f"reduce it first: lax.psum({argument}, {axis!r}), or lax.psum_scatter",
         "R": f"cast it first: lax.pcast({argument}, {axis!r}, to='varying')",
     }
     return AxisTypeError(
-        f"{verb} over axis {axis!r} of a value that is {KINDS[kind]} there",
+        f"{operation} over axis {axis!r} of a value that is {KINDS[kind]} there",
         where=where(mesh, [axis]),
         expected=f"a value that is {words} over {axis!r}",
         found=f"{argument}: {tensor_text(x)}",
@@ -72,21 +78,21 @@ def refused_verb(
     )
 
 
-def refused_sharding(
-    verb: str, x: torch.Tensor, axis: str, wanted: str, mesh: DeviceMesh, spec: str
+def rejected_sharding(
+    operation: str, x: torch.Tensor, axis: str, wanted: str, mesh: DeviceMesh, spec: str
 ) -> AxisTypeError:
     """Return the error of ``x`` whose type over ``axis`` is not ``wanted``, as ``spec`` says."""
     kind = kinds_in(type_of(x)).get(axis, "I")
     fixes = {
         "V": f"write the axis where it cuts a dim, as in 'n@{axis}'; or make the value equal along "
         f"it first, by lax.psum(x, {axis!r}) or lax.pmean",
-        "U": f"write {{U:{axis}}} on the left: the summands are then added where the right side "
+        "U": f"write {{U:{axis}}} on the left: the partial sums are then added where the right side "
         "asks for it; if they were added in place since, say how it lies: md.annotate(x)",
         "R": f"write {{R:{axis}}} on the left",
-        "I": f"where each rank holds a summand, say so: md.annotate(x, unreduced={axis!r})",
+        "I": f"where each rank holds a partial sum, say so: md.annotate(x, unreduced={axis!r})",
     }
     return AxisTypeError(
-        f"{verb} of a value that is {KINDS[kind]} over {axis!r}, and {KINDS[wanted]} there by its "
+        f"{operation} of a value that is {KINDS[kind]} over {axis!r}, and {KINDS[wanted]} there by its "
         "pattern or spec",
         where=where(mesh, [axis]),
         expected=f"a value that lies as {spec}",
@@ -94,12 +100,12 @@ def refused_sharding(
         fix=fixes[kind]
         if (kind, wanted) != ("V", "U")
         else "x carries a spec, whose axes cut its dims: write them on the left; where its parts "
-        f"are summands all the same, say so first: lax.pcast(x, {axis!r}, to='unreduced')",
+        f"are partial sums all the same, say so first: lax.pcast(x, {axis!r}, to='unreduced')",
     )
 
 
 def unmarked_shard(
-    verb: str, x: torch.Tensor, axis: str, mesh: DeviceMesh, spec: str
+    operation: str, x: torch.Tensor, axis: str, mesh: DeviceMesh, spec: str
 ) -> AxisTypeError:
     """Return the error of an invariant value that its pattern or spec cuts over ``axis``."""
     if x.is_leaf:
@@ -116,7 +122,7 @@ def unmarked_shard(
             f"on all ranks, cast it: lax.pvary(x, {axis!r})"
         )
     return AxisTypeError(
-        f"{verb} of a value that is invariant over {axis!r}, and cut there by its pattern or spec",
+        f"{operation} of a value that is invariant over {axis!r}, and cut there by its pattern or spec",
         where=where(mesh, [axis]),
         expected="a mark that says that ranks hold parts of their own: the gradient of an equal "
         f"value is summed over {axis!r}",
@@ -131,11 +137,11 @@ def name_of(tensor: torch.Tensor, default: str) -> str:
 
 
 def foreign_mesh(
-    verb: str, axes: Sequence[str], mesh: DeviceMesh, given: DeviceMesh
+    operation: str, axes: Sequence[str], mesh: DeviceMesh, given: DeviceMesh
 ) -> AxisTypeError:
-    """Return the error of ``verb`` over axes of ``given``, which the context's mesh lacks."""
+    """Return the error of ``operation`` over axes of ``given``, which the context's mesh lacks."""
     return AxisTypeError(
-        f"{verb} over {shown(axes)} of a mesh that is no part of the context's",
+        f"{operation} over {shown(axes)} of a mesh that is no part of the context's",
         where=where(mesh),
         expected=f"axes of {mesh_text(mesh)}, a slice of it, or axes flattened",
         found=mesh_text(given),
@@ -143,22 +149,22 @@ def foreign_mesh(
     )
 
 
-def _fix_of_equal_values(verb: str, axis: str, argument: str) -> str:
-    """Return the fix for ``verb`` on a value that is equal on all ranks."""
-    if verb == "psum":
+def _fix_of_equal_values(operation: str, axis: str, argument: str) -> str:
+    """Return the fix for ``operation`` on a value that is equal on all ranks."""
+    if operation == "psum":
         return (
             "to count a value that is equal on all ranks, multiply by "
             f"lax.axis_size({axis!r}), or cast it first: lax.pvary({argument}, {axis!r})"
         )
-    if verb in ("pmean", "pmax", "pmin"):
-        return f"a value that is equal on all ranks is its own {verb[1:]}: leave the verb out"
+    if operation in ("pmean", "pmax", "pmin"):
+        return f"a value that is equal on all ranks is its own {operation[1:]}: leave the collective out"
     return (
         f"a value that is equal on all ranks is cast first: lax.pvary(x, {axis!r}), before each "
         "rank takes its own part of it"
     )
 
 
-def refused_join(
+def rejected_join(
     name: str, operands: Sequence[torch.Tensor], axis: str, operand: int, mesh: DeviceMesh
 ) -> AxisTypeError:
     """Return the error of ``name``, not linear in ``operand``, which is unreduced over ``axis``."""
@@ -167,7 +173,7 @@ def refused_join(
         return AxisTypeError(
             f"{name} of an unreduced gradient to a parameter",
             where=where(mesh, [axis]),
-            expected=f"a gradient that is complete over {axis!r}; this one is a summand on each "
+            expected=f"a gradient that is complete over {axis!r}; this one is a partial sum on each "
             "rank",
             found=operands_text(operands),
             fix=f"sum it first: lax.psum(p.grad, {axis!r}); or step behind accumulate_gradients, "
@@ -179,18 +185,18 @@ def refused_join(
         expected="a linear operation: a sum of unreduced values, a product with an invariant or "
         "reduced one, a division of it, a change of shape or floating dtype",
         found=operands_text(operands),
-        fix=f"add the summands up first: lax.psum(x, {axis!r}) or lax.psum_scatter(x, {axis!r})",
+        fix=f"add the partial sums up first: lax.psum(x, {axis!r}) or lax.psum_scatter(x, {axis!r})",
     )
 
 
-def refused_loss(
-    loss: torch.Tensor, axes: Sequence[str], mesh: DeviceMesh, verb: str
+def rejected_loss(
+    loss: torch.Tensor, axes: Sequence[str], mesh: DeviceMesh, operation: str
 ) -> AxisTypeError:
     """Return the error of a backward from a loss whose type is reduced over ``axes``."""
     return AxisTypeError(
-        f"{verb} of a loss that is reduced over {shown(axes)}",
+        f"{operation} of a loss that is reduced over {shown(axes)}",
         where=where(mesh, axes),
-        expected="a loss that is invariant there: the gradient of a reduced one is a summand on "
+        expected="a loss that is invariant there: the gradient of a reduced one is a partial sum on "
         "each rank, and would be counted once a rank",
         found=f"loss: {tensor_text(loss)}",
         fix="where a term of parameters alone, as a weight penalty, stands beside a mean, move it "
@@ -199,12 +205,12 @@ def refused_loss(
 
 
 def owned_loss(
-    loss: torch.Tensor, axis: str, owner: str, mesh: DeviceMesh, verb: str
+    loss: torch.Tensor, axis: str, owner: str, mesh: DeviceMesh, operation: str
 ) -> AxisTypeError:
     """Return the error of a loss that is equal over an axis whose owner will average gradients."""
     kind = kinds_in(type_of(loss)).get(axis, "I")
     return AxisTypeError(
-        f"{verb} of a loss {KINDS[kind]} over {axis!r}, which {owner} owns and divides",
+        f"{operation} of a loss {KINDS[kind]} over {axis!r}, which {owner} owns and divides",
         where=where(mesh, [axis]),
         expected=f"each rank's own loss: {owner} takes the mean of the gradients over {axis!r}",
         found=f"loss: {tensor_text(loss)}",
@@ -213,12 +219,12 @@ def owned_loss(
 
 
 def foreign_leaf(
-    leaf: torch.Tensor, owners: Mapping[str, str], mesh: DeviceMesh, verb: str
+    leaf: torch.Tensor, owners: Mapping[str, str], mesh: DeviceMesh, operation: str
 ) -> AxisTypeError:
     """Return the error of a leaf outside of the wrapper named by ``owners``, by the loss's axes."""
     axes, owner = list(owners), next(iter(owners.values()))
     return AxisTypeError(
-        f"{verb} of a loss over {shown(axes)}, which {owner} owns, meets a leaf that is not "
+        f"{operation} of a loss over {shown(axes)}, which {owner} owns, meets a leaf that is not "
         f"{owner}'s",
         where=where(mesh, axes),
         expected=f"one owner of the gradients: {owner} takes the mean of the ranks' gradients, and "
@@ -230,11 +236,11 @@ def foreign_leaf(
 
 
 def axes_argument(axes: Sequence[str]) -> str:
-    """Return axes as the argument of a verb is typed: ``'dp'``, or ``('dp', 'tp')``."""
+    """Return axes as the argument of a collective is typed: ``'dp'``, or ``('dp', 'tp')``."""
     return repr(axes[0]) if len(axes) == 1 else repr(tuple(axes))
 
 
-def refused_write(
+def rejected_write(
     name: str,
     target: torch.Tensor,
     text: str,
@@ -294,7 +300,7 @@ def own_norm(operands: Sequence[torch.Tensor], mesh: DeviceMesh) -> AxisTypeErro
     )
 
 
-def unseen_history(tensor: torch.Tensor, operation: str, mesh: DeviceMesh) -> AxisTypeError:
+def unseen_expectations(tensor: torch.Tensor, operation: str, mesh: DeviceMesh) -> AxisTypeError:
     """Return the error of a tensor with a gradient function and no type."""
     made = type(tensor.grad_fn).__name__ if tensor.grad_fn is not None else "an unknown function"
     return AxisTypeError(

@@ -17,12 +17,12 @@ from torch.distributed import distributed_c10d
 
 from ..arguments import DEFAULT_TIMEOUT, check_timeout
 from ..backends.backend_names import (
-    default_wires,
+    default_backends,
     parse_backends,
     usable_defaults,
 )
-from ..backends.registry import find_wire, get_wire
-from ..bootstrap.init_methods import Terms, meet
+from ..backends.registry import find_backend, get_backend
+from ..bootstrap.init_methods import InitArguments, meet
 from ..bootstrap.rendezvous_rounds import Rendezvous
 from ..bootstrap.stores import HashStore, PrefixStore, Store
 from ..bootstrap.world import (
@@ -64,27 +64,27 @@ def init_process_group(
     """Afterwards every rank of the job is in one world; returns when all have joined.
 
     Args:
-        backend: the wire: "gloo", "nccl", a registered name, or pairs as in
-            "cpu:gloo,cuda:nccl"; None serves CPU and CUDA tensors, each by its default wire.
+        backend: the backend: "gloo", "nccl", a registered name, or pairs as in
+            "cpu:gloo,cuda:nccl"; None serves CPU and CUDA tensors, each by its default backend.
         init_method: ``env://`` (the default: what the launcher has set), ``tcp://host:port``, or
             ``file:///path``; excludes ``store``.
-        timeout: how long to wait for the other ranks, and how long a verb may wait; default 30
-            minutes, 10 on NCCL.
+        timeout: how long to wait for the other ranks, and how long a collective may wait; default
+            30 minutes, 10 on NCCL.
         world_size: how many ranks there are; wins over WORLD_SIZE.
         rank: this process's rank; wins over RANK. With tcp:// and file:// it may be left out:
             ranks then follow the order of arrival.
         store: a store that all ranks share; needs ``rank`` and ``world_size``.
         group_name: worlds of different names may meet at one address; no other meaning.
-        pg_options: the wire's own options.
+        pg_options: the backend's own options.
         device_id: binds this rank to a device; NCCL then connects at once.
 
     Inside a simulated rank this adopts the simulated world, whatever the arguments name; where
     torch.distributed has a world already, that world, its store and backends are adopted. Where
-    this process has joined its world at its first verb or mesh, that world is taken over.
+    this process has joined its world at its first collective or mesh, that world is taken over.
 
     Raises:
         ArgumentError, KindError: wrong or contradicting arguments; nothing was sent.
-        BackendError: no such wire, or none on this machine; nothing was sent.
+        BackendError: no such backend, or none on this machine; nothing was sent.
         RendezvousError: the ranks did not find each other; the text names the missing ranks.
         WorldError: the process group is initialized already, or was joined at the first touch and
             the arguments disagree with it.
@@ -102,7 +102,9 @@ def init_process_group(
         rank = world_size = -1
     end_orphan()
     limit = timeout or DEFAULT_TIMEOUT
-    terms = Terms(init_method, rank, world_size, store, group_name, limit, usable_defaults())
+    init_arguments = InitArguments(
+        init_method, rank, world_size, store, group_name, limit, usable_defaults()
+    )
     found = find_world()
     if found is not None and found.is_simulated:
         _adopt_simulated(found, rank, world_size)
@@ -114,30 +116,30 @@ def init_process_group(
         take_over(
             found,
             None if backend is None else backends,
-            terms,
+            init_arguments,
             timeout=timeout,
             options=pg_options,
             device=_checked_device(device_id),
         )
         return
     for name in set(backends.values()):
-        get_wire(name)
+        get_backend(name)
     device = _checked_device(device_id)
     find_adopted: Callable[[], Store | None] | None = None
     if store is None and torch_distributed.is_initialized():
-        joined = _meet_in_torch_world(terms)
+        joined = _meet_in_torch_world(init_arguments)
         named = parse_backends(torch_distributed.get_backend_config())
         common = _available(named) or backends
         find_adopted = weakref.ref(distributed_c10d._get_default_store())
     else:
-        joined = meet(terms, is_mpi_asked=is_mpi)
-        common = _available(default_wires(joined.wires))
+        joined = meet(init_arguments, is_mpi_asked=is_mpi)
+        common = _available(default_backends(joined.backends))
     chosen = common if backend is None else backends
     world = _make_world(joined, store, chosen, timeout, pg_options, device)
-    world.chooses_wires = backend is None
+    world.chooses_backends = backend is None
     world.find_adopted = find_adopted
-    if find_adopted is not None and world.chooses_wires:
-        _tell_adopted_wire(world, default_wires(joined.wires))
+    if find_adopted is not None and world.chooses_backends:
+        _tell_adopted_backend(world, default_backends(joined.backends))
     install_world(world)
     try:
         world_group(world).open_all()
@@ -159,7 +161,7 @@ def destroy_process_group(group: GroupLike = None) -> None:
             where it is ``GroupMember.NON_GROUP_MEMBER``.
 
     Raises:
-        AgreementError: the last calls of two hosts differ; it is closed.
+        MismatchError: the last calls of two hosts differ; it is closed.
         NotInitializedError: there is no world; it was closed before, or never made.
         GroupClosedError: the group was destroyed before.
     """
@@ -236,7 +238,7 @@ def end_orphan() -> None:
         _end(world)
 
 
-def _tell_adopted_wire(world: World, usual: dict[str, str]) -> None:
+def _tell_adopted_backend(world: World, usual: dict[str, str]) -> None:
     """Warn on rank 0 if an adopted world has no shm for the CPU though ``usual`` names shm."""
     taken, best = world.backends.get("cpu"), usual.get("cpu")
     if world.rank == 0 and world.size > 1 and world.is_one_host and taken != best == "shm":
@@ -249,11 +251,11 @@ def _tell_adopted_wire(world: World, usual: dict[str, str]) -> None:
 
 
 def _available(backends: dict[str, str]) -> dict[str, str]:
-    wires = {device_type: find_wire(name) for device_type, name in backends.items()}
+    types = {device_type: find_backend(name) for device_type, name in backends.items()}
     return {
-        device_type: wire.name
-        for device_type, wire in wires.items()
-        if wire is not None and wire.is_available()
+        device_type: backend.name
+        for device_type, backend in types.items()
+        if backend is not None and backend.is_available()
     }
 
 
@@ -312,8 +314,8 @@ def _adopt_simulated(world: World, rank: int, world_size: int) -> None:
     world.is_adopted = True
 
 
-def _meet_in_torch_world(terms: Terms) -> Rendezvous:
-    asked = terms.rank, terms.world_size
+def _meet_in_torch_world(init_arguments: InitArguments) -> Rendezvous:
+    asked = init_arguments.rank, init_arguments.world_size
     real = torch_distributed.get_rank(), torch_distributed.get_world_size()
     config = torch_distributed.get_backend_config()
     if "fake" in parse_backends(config).values():
@@ -334,7 +336,7 @@ def _meet_in_torch_world(terms: Terms) -> Rendezvous:
             )
     store = distributed_c10d._get_default_store()
     known = dataclasses.replace(
-        terms, init_method=None, rank=real[0], world_size=real[1], store=store
+        init_arguments, init_method=None, rank=real[0], world_size=real[1], store=store
     )
     joined = meet(known, origin="the world of torch.distributed")
     return dataclasses.replace(joined, leave=lambda: None)  # torch's store is torch's to end

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from ..backends.backend_names import backends_text
-from ..backends.registry import get_wire
-from ..bootstrap.init_methods import Terms
+from ..backends.registry import get_backend
+from ..bootstrap.init_methods import InitArguments
 from ..bootstrap.world import World
 from ..errors import WorldError
 
@@ -18,7 +18,7 @@ from ..errors import WorldError
 def take_over(
     world: World,
     backends: Mapping[str, str] | None,
-    terms: Terms,
+    init_arguments: InitArguments,
     *,
     timeout: timedelta | None,
     options: Any,
@@ -27,13 +27,14 @@ def take_over(
     """Accept ``world``, made at a first touch, for these arguments; raise if they differ.
 
     Args:
-        timeout: stands in place of that of ``terms``: None where the program has named none.
+        timeout: stands in place of that of ``init_arguments``: None where the program has named
+            none.
     """
-    defaults = {get_wire(name).default_timeout for name in world.backends.values()}
+    defaults = {get_backend(name).default_timeout for name in world.backends.values()}
     is_default = world.timeout is None and defaults == {timeout}
-    kept = world.timeout or "the wire's default"
-    rank, world_size, store = terms.rank, terms.world_size, terms.store
-    init_method, group_name = terms.init_method, terms.group_name
+    kept = world.timeout or "the backend's default"
+    rank, world_size, store = init_arguments.rank, init_arguments.world_size, init_arguments.store
+    init_method, group_name = init_arguments.init_method, init_arguments.group_name
     is_from_env = init_method == "env://" and world.origin.startswith("env://")
     # What is said, whether it agrees, what it says, and what the world has.
     table = (
@@ -55,7 +56,7 @@ def take_over(
             where=f"rank {world.rank} of {world.size}, joined by {world.first_touch}",
             expected=", ".join(f"{name}={there}" for name, _, there in wrong),
             found=", ".join(f"{name}={given}" for name, given, _ in wrong),
-            fix="call init_process_group before the first verb and the first mesh, or leave out "
+            fix="call init_process_group before the first collective and the first mesh, or leave out "
             + " and ".join(name for name, _, _ in wrong),
         )
     world.first_touch = ""
@@ -65,6 +66,6 @@ def _compared_backends(world: World, backends: Mapping[str, str] | None) -> tupl
     there = backends_text(world.backends)
     if backends is None:
         return True, "", there
-    named = {kind: get_wire(name).name for kind, name in backends.items()}
+    named = {kind: get_backend(name).name for kind, name in backends.items()}
     is_equal = all(world.backends.get(kind) == name for kind, name in named.items())
     return is_equal, backends_text(named), there

@@ -1,4 +1,5 @@
-"""The one rule for beginning: a process that a launcher started joins at its first verb or mesh."""
+"""The one rule for beginning: a process that a launcher started joins at its first collective or
+mesh."""
 
 from __future__ import annotations
 
@@ -14,10 +15,10 @@ from ..bootstrap.stores import HashStore
 from ..bootstrap.world import find_unjoined_place, find_world, join_by
 from ..checking.call_sites import call_site, show_site
 from ..errors import WorldError
-from ..runtime.fork_safe_locks import ModuleLock
+from ..runtime.fork_safe_locks import ForkSafeLock
 from .initialization import end_orphan, init_process_group
 
-_joining = ModuleLock(threading.RLock)
+_joining = ForkSafeLock(threading.RLock)
 """Lets one thread join; others that touch the world meanwhile find it made."""
 
 
@@ -35,22 +36,22 @@ def begin_for_mesh(timeout: timedelta | None, *, is_alone: bool) -> None:
         _note("a mesh")
 
 
-def _join_for_verb() -> None:
+def _join_for_operation() -> None:
     """Join the ranks that a launcher has started, if it has; do nothing otherwise."""
     with _joining.current:
         # A world of torch's is not adopted here: only the program knows whether all of its ranks
-        # will come to this verb.
+        # will come to this collective.
         if torch_distributed.is_initialized() or find_unjoined_place() is None:
             return
         if get_worker_info() is not None:  # it has its parent's variables
             raise WorldError(
                 "a worker of a DataLoader cannot join in the place of its rank",
                 where=f"process {os.getpid()}, called at {show_site(call_site())}",
-                expected="verbs in the process that the launcher started",
+                expected="collectives in the process that the launcher started",
                 fix="let a worker only read get_rank() and get_world_size()",
             )
         init_process_group()
-        _note("a verb")
+        _note("a collective")
 
 
 def _note(touch: str) -> None:
@@ -59,4 +60,4 @@ def _note(touch: str) -> None:
     world.first_touch = f"{touch} at {show_site(call_site())}"
 
 
-join_by(_join_for_verb)
+join_by(_join_for_operation)

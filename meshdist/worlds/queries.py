@@ -1,4 +1,4 @@
-"""Questions about the process's world, its groups and their wires: torch's names."""
+"""Questions about the process's world, its groups and their backends: torch's names."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import os
 
 import torch
 
-from ..backends.backend_names import Backend, backends_text, default_wires, parse_backends
-from ..backends.registry import find_wire
+from ..backends.backend_names import Backend, backends_text, default_backends, parse_backends
+from ..backends.registry import find_backend
 from ..bootstrap.launch_environment import read_local_rank
 from ..bootstrap.world import find_unjoined_place, find_world, get_world
 from ..error_text import first_line
@@ -83,10 +83,10 @@ def get_world_size(group: GroupLike = None) -> int:
 
 
 def get_backend(group: GroupLike = None) -> Backend:
-    """Return the name of the wire of ``group`` (None: the world).
+    """Return the name of the backend of ``group`` (None: the world).
 
-    Where several wires serve it, by device type: the wire that AxisOptions named for the mesh's;
-    the accelerator's if there is any and no pairs were named; else the pairs as text.
+    Where several backends serve it, by device type: the backend that AxisOptions named for the
+    mesh's; the accelerator's if there is any and no pairs were named; else the pairs as text.
 
     Raises:
         GroupClosedError: the group was destroyed.
@@ -99,7 +99,7 @@ def get_backend(group: GroupLike = None) -> Backend:
     if len(set(backends.values())) == 1:
         return Backend(next(iter(backends.values())))
     world = get_world()
-    if world.chooses_wires and backends.keys() == world.backends.keys():
+    if world.chooses_backends and backends.keys() == world.backends.keys():
         accelerator = torch.accelerator.current_accelerator()
         kind = "cpu" if accelerator is None else accelerator.type
         return Backend(backends.get(kind) or next(iter(backends.values())))
@@ -107,29 +107,29 @@ def get_backend(group: GroupLike = None) -> Backend:
 
 
 def get_backend_config(group: GroupLike = None) -> str:
-    """Return the wire for each device type in ``group``, as in "cpu:gloo,cuda:nccl"."""
+    """Return the backend for each device type in ``group``, as in "cpu:gloo,cuda:nccl"."""
     target = world_group() if group is None else resolve_group(group)
     return backends_text(target.backends)
 
 
 def get_default_backend_for_device(device: str | torch.device) -> str:
-    """Return the name of the wire that serves ``device`` where none is named.
+    """Return the name of the backend that serves ``device`` where none is named.
 
     Raises:
-        ArgumentError: no such device, or none that has a wire.
+        ArgumentError: no such device, or none that has a backend.
     """
     try:
         kind = device.type if isinstance(device, torch.device) else torch.device(device).type
     except RuntimeError as error:
         raise ArgumentError(f"{device!r} is no device", found=first_line(error)) from None
-    wires = default_wires()
-    if kind not in wires:
+    found_types = default_backends()
+    if kind not in found_types:
         raise ArgumentError(
             f"no backend is known for device type {kind!r}",
-            expected=f"one of {', '.join(wires)}",
+            expected=f"one of {', '.join(found_types)}",
             fix=f"name a backend: init_process_group('{kind}:NAME')",
         )
-    return wires[kind]
+    return found_types[kind]
 
 
 def get_node_local_rank(fallback_rank: int | None = None) -> int:
@@ -155,33 +155,33 @@ def get_node_local_rank(fallback_rank: int | None = None) -> int:
 
 
 def is_backend_available(backend: str) -> bool:
-    """Return whether every wire that ``backend`` names is there and can be used on this machine."""
-    wires = [find_wire(name) for name in set(parse_backends(backend).values())]
-    return all(wire is not None and wire.is_available() for wire in wires)
+    """Return whether every backend that ``backend`` names is there and can be used on this machine."""
+    found_types = [find_backend(name) for name in set(parse_backends(backend).values())]
+    return all(found is not None and found.is_available() for found in found_types)
 
 
 def is_gloo_available() -> bool:
-    """Return whether the wire "gloo" can be used on this machine."""
+    """Return whether the backend "gloo" can be used on this machine."""
     return is_backend_available("gloo")
 
 
 def is_nccl_available() -> bool:
-    """Return whether the wire "nccl" can be used on this machine."""
+    """Return whether the backend "nccl" can be used on this machine."""
     return is_backend_available("nccl")
 
 
 def is_mpi_available() -> bool:
-    """Return whether the wire "mpi" can be used on this machine."""
+    """Return whether the backend "mpi" can be used on this machine."""
     return is_backend_available("mpi")
 
 
 def is_ucc_available() -> bool:
-    """Return whether the wire "ucc" can be used on this machine."""
+    """Return whether the backend "ucc" can be used on this machine."""
     return is_backend_available("ucc")
 
 
 def is_xccl_available() -> bool:
-    """Return whether the wire "xccl" can be used on this machine."""
+    """Return whether the backend "xccl" can be used on this machine."""
     return is_backend_available("xccl")
 
 

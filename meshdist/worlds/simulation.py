@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 import torch.autograd.profiler as profiler
 
-from ..arguments import get_whole_number
+from ..arguments import get_integer
 from ..backends.simulated.communicator import DEVICE_TYPES
 from ..backends.simulated.scheduler import Scheduler, find_rank_here
 from ..backends.simulated.store import SimulatedStore
@@ -38,11 +38,11 @@ def simulate(
 ) -> list[T]:
     """Call ``fn(*args, **kwargs)`` on every rank of a world that lies in this process.
 
-    A rank keeps the turn until it waits in a verb or on the store; then the next rank that can
-    go on, in rank order, has it. The random generators (torch's, NumPy's global, ``random``'s)
-    and torch's default dtype are each rank's own, so runs repeat exactly and seeds mean what
-    they mean in processes. When no rank can go on, each raises DeadlockError, which says
-    what every rank waits for. There is no clock: no time-out ever expires.
+    A rank keeps the turn until it waits in a collective or on the store; then the next rank that
+    can go on, in rank order, has it. The random generators (torch's, NumPy's global, ``random``'s)
+    and torch's default dtype are each rank's own, so runs repeat exactly and seeds mean what they
+    mean in processes. When no rank can go on, each raises DeadlockError, which says what every rank
+    waits for. There is no clock: no time-out ever expires.
 
     Args:
         fn: the program of one rank. What it closes over (globals, attributes of a bound method)
@@ -60,7 +60,8 @@ def simulate(
 
     Raises:
         ArgumentError, KindError: bad arguments, before any rank starts.
-        GradientError: a gradient that reaches a verb of ``lax`` whose result is equal on every rank
+        GradientError: a gradient that reaches a collective of ``lax`` whose result is equal on
+            every rank
             differs between ranks: a cast (``lax.pvary``) is forgotten.
         WorldError: another thread simulates ranks.
         The first exception of a rank itself, with the rank in its attribute ``rank``; the other
@@ -204,7 +205,7 @@ def _count_ranks(ranks: int | tuple[int, ...]) -> int:
     shape = ranks if isinstance(ranks, tuple) else (ranks,)
     fix = "call for example simulate(fn, 4) or simulate(fn, (2, 2))"
     return math.prod(
-        get_whole_number(size, "the number of ranks of simulate", 1, fix=fix) for size in shape
+        get_integer(size, "the number of ranks of simulate", 1, fix=fix) for size in shape
     )
 
 

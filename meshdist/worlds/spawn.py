@@ -27,7 +27,7 @@ from typing import Any, BinaryIO, NoReturn, TypeVar
 
 import cloudpickle
 
-from ..arguments import check_timeout, get_whole_number
+from ..arguments import check_timeout, get_integer
 from ..checking.call_sites import one_frame
 from ..error_text import ranks_text
 from ..errors import (
@@ -96,7 +96,7 @@ def spawn(
         [1024, 1024]
     """
     _check(fn, args, timeout)
-    nprocs = get_whole_number(nprocs, "nprocs", 1)
+    nprocs = get_integer(nprocs, "nprocs", 1)
     open_closed_streams()
     with contextlib.ExitStack() as stack:
         call = stack.enter_context(_call_file(fn, tuple(args)))
@@ -116,7 +116,7 @@ def spawn(
                 directory=launch.directory,
             )
             team.start(rank, environment, call.fileno(), listener)
-        # Only rank 0 listens from now on, so that the port refuses connections once it has ended.
+        # Only rank 0 listens from now on, so that the port rejects connections once it has ended.
         reservation.close()
         return team.results(timeout)
 

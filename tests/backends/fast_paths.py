@@ -1,4 +1,4 @@
-"""Programs that take the fast path, over any wire that has one."""
+"""Programs that take the fast path, over any backend that has one."""
 
 from __future__ import annotations
 
@@ -59,10 +59,10 @@ def seconds_until_interrupted(call: Callable[[], Any]) -> float:
     return time.monotonic() - begin
 
 
-def every_verb(
+def every_operation(
     shape: tuple[int, ...], *, goes_on: bool = False, group: Any = None
 ) -> dict[str, Any]:
-    """What each verb with a fast path gives this rank; one that goes on does not take it.
+    """What each collective with a fast path gives this rank; one that goes on does not take it.
 
     ``group`` has all ranks; None takes the world's.
     """
@@ -125,9 +125,9 @@ def both_paths(shape: tuple[int, ...]) -> tuple[list[Any], list[int], list[Any]]
         is_fast = bool(turn >> group.rank() & 1)
         group.fast_path = spy if is_fast else None
         spy.answers.clear()
-        results.append(every_verb(shape))
+        results.append(every_operation(shape))
         num_fast.append(sum(spy.answers))
-        recorder = group.open_channel("cpu").recorder
+        recorder = group.open_device_group("cpu").recorder
         called = [recorder.find_note(recorder.num_notes - k) for k in range(NUM_CALLS)]
         notes.append([(note.call, note.arguments, note.where) for note in called])
     return results, num_fast, notes
@@ -136,12 +136,12 @@ def both_paths(shape: tuple[int, ...]) -> tuple[list[Any], list[int], list[Any]]
 def waits_or_not(shape: tuple[int, ...]) -> list[bool]:
     """Whether one member may take the fast path while another goes on."""
     group, spy = opened()
-    expected = every_verb(shape)
+    expected = every_operation(shape)
     found = []
     for turn in range(3):
         spy.answers.clear()
         goes_on = (turn + group.rank()) % 2 == 0
-        found.append(every_verb(shape, goes_on=goes_on) == expected)
+        found.append(every_operation(shape, goes_on=goes_on) == expected)
         assert sum(spy.answers) == (0 if goes_on else NUM_CALLS)
     return found
 
@@ -188,10 +188,10 @@ def differing(what: str) -> str:
         "roots": lambda: md.broadcast(x, rank),
         "ops": lambda: md.reduce(x, 0, ReduceOp.SUM if rank else ReduceOp.PRODUCT),
         "dtypes": lambda: md.all_gather_single(two, torch.zeros_like(two[0])),
-        "verbs": lambda: md.barrier() if rank else md.all_reduce(x),
+        "operations": lambda: md.barrier() if rank else md.all_reduce(x),
         "sizes": lambda: md.all_to_all_single(x, torch.ones(4), *[[1, 3]] * 2 * rank),
     }[what]
-    with pytest.raises(md.AgreementError) as caught:
+    with pytest.raises(md.MismatchError) as caught:
         call()
     assert x.sum() == 4
     assert two.sum() == 8
@@ -205,7 +205,7 @@ TOLD = {
         "reduce((4,) float32, SUM, root rank 0)",
     ),
     "dtypes": ("all_gather_single((4,) int32)", "all_gather_single((4,) float32)"),
-    "verbs": ("all_reduce((4,) float32, SUM)", "barrier()"),
+    "operations": ("all_reduce((4,) float32, SUM)", "barrier()"),
     "sizes": ("sending [2, 2], taking [2, 2]", "sending [1, 3], taking [1, 3]"),
 }
 """What the error shows of the two calls."""

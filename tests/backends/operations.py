@@ -1,4 +1,4 @@
-"""Every verb of a communicator on every dtype, against NumPy; run by each of its members."""
+"""Every collective of a communicator on every dtype, against NumPy; run by each of its members."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ import torch
 from torch.distributed import PrefixStore
 
 from meshdist.backends.communicator import Communicator
-from meshdist.backends.operation_args import PreparedCall
-from meshdist.backends.registry import Opening, get_wire
-from meshdist.backends.requests import Chain, Operation, WireFailure
+from meshdist.backends.operation_args import OperationArgs
+from meshdist.backends.registry import Opening, get_backend
+from meshdist.backends.requests import BackendFailure, Chain, Request
 from meshdist.reduce_ops import ReduceOp
 from tests.backends.direct import Direct
 from tests.backends.samples import DTYPES, bits, draw, legal_ops, reduced_in_numpy
@@ -32,7 +32,7 @@ class Table:
     """One member's calls, their results compared as they come."""
 
     def __init__(self, communicator: Any, waits: bool) -> None:
-        self.wire = communicator
+        self.backend = communicator
         self.call = Direct(communicator, SECONDS, waits)
         self.rank = communicator.rank
         self.size = communicator.size
@@ -45,18 +45,18 @@ class Table:
         self.seed += self.size
         return [draw(dtype, shape, self.seed + member) for member in range(self.size)]
 
-    def finish(self, operation: Operation) -> None:
+    def finish(self, request: Request) -> None:
         self.finished += 1
         if self.finished % 5 == 0:  # some poll before they wait
-            while not operation.poll():
+            while not request.poll():
                 time.sleep(0.0001)
-        operation.finish(SECONDS)
+        request.finish(SECONDS)
 
     def reducing(self, dtype: torch.dtype, op: str, shape: tuple[int, ...]) -> None:
-        wire, kind = self.wire, getattr(ReduceOp, op)
+        backend, kind = self.backend, getattr(ReduceOp, op)
         data = self.drawn(dtype, shape)
         expected = reduced_in_numpy(data, op)
-        case = f"{wire.wire} of {self.size}: %s of {dtype} {shape} with {op}"
+        case = f"{backend.backend} of {self.size}: %s of {dtype} {shape} with {op}"
 
         x = data[self.rank].clone()
         self.finish(self.call.all_reduce(x, kind))
@@ -90,7 +90,7 @@ class Table:
         expect(x, reduced_in_numpy(parts[self.rank], op), op, case % "reduce_scatter_list")
 
     def moving(self, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-        wire, rank, size = self.wire, self.rank, self.size
+        backend, rank, size = self.backend, self.rank, self.size
         data = self.drawn(dtype, shape)
         count = data[0].numel()
         root = self.seed % size
@@ -136,7 +136,7 @@ class Table:
             assert bits(x) == bits(joined(expected))
 
         x = torch.empty(shape, dtype=dtype)
-        later = Direct(wire, SECONDS)
+        later = Direct(backend, SECONDS)
         right, left = (rank + 1) % size, (rank - 1) % size
         received = later.recv(x, left, 7)
         sending = later.send(data[rank], right, 7)
@@ -158,7 +158,7 @@ def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def expect(x: torch.Tensor, expected: torch.Tensor, op: str, case: str) -> None:
-    """Exact, but for sums and products of floats, whose order is the wire's own."""
+    """Exact, but for sums and products of floats, whose order is the backend's own."""
     assert (x.dtype, x.shape) == (expected.dtype, expected.shape), case
     is_rounded = x.dtype.is_floating_point or x.dtype.is_complex
     if not is_rounded or op in ("MIN", "MAX") or x.numel() == 0:
@@ -173,7 +173,7 @@ def expect(x: torch.Tensor, expected: torch.Tensor, op: str, case: str) -> None:
     torch.testing.assert_close(x, expected, rtol=step, atol=step, equal_nan=True, msg=case)
 
 
-def check_every_verb(
+def check_every_operation(
     communicator: Communicator | OnDevice,
     dtypes: Iterable[torch.dtype] = DTYPES,
     *,
@@ -206,16 +206,16 @@ class OnDevice:
     """A communicator for tensors in host memory that hands copies on a device to another one.
 
     Args:
-        wire: the other one.
+        backend: the other one.
         device: of the copies.
     """
 
-    def __init__(self, wire: Communicator, device: str) -> None:
-        self.wire, self.rank, self.size = wire.wire, wire.rank, wire.size
-        self._of_device = wire
+    def __init__(self, backend: Communicator, device: str) -> None:
+        self.backend, self.rank, self.size = backend.backend, backend.rank, backend.size
+        self._of_device = backend
         self._device = device
 
-    def start(self, prepared: PreparedCall) -> Operation:
+    def start(self, prepared: OperationArgs) -> Request:
         inputs, outputs = prepared.inputs, prepared.outputs
         tensors = {id(x): x for x in (*inputs, *outputs)}
         copies = {key: x.to(self._device, copy=True) for key, x in tensors.items()}
@@ -231,15 +231,15 @@ class OnDevice:
 
 
 def start_waiting_for_another(
-    wire: Communicator, verb: str, timeout: timedelta = SECONDS
-) -> Operation:
-    """Start ``verb`` on member 0 of 2 such that it cannot end before member 1 has started it."""
+    backend: Communicator, operation: str, timeout: timedelta = SECONDS
+) -> Request:
+    """Start ``operation`` on member 0 of 2 such that it cannot end before member 1 has started it."""
     one, two = torch.ones(4), torch.ones(8)
-    call = Direct(wire, timeout)
+    call = Direct(backend, timeout)
     pair = [torch.ones(4), torch.ones(4)]
     uneven = [torch.ones(4), torch.ones(3)]
     wide = torch.ones(4, dtype=torch.int16)
-    starts: dict[str, Callable[[], Operation]] = {
+    starts: dict[str, Callable[[], Request]] = {
         "all_reduce": lambda: call.all_reduce(one, ReduceOp.SUM),
         "all_reduce, widened": lambda: call.all_reduce(wide, ReduceOp.SUM),
         "all_reduce, gathered": lambda: call.all_reduce(wide.view(torch.uint64), ReduceOp.MAX),
@@ -262,7 +262,7 @@ def start_waiting_for_another(
         "recv": lambda: call.recv(one, 1, 3),
         "recv from anyone": lambda: call.recv(one, None, 3),
     }
-    return starts[verb]()
+    return starts[operation]()
 
 
 WAITING = (
@@ -291,47 +291,47 @@ WAITING = (
 
 def waiting_times(
     wrap: Callable[[Communicator], Communicator],
-    verbs: Sequence[str],
+    operations: Sequence[str],
     ends: str,
-    wire_name: str = "gloo",
+    backend_name: str = "gloo",
     hosts: tuple[int, ...] = (0, 0),
 ) -> list[tuple[str, str, float]]:
-    """How each verb ends for member 0 where member 1 never comes, and after how many seconds.
+    """How each collective ends for member 0 where member 1 never comes, and after how many seconds.
 
     Args:
-        wrap: called with each verb's own communicator of two members.
-        verbs: of WAITING.
+        wrap: called with each collective's own communicator of two members.
+        collectives: of WAITING.
         ends: "abort" after 0.3 s from another thread, or "timeout" after 0.6 s.
-        wire_name: of the communicators.
+        backend_name: of the communicators.
         hosts: of the members.
     """
     limit = SECONDS if ends == "abort" else timedelta(seconds=0.6)
     world = get_world()
-    wires = []
-    for verb in verbs:
-        keys = partial(PrefixStore, f"{ends} {verb}", world.store)
+    backends = []
+    for operation in operations:
+        keys = partial(PrefixStore, f"{ends} {operation}", world.store)
         is_one_host = len(set(hosts)) == 1
         opening = Opening(
             keys(), keys, (0, 1), world.rank, "cpu", SECONDS, is_one_host, hosts=hosts
         )
-        wires.append(get_wire(wire_name).open(opening))
+        backends.append(get_backend(backend_name).open(opening))
     if world.rank == 1:
         world.store.wait(["over"])
         return []
 
-    def wait(verb: str, wire: Communicator) -> tuple[str, str, float]:
-        operation = start_waiting_for_another(wire, verb, limit)
+    def wait(operation: str, backend: Communicator) -> tuple[str, str, float]:
+        request = start_waiting_for_another(backend, operation, limit)
         begin = time.monotonic()
         try:
-            operation.finish(limit)
+            request.finish(limit)
             how = "done"
-        except WireFailure as failure:
+        except BackendFailure as failure:
             how = type(failure).__name__
-        return verb, how, time.monotonic() - begin
+        return operation, how, time.monotonic() - begin
 
-    members = [wrap(wire) for wire in wires]
-    with ThreadPoolExecutor(len(verbs)) as threads:
-        waiting = threads.map(wait, verbs, members)
+    members = [wrap(backend) for backend in backends]
+    with ThreadPoolExecutor(len(operations)) as threads:
+        waiting = threads.map(wait, operations, members)
         if ends == "abort":
             time.sleep(0.3)
             for member in members:

@@ -1,4 +1,4 @@
-"""What tests of wires share: dtypes, samples of them, reductions in NumPy, a simulated group."""
+"""What tests of backends share: dtypes, samples of them, reductions in NumPy, a simulated group."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch.distributed import PrefixStore
 
-from meshdist.backends.registry import Opening, get_wire
+from meshdist.backends.registry import Opening, get_backend
 from meshdist.backends.simulated.communicator import SimulatedCommunicator
 from tests.inner import get_world
 
@@ -118,15 +118,15 @@ def bits(tensor: torch.Tensor) -> bytes:
 
 
 def open_group(
-    ranks: tuple[int, ...] | None = None, name: str = "all", *, title: str = ""
+    ranks: tuple[int, ...] | None = None, name: str = "all", *, op_name: str = ""
 ) -> SimulatedCommunicator:
-    """This simulated rank's side of a group of ``ranks`` (all); messages call it ``title``."""
+    """This simulated rank's side of a group of ``ranks`` (all); messages call it ``op_name``."""
     world = get_world()
     members = ranks or tuple(range(world.size))
     store = PrefixStore(name, world.store)
     opening = Opening(
-        store, lambda: store, members, members.index(world.rank), "cpu", T, name=title
+        store, lambda: store, members, members.index(world.rank), "cpu", T, name=op_name
     )
-    communicator = get_wire("simulated").open(opening)
+    communicator = get_backend("simulated").open(opening)
     assert isinstance(communicator, SimulatedCommunicator)
     return communicator

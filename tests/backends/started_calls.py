@@ -1,4 +1,4 @@
-"""Programs that start plain calls, over any wire that starts them natively."""
+"""Programs that start plain calls, over any backend that starts them natively."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ import pytest
 import torch
 
 import meshdist as md
-from tests.backends.fast_paths import every_verb, opened, seconds_until_interrupted
+from tests.backends.fast_paths import every_operation, opened, seconds_until_interrupted
 
 
 def both_ways(shape: tuple[int, ...]) -> list[bool]:
-    """Whether all verbs give the same, however many members take the native way."""
+    """Whether all collectives give the same, however many members take the native way."""
     group, spy = opened()
-    expected = every_verb(shape)
+    expected = every_operation(shape)
     path, found = spy.path, []
     for turn in range(1 << group.size()):
         group.fast_path = path if turn >> group.rank() & 1 else None
-        found.append(every_verb(shape, goes_on=True) == expected)
+        found.append(every_operation(shape, goes_on=True) == expected)
     return found
 
 

@@ -1,4 +1,4 @@
-"""The names of wires, and the texts that pair device types with them."""
+"""The names of backends, and the texts that pair device types with them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import meshdist as md
 from meshdist.backends.backend_names import (
     backends_in,
     backends_text,
-    default_wires,
+    default_backends,
     parse_backends,
     usable_defaults,
 )
@@ -33,8 +33,8 @@ def test_names_are_lower_case() -> None:
     ("usable", "cpu"), [({"shm", "gloo"}, "shm"), ({"gloo"}, "gloo"), (set(), "gloo")]
 )
 def test_the_default_is_the_best_that_is_usable(usable: set[str], cpu: str) -> None:
-    assert default_wires(usable) == {"cpu": cpu, "cuda": "nccl", "xpu": "xccl"}
-    assert default_wires() == default_wires(usable_defaults())
+    assert default_backends(usable) == {"cpu": cpu, "cuda": "nccl", "xpu": "xccl"}
+    assert default_backends() == default_backends(usable_defaults())
 
 
 def test_unknown_names_are_kept() -> None:
@@ -54,7 +54,7 @@ def test_a_backend_is_named_by_a_str() -> None:
 @pytest.mark.parametrize(
     ("text", "backends"),
     [
-        (None, default_wires()),
+        (None, default_backends()),
         ("gloo", {"cpu": "gloo", "cuda": "gloo"}),
         ("GLOO", {"cpu": "gloo", "cuda": "gloo"}),
         ("nccl", {"cuda": "nccl"}),
@@ -79,7 +79,7 @@ def test_malformed_pairs(text: str) -> None:
         parse_backends(text)
 
 
-def test_simulated_ranks_have_one_wire_whatever_a_program_names() -> None:
+def test_simulated_ranks_have_one_backend_whatever_a_program_names() -> None:
     def program() -> dict[str, str]:
         with pytest.raises(md.BackendError, match="backend 'pigeon' is not registered"):
             backends_in(get_world(), {"cpu": "pigeon"})

@@ -19,16 +19,16 @@ from meshdist.backends import composed_collectives
 from meshdist.backends.capabilities import (
     DTYPE_GROUPS,
     OPS,
-    available_wires,
+    available_backends,
     capabilities,
     dtypes_text,
     overview_grid,
     public_support,
     table_grid,
 )
-from meshdist.backends.registry import Wire, find_wire, wire_names
+from meshdist.backends.registry import BackendType, backend_names, find_backend
 from meshdist.dtypes import DTYPES
-from meshdist.operation_table import VERBS
+from meshdist.operation_table import OPERATIONS
 from tests.pool import Pool
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,7 +36,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @contextmanager
 def counted_builds() -> Iterator[list[str]]:
-    """The names of the functions of ``composed_collectives`` that carry out a verb, as they are called."""
+    """The names of the functions of ``composed_collectives`` that carry out a collective, as they
+    are called."""
     called: list[str] = []
 
     def counting(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -46,25 +47,27 @@ def counted_builds() -> Iterator[list[str]]:
 
         return count
 
-    wires = [
+    backends = [
         module for name, module in sys.modules.items() if name.startswith("meshdist.backends.")
     ]
     with ExitStack() as stack:
-        table = composed_collectives.BUILT.values()
+        table = composed_collectives.COMPOSED.values()
         for name, function in inspect.getmembers(composed_collectives, inspect.isfunction):
             if function.__module__ != composed_collectives.__name__ or function in table:
                 continue
-            if inspect.signature(function).return_annotation == "Operation":
-                for module in wires:
+            if inspect.signature(function).return_annotation == "Request":
+                for module in backends:
                     if vars(module).get(name) is function:
                         stack.enter_context(patch.object(module, name, counting(name, function)))
-        builds = {name: counting(name, build) for name, build in composed_collectives.BUILT.items()}
-        stack.enter_context(patch.dict(composed_collectives.BUILT, builds))
+        builds = {
+            name: counting(name, build) for name, build in composed_collectives.COMPOSED.items()
+        }
+        stack.enter_context(patch.dict(composed_collectives.COMPOSED, builds))
         yield called
 
 
-def call(verb: str, dtype: torch.dtype, op: Any) -> None:
-    """One call of ``verb`` on a group of two."""
+def call(operation: str, dtype: torch.dtype, op: Any) -> None:
+    """One call of ``operation`` on a group of two."""
     me = md.get_rank()
 
     def some(count: int = 2) -> torch.Tensor:
@@ -100,11 +103,11 @@ def call(verb: str, dtype: torch.dtype, op: Any) -> None:
             )
         ],
     }
-    if verb == "all_gather_coalesced":
-        calls[verb] = lambda: md.all_gather_coalesced([pair(), pair()], pair())
-    elif verb == "monitored_barrier":
-        calls[verb] = lambda: md.monitored_barrier()
-    elif verb.endswith("_multigpu"):
+    if operation == "all_gather_coalesced":
+        calls[operation] = lambda: md.all_gather_coalesced([pair(), pair()], pair())
+    elif operation == "monitored_barrier":
+        calls[operation] = lambda: md.monitored_barrier()
+    elif operation.endswith("_multigpu"):
         calls |= {
             "all_reduce_multigpu": lambda: md.all_reduce_multigpu(pair(), op),
             "reduce_multigpu": lambda: md.reduce_multigpu(pair(), 1, op),
@@ -113,7 +116,7 @@ def call(verb: str, dtype: torch.dtype, op: Any) -> None:
                 [pair() + pair(), pair() + pair()], pair()
             ),
         }
-    elif "object" in verb:
+    elif "object" in operation:
         objects = ["an object", {1: 2}]
         calls |= {
             "all_gather_object": lambda: md.all_gather_object([None, None], objects),
@@ -127,55 +130,57 @@ def call(verb: str, dtype: torch.dtype, op: Any) -> None:
                 md.recv_object_list(objects, 1) if me == 0 else md.send_object_list(objects, 0)
             ),
         }
-    calls[verb]()
+    calls[operation]()
 
 
 def found() -> dict[tuple[str, str, str], str]:
-    """What every cell really does on this rank: native, built or refused."""
+    """What every cell really does on this rank: native, built or rejected."""
     warnings.filterwarnings("ignore", message="ComplexHalf support is experimental")
     answers = {}
     md.barrier()
-    md.group.WORLD.fast_path = None  # which does what is built without the verbs that are counted
+    md.group.WORLD.fast_path = (
+        None  # which does what is built without the collectives that are counted
+    )
     with counted_builds() as called:
-        for verb in VERBS:
-            for op in OPS if VERBS[verb].reduces else (None,):
+        for operation in OPERATIONS:
+            for op in OPS if OPERATIONS[operation].reduces else (None,):
                 kind = md.ReduceOp.premul_sum(2) if op == md.ReduceOp.PREMUL_SUM else op
                 for dtype in DTYPES:
                     called.clear()
                     try:
-                        call(verb, dtype, kind)
-                        is_above = kind is not op or not VERBS[verb].is_plain
+                        call(operation, dtype, kind)
+                        is_above = kind is not op or not OPERATIONS[operation].is_plain
                         state = "built" if called or is_above else "native"
                     except md.DtypeError:
-                        state = "" if not called else f"refused after {called}"
-                    answers[verb, "" if op is None else op.name, str(dtype)] = state
+                        state = "" if not called else f"rejected after {called}"
+                    answers[operation, "" if op is None else op.name, str(dtype)] = state
     return answers
 
 
-def expected(wire: str) -> dict[tuple[str, str, str], str]:
+def expected(backend: str) -> dict[tuple[str, str, str], str]:
     answers = {}
-    for verb in VERBS:
-        for op in OPS if VERBS[verb].reduces else (None,):
+    for operation in OPERATIONS:
+        for op in OPS if OPERATIONS[operation].reduces else (None,):
             for dtype in DTYPES:
-                told = public_support(find_wire(wire), verb, "cpu", dtype, op)
-                answers[verb, "" if op is None else op.name, str(dtype)] = told
+                told = public_support(find_backend(backend), operation, "cpu", dtype, op)
+                answers[operation, "" if op is None else op.name, str(dtype)] = told
     return answers
 
 
-@pytest.mark.parametrize("wire", ["simulated", "gloo"])
-def test_every_cell_is_what_runs(wire: str, pool: Pool) -> None:
-    if wire == "simulated":
+@pytest.mark.parametrize("backend", ["simulated", "gloo"])
+def test_every_cell_is_what_runs(backend: str, pool: Pool) -> None:
+    if backend == "simulated":
         results = md.simulate(found, 2)
     else:
         results = pool.run(found, 2)
-    told = expected(wire)
+    told = expected(backend)
     assert {"native", ""} <= set(told.values())
     for answers in results:
         assert {cell: state for cell, state in answers.items() if state != told[cell]} == {}
         assert answers.keys() == told.keys()
 
 
-def test_every_verb_of_the_front_door_is_in_the_table() -> None:
+def test_every_collective_of_the_front_door_is_in_the_table() -> None:
     def is_marked(thing: Any) -> bool:
         if not inspect.isfunction(thing):
             return False
@@ -185,7 +190,7 @@ def test_every_verb_of_the_front_door_is_in_the_table() -> None:
 
     marked = {name for name in md.distributed.__all__ if is_marked(getattr(md, name))}
     assert len(marked) > 20
-    assert marked == set(VERBS)
+    assert marked == set(OPERATIONS)
 
 
 def test_what_the_table_is_made_of() -> None:
@@ -194,21 +199,21 @@ def test_what_the_table_is_made_of() -> None:
     assert {op.name for op in OPS} == set(md.ReduceOp.RedOpType.__members__) - {"UNUSED"}
 
 
-def test_premul_sum_is_built_on_every_wire_and_knows_no_bool() -> None:
-    for name in wire_names():
-        wire = find_wire(name)
-        for device_type in wire.device_types:
+def test_premul_sum_is_built_on_every_backend_and_knows_no_bool() -> None:
+    for name in backend_names():
+        backend = find_backend(name)
+        for device_type in backend.device_types:
             states = [
-                public_support(wire, "all_reduce", device_type, dtype, md.ReduceOp.PREMUL_SUM)
+                public_support(backend, "all_reduce", device_type, dtype, md.ReduceOp.PREMUL_SUM)
                 for dtype in (torch.float32, torch.int64, torch.bool)
             ]
             assert states == ["built", "built", ""]
 
 
-def test_a_device_that_a_wire_does_not_serve() -> None:
-    assert public_support(find_wire("nccl"), "broadcast", "cpu", torch.float32) == ""
-    assert public_support(find_wire("gloo"), "send", "cuda", torch.float32) == "built"
-    assert public_support(find_wire("gloo"), "send", "cpu", torch.float32) == "native"
+def test_a_device_that_a_backend_does_not_serve() -> None:
+    assert public_support(find_backend("nccl"), "broadcast", "cpu", torch.float32) == ""
+    assert public_support(find_backend("gloo"), "send", "cuda", torch.float32) == "built"
+    assert public_support(find_backend("gloo"), "send", "cpu", torch.float32) == "native"
 
 
 def test_dtypes_in_words() -> None:
@@ -219,49 +224,49 @@ def test_dtypes_in_words() -> None:
 
 
 def test_the_table_as_plain_values() -> None:
-    told = capabilities([find_wire("gloo")])
+    told = capabilities([find_backend("gloo")])
     assert list(told) == ["gloo"] and list(told["gloo"]) == ["cpu", "cuda"]
     reducing = told["gloo"]["cpu"]["all_reduce"]["MIN"]
     assert "int32" in reducing["native"] and {"float32", "uint64"} <= {*reducing["built"]}
     assert "complex64" not in reducing["native"] + reducing["built"]
     assert len(told["gloo"]["cpu"]["broadcast"][""]["native"]) == len(DTYPES)
-    assert set(capabilities()) == {wire.name for wire in available_wires()}
+    assert set(capabilities()) == {backend.name for backend in available_backends()}
 
 
 def test_the_overview() -> None:
-    head, *rows = overview_grid([find_wire("gloo"), find_wire("simulated")])
-    assert head[:3] == ("verb", "gloo: cpu", "gloo: cuda")
+    head, *rows = overview_grid([find_backend("gloo"), find_backend("simulated")])
+    assert head[:3] == ("operation", "gloo: cpu", "gloo: cuda")
     assert head[3].startswith("simulated: cpu, cuda, ")
-    by_verb = {verb: cells for names, *cells in rows for verb in names.split(", ")}
-    assert by_verb.keys() == VERBS.keys()
-    assert by_verb["all_reduce"] == ["native, in part built"] * 2 + ["native"]
-    assert by_verb["isend"] == ["native", "built", "native"]
-    assert by_verb["reduce_scatter"] == ["built", "built", "native"]
-    assert overview_grid([find_wire("gloo")], ["cuda", "xpu"])[0] == ("verb", "gloo: cuda")
-    assert {row[1] for row in table_grid([find_wire("gloo")], ["cpu"])[1:]} == {"cpu", ""}
+    by_operation = {operation: cells for names, *cells in rows for operation in names.split(", ")}
+    assert by_operation.keys() == OPERATIONS.keys()
+    assert by_operation["all_reduce"] == ["native, in part built"] * 2 + ["native"]
+    assert by_operation["isend"] == ["native", "built", "native"]
+    assert by_operation["reduce_scatter"] == ["built", "built", "native"]
+    assert overview_grid([find_backend("gloo")], ["cuda", "xpu"])[0] == ("operation", "gloo: cuda")
+    assert {row[1] for row in table_grid([find_backend("gloo")], ["cpu"])[1:]} == {"cpu", ""}
 
 
 def test_the_whole_table_holds_every_cell() -> None:
     """Read back from its text, the grid says what ``public_support`` says."""
-    wire = find_wire("gloo")
+    backend = find_backend("gloo")
     told: dict[tuple[str, str, str, str], str] = {}
     place = ["", "", ""]
-    for *here, ops, native, built, refused in table_grid([wire])[1:]:
+    for *here, ops, native, built, rejected in table_grid([backend])[1:]:
         place = here if here[0] else place
         for devices in place[1].split(", "):
-            for verb in place[2].split(", "):
+            for operation in place[2].split(", "):
                 for op in ops.split(", "):
-                    for state, text in (("native", native), ("built", built), ("", refused)):
+                    for state, text in (("native", native), ("built", built), ("", rejected)):
                         for dtype in dtypes_of(text):
-                            told[devices, verb, op, str(dtype)] = state
+                            told[devices, operation, op, str(dtype)] = state
     wanted = {}
-    for device_type in wire.device_types:
-        for verb in VERBS:
-            for op in OPS if VERBS[verb].reduces else (None,):
+    for device_type in backend.device_types:
+        for operation in OPERATIONS:
+            for op in OPS if OPERATIONS[operation].reduces else (None,):
                 for dtype in DTYPES:
                     name = "" if op is None else op.name
-                    state = public_support(wire, verb, device_type, dtype, op)
-                    wanted[device_type, verb, name, str(dtype)] = state
+                    state = public_support(backend, operation, device_type, dtype, op)
+                    wanted[device_type, operation, name, str(dtype)] = state
     assert told == wanted
 
 
@@ -279,13 +284,13 @@ def test_a_backend_of_a_third_party_appears(name: str, pool: Pool) -> None:
     def program(rank: int) -> tuple[Any, ...]:
         from torch.distributed import Backend, ProcessGroupGloo
 
-        from meshdist.backends.capabilities import available_wires, capabilities, overview_grid
+        from meshdist.backends.capabilities import available_backends, capabilities, overview_grid
 
         (md.Backend if "ours" in name else Backend).register_backend(
             name, lambda *given: ProcessGroupGloo(*given), devices=["cpu"]
         )
-        wires: list[Wire] = available_wires()
-        served = capabilities(wires)[name]["cpu"]["all_reduce"]["SUM"]["native"]
-        return f"{name}: cpu" in overview_grid(wires)[0], "float32" in served
+        backends: list[BackendType] = available_backends()
+        served = capabilities(backends)[name]["cpu"]["all_reduce"]["SUM"]["native"]
+        return f"{name}: cpu" in overview_grid(backends)[0], "float32" in served
 
     assert pool.call(program, 1) == [(True, True)]

@@ -11,7 +11,7 @@ import torch
 
 import meshdist as md
 from meshdist.backends.futures import Deferral, find_deferral
-from meshdist.backends.requests import Operation
+from meshdist.backends.requests import Request
 from meshdist.backends.work import Work
 from tests.pool import Pool
 
@@ -20,8 +20,8 @@ def started() -> Any:
     return md.all_reduce(torch.ones(1), async_op=True)
 
 
-@pytest.mark.parametrize("wire", ["simulated", "shm", "gloo"])
-def test_callbacks_run_in_order_on_the_thread_that_settles(wire: str, pool: Pool) -> None:
+@pytest.mark.parametrize("backend", ["simulated", "shm", "gloo"])
+def test_callbacks_run_in_order_on_the_thread_that_settles(backend: str, pool: Pool) -> None:
     def program() -> list[Any]:
         told: list[Any] = []
         here = threading.get_ident()
@@ -50,11 +50,11 @@ def test_callbacks_run_in_order_on_the_thread_that_settles(wire: str, pool: Pool
         "gloo": lambda: pool.run(program, 2),
     }
     names = ["second", "first", "third", "of the second's callback"]
-    assert runs[wire]() == [["settled", *((name, True) for name in names)]] * 2
+    assert runs[backend]() == [["settled", *((name, True) for name in names)]] * 2
 
 
-class Enqueued(Operation):
-    """A verb that a device does later, as on NCCL."""
+class Enqueued(Request):
+    """A collective that a device does later, as on NCCL."""
 
     on_stream = True
 
@@ -68,7 +68,7 @@ class Enqueued(Operation):
         return False
 
 
-def test_where_verbs_are_enqueued_callbacks_run_at_once_on_the_thread_that_calls() -> None:
+def test_where_collectives_are_enqueued_callbacks_run_at_once_on_the_thread_that_calls() -> None:
     told: list[Any] = []
 
     def work_of(name: str) -> Work:

@@ -23,7 +23,7 @@ from meshdist.backends.native_core import core
 from meshdist.backends.operation_args import LARGEST_TAG
 from tests.backends.fast_paths import Spy, opened, seconds_until_interrupted
 from tests.load import is_within
-from tests.operations.cases import WIRES
+from tests.operations.cases import BACKENDS
 from tests.pool import Failure, Pool
 
 pytestmark = pytest.mark.skipif(core is None, reason="no native core here")
@@ -46,7 +46,7 @@ def in_turn(send: Callable[[int], None], recv: Callable[[int], Any]) -> list[Any
 def both_paths(dtype: torch.dtype, shape: tuple[int, ...]) -> list[Any]:
     """What is received by turns, and the notes; in each turn other members take the fast path."""
     group, spy = opened()
-    recorder = group.open_channel("cpu").recorder
+    recorder = group.open_device_group("cpu").recorder
     results, notes = [], []
     num_calls = 2 * 3 * (group.size() - 1)
     for turn in range(1 << group.size()):
@@ -67,7 +67,7 @@ def both_paths(dtype: torch.dtype, shape: tuple[int, ...]) -> list[Any]:
         results.append(found)
         assert spy.answers == [True] * num_calls * is_fast
         called = [recorder.find_note(recorder.num_notes - k) for k in range(num_calls)]
-        notes.append([[one.call.verb, one.arguments, one.where] for one in called])
+        notes.append([[one.call.operation, one.arguments, one.where] for one in called])
     assert all(result == results[0] for result in results)
     assert all(note == notes[0] for note in notes)
     return [results[0][0], notes[0][0]]
@@ -86,19 +86,19 @@ def both_paths(dtype: torch.dtype, shape: tuple[int, ...]) -> list[Any]:
     ],
     ids=str,
 )
-@pytest.mark.parametrize("wire", ON)
+@pytest.mark.parametrize("backend", ON)
 def test_members_on_both_paths_meet(
-    wire: str, size: int, dtype: torch.dtype, shape: tuple[int, ...], pool: Pool
+    backend: str, size: int, dtype: torch.dtype, shape: tuple[int, ...], pool: Pool
 ) -> None:
-    found = WIRES[wire](pool, both_paths, size, dtype, shape)
-    for rank, (received, (verb, argument, where)) in enumerate(found):
+    found = BACKENDS[backend](pool, both_paths, size, dtype, shape)
+    for rank, (received, (operation, argument, where)) in enumerate(found):
         for (source, numbers), other in zip(
             received, [one for one in range(size) if one != rank], strict=True
         ):
             one = torch.tensor(source + 2 * rank).to(dtype).item()
             assert source == other
             assert numbers == [one] * min(3, torch.Size(shape).numel())
-        assert verb in ("send", "recv")
+        assert operation in ("send", "recv")
         assert argument.startswith(f"{tuple(shape)} {str(dtype).removeprefix('torch.')}, ")
         assert argument.endswith("tag 16384")
         assert "in send" in where or "in recv" in where
@@ -123,15 +123,15 @@ def left_alone() -> tuple[list[str], int]:
     calls = {name: (one, other, 0) for name, one in tensors.items()}
     calls.update({f"tag {tag!r}": (x, other, tag) for tag in tags})
     calls["itself"] = (x, group.rank(), 0)
-    before = group.open_channel("cpu").recorder.num_notes
+    before = group.open_device_group("cpu").recorder.num_notes
     taken = [name for name, call in calls.items() if spy.send(*call) is not False]
     taken += [name for name, call in calls.items() if spy.recv(*call) is not False]
-    return taken, group.open_channel("cpu").recorder.num_notes - before
+    return taken, group.open_device_group("cpu").recorder.num_notes - before
 
 
-@pytest.mark.parametrize("wire", ON)
-def test_what_is_not_plain_is_left_alone(wire: str, pool: Pool) -> None:
-    assert WIRES[wire](pool, left_alone, 2) == [([], 0)] * 2
+@pytest.mark.parametrize("backend", ON)
+def test_what_is_not_plain_is_left_alone(backend: str, pool: Pool) -> None:
+    assert BACKENDS[backend](pool, left_alone, 2) == [([], 0)] * 2
 
 
 def refusals() -> list[str]:
@@ -156,12 +156,12 @@ def refusals() -> list[str]:
     return told
 
 
-@pytest.mark.parametrize("wire", ON)
-def test_wrong_arguments_are_told_as_ever(wire: str, pool: Pool) -> None:
-    for told in WIRES[wire](pool, refusals, 2):
+@pytest.mark.parametrize("backend", ON)
+def test_wrong_arguments_are_told_as_ever(backend: str, pool: Pool) -> None:
+    for told in BACKENDS[backend](pool, refusals, 2):
         assert [one.split(": ", 1)[-1] for one in told] == [
             "tag is -1",
-            "tag must be a whole number",
+            "tag must be an integer",
             "send between a rank and itself would wait for ever",
             "recv between a rank and itself would wait for ever",
             "dst=5 is not a member of the world",
@@ -174,7 +174,7 @@ def test_wrong_arguments_are_told_as_ever(wire: str, pool: Pool) -> None:
         assert "several of its elements are one in memory" in told[8]
 
 
-def misfit(ways: str, first: str) -> list[str]:
+def mismatch(ways: str, first: str) -> list[str]:
     """A message that does not fit: by the ways of sender and receiver, and who comes first."""
     group, spy = opened()
     rank = group.rank()
@@ -191,7 +191,7 @@ def misfit(ways: str, first: str) -> list[str]:
         else:
             md.recv(x, 0, tag=3)
 
-    with pytest.raises(md.AgreementError) as caught:
+    with pytest.raises(md.MismatchError) as caught:
         exchange()
     with pytest.raises(md.MeshdistError):
         md.send(x, 1 - rank)  # broken now
@@ -200,11 +200,11 @@ def misfit(ways: str, first: str) -> list[str]:
 
 @pytest.mark.parametrize("first", ["sender", "receiver"])
 @pytest.mark.parametrize("ways", ["fast fast", "fast slow", "slow fast"])
-@pytest.mark.parametrize("wire", ON)
+@pytest.mark.parametrize("backend", ON)
 def test_a_message_that_does_not_fit_is_told_on_both_sides(
-    wire: str, ways: str, first: str, pool: Pool
+    backend: str, ways: str, first: str, pool: Pool
 ) -> None:
-    for lines in WIRES[wire](pool, misfit, 2, ways, first):
+    for lines in BACKENDS[backend](pool, mismatch, 2, ways, first):
         text = "\n".join(lines)
         assert lines[0].endswith("a message does not fit the tensor that receives it")
         assert "send((3,) float32, to rank 1, tag 3) at " in text
@@ -251,9 +251,9 @@ def in_any_mix(seed: int) -> int:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("wire", ON)
-def test_both_paths_in_any_mix_keep_the_order(wire: str, size: int, pool: Pool) -> None:
-    for num_fast in WIRES[wire](pool, in_any_mix, size, 7):
+@pytest.mark.parametrize("backend", ON)
+def test_both_paths_in_any_mix_keep_the_order(backend: str, size: int, pool: Pool) -> None:
+    for num_fast in BACKENDS[backend](pool, in_any_mix, size, 7):
         assert num_fast > 20
 
 
@@ -280,9 +280,9 @@ def from_any() -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("wire", ON)
-def test_receives_from_anyone_meet_fast_sends(wire: str, pool: Pool) -> None:
-    found = WIRES[wire](pool, from_any, 3)[0]
+@pytest.mark.parametrize("backend", ON)
+def test_receives_from_anyone_meet_fast_sends(backend: str, pool: Pool) -> None:
+    found = BACKENDS[backend](pool, from_any, 3)[0]
     for sender in (1, 2):
         numbers = [number for source, number in found if source == sender]
         assert numbers == [100.0 * sender + number for number in range(20)]
@@ -304,9 +304,9 @@ def named_behind_any() -> list[float]:
     return [x.item(), y.item()]
 
 
-@pytest.mark.parametrize("wire", ON)
-def test_a_receive_waits_behind_one_from_anyone(wire: str, pool: Pool) -> None:
-    assert WIRES[wire](pool, named_behind_any, 2)[1] == [1.0, 2.0]
+@pytest.mark.parametrize("backend", ON)
+def test_a_receive_waits_behind_one_from_anyone(backend: str, pool: Pool) -> None:
+    assert BACKENDS[backend](pool, named_behind_any, 2)[1] == [1.0, 2.0]
 
 
 def everybody_sends_first(num_messages: int) -> tuple[float, list[bool]]:
@@ -325,9 +325,9 @@ def everybody_sends_first(num_messages: int) -> tuple[float, list[bool]]:
     return total, spy.answers[-2:]
 
 
-@pytest.mark.parametrize("wire", ON)
-def test_small_messages_are_sent_before_anybody_receives(wire: str, pool: Pool) -> None:
-    found = WIRES[wire](pool, everybody_sends_first, 2, 400)
+@pytest.mark.parametrize("backend", ON)
+def test_small_messages_are_sent_before_anybody_receives(backend: str, pool: Pool) -> None:
+    found = BACKENDS[backend](pool, everybody_sends_first, 2, 400)
     assert found == [(399 * 200.0, [True, True])] * 2
 
 
@@ -344,9 +344,9 @@ def of_size(num_bytes: int) -> list[bool]:
 
 
 @pytest.mark.parametrize("num_bytes", [4096, 4097, 65_536, MIB, 16 * MIB + 1])
-@pytest.mark.parametrize("wire", ON)
-def test_messages_of_every_size(wire: str, num_bytes: int, pool: Pool) -> None:
-    assert WIRES[wire](pool, of_size, 2, num_bytes) == [[True]] * 2
+@pytest.mark.parametrize("backend", ON)
+def test_messages_of_every_size(backend: str, num_bytes: int, pool: Pool) -> None:
+    assert BACKENDS[backend](pool, of_size, 2, num_bytes) == [[True]] * 2
 
 
 def in_subgroups() -> list[Any]:
@@ -369,12 +369,12 @@ def in_subgroups() -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("wire", ON)
-def test_peers_are_named_by_global_rank_or_place(wire: str, pool: Pool) -> None:
-    assert WIRES[wire](pool, in_subgroups, 3) == [[2, 2.0, 2], [], [0, 0.0, 2]]
+@pytest.mark.parametrize("backend", ON)
+def test_peers_are_named_by_global_rank_or_place(backend: str, pool: Pool) -> None:
+    assert BACKENDS[backend](pool, in_subgroups, 3) == [[2, 2.0, 2], [], [0, 0.0, 2]]
 
 
-def failing(verb: str, how: str) -> tuple[str, float]:
+def failing(operation: str, how: str) -> tuple[str, float]:
     group = md.new_group(timeout=timedelta(seconds=3.0 if how == "is late" else 30.0))
     md.all_reduce(torch.ones(1), group=group)
     spy = group.fast_path = Spy(group.fast_path)
@@ -390,7 +390,7 @@ def failing(verb: str, how: str) -> tuple[str, float]:
     begin = time.monotonic()
     x = torch.ones(MIB)  # more than goes without a receiver
     with pytest.raises(md.MeshdistError) as caught:
-        md.send(x, 1, group, tag=2) if verb == "send" else md.recv(x, 1, group, tag=2)
+        md.send(x, 1, group, tag=2) if operation == "send" else md.recv(x, 1, group, tag=2)
     took = time.monotonic() - begin
     assert spy.answers == []  # it raised
     assert caught.value.__cause__ is None
@@ -406,44 +406,45 @@ WAITS = {
     "recv": "rank 1 to send (1048576,) float32 to this rank under tag 2",
 }
 FAILURES = {
-    "is late": "CollectiveTimeoutError: {verb} on group of ranks 0-1 was not finished within 3 s",
-    "aborts": "AbortedError: {verb} on group of ranks 0-1 was aborted",
-    "dies": "BackendError: {verb} on group of ranks 0-1 failed on wire 'shm'",
+    "is late": "CollectiveTimeoutError: {collective} on group of ranks 0-1 was not finished within 3 s",
+    "aborts": "AbortedError: {collective} on group of ranks 0-1 was aborted",
+    "dies": "BackendError: {collective} on group of ranks 0-1 failed on backend 'shm'",
 }
 
 
-@pytest.mark.parametrize("verb", ["send", "recv"])
+@pytest.mark.parametrize("operation", ["send", "recv"])
 @pytest.mark.parametrize(
-    ("wire", "how"),
+    ("backend", "how"),
     [
         ("shm", "is late"),
         ("shm", "aborts"),
         ("shm", "dies"),
     ],
 )
-def test_failures_are_told_as_ever(wire: str, verb: str, how: str, pool: Pool) -> None:
+def test_failures_are_told_as_ever(backend: str, operation: str, how: str, pool: Pool) -> None:
     if how == "dies":
-        found = pool.outcomes(failing, 2, verb, how, backend="shm")[0]
+        found = pool.outcomes(failing, 2, operation, how, backend="shm")[0]
         assert not isinstance(found, Failure), found.exception
     else:
-        found = WIRES[wire](pool, failing, 2, verb, how)[0]
+        found = BACKENDS[backend](pool, failing, 2, operation, how)[0]
     text, took = found
-    assert text.startswith(FAILURES[how].format(verb=verb))
-    direction = "to" if verb == "send" else "from"
+    assert text.startswith(FAILURES[how].format(operation=operation))
+    direction = "to" if operation == "send" else "from"
     assert (
-        f"{verb}((1048576,) float32, {direction} rank 1, tag 2) on group of ranks 0-1 at " in text
+        f"{operation}((1048576,) float32, {direction} rank 1, tag 2) on group of ranks 0-1 at "
+        in text
     )
     assert "in failing" in text
     assert is_within(took, 10.0)
     if how == "is late":
-        assert WAITS[verb] in text
+        assert WAITS[operation] in text
         assert "rank 1: last" in text
         assert "a message meets a receive of its tag, dtype and number of elements alone" in text
     if how == "dies":
         assert "rank 1 has ended" in text
 
 
-def interrupted(verb: str) -> float:
+def interrupted(operation: str) -> float:
     group = md.new_group()
     md.all_reduce(torch.ones(1), group=group)
     group.fast_path = Spy(group.fast_path)
@@ -452,16 +453,16 @@ def interrupted(verb: str) -> float:
         md.barrier()  # it never comes
         return 0.0
     x = torch.ones(MIB)
-    call = {"send": md.send, "recv": md.recv}[verb]
+    call = {"send": md.send, "recv": md.recv}[operation]
     took = seconds_until_interrupted(lambda: call(x, 1, group))
     md.barrier()
     return took
 
 
-@pytest.mark.parametrize("verb", ["send", "recv"])
-@pytest.mark.parametrize("wire", ON)
-def test_ctrl_c_ends_it(wire: str, verb: str, pool: Pool) -> None:
-    assert WIRES[wire](pool, interrupted, 2, verb)[0] < 10.0
+@pytest.mark.parametrize("operation", ["send", "recv"])
+@pytest.mark.parametrize("backend", ON)
+def test_ctrl_c_ends_it(backend: str, operation: str, pool: Pool) -> None:
+    assert BACKENDS[backend](pool, interrupted, 2, operation)[0] < 10.0
 
 
 def destroyed_meanwhile() -> str:
@@ -485,8 +486,8 @@ def destroyed_meanwhile() -> str:
 
 
 def test_a_group_destroyed_by_another_thread_is_told_in_words(pool: Pool) -> None:
-    text = WIRES["shm"](pool, destroyed_meanwhile, 2)[0]
-    assert text.startswith("recv on group of ranks 0-1 failed on wire 'shm'")
+    text = BACKENDS["shm"](pool, destroyed_meanwhile, 2)[0]
+    assert text.startswith("recv on group of ranks 0-1 failed on backend 'shm'")
     assert "where:    rank 0, recv((100000,) float32, from rank 1" in text
 
 
@@ -514,9 +515,9 @@ def beside_a_thread() -> bool:
     return len(counted) > 50
 
 
-@pytest.mark.parametrize("wire", ON)
-def test_other_threads_go_on_meanwhile(wire: str, pool: Pool) -> None:
-    assert WIRES[wire](pool, beside_a_thread, 2) == [True, True]
+@pytest.mark.parametrize("backend", ON)
+def test_other_threads_go_on_meanwhile(backend: str, pool: Pool) -> None:
+    assert BACKENDS[backend](pool, beside_a_thread, 2) == [True, True]
 
 
 def backward_after_writes() -> str:
@@ -535,9 +536,9 @@ def backward_after_writes() -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("wire", ON)
-def test_autograd_learns_of_what_is_received(wire: str, pool: Pool) -> None:
-    sent, received = WIRES[wire](pool, backward_after_writes, 2)
+@pytest.mark.parametrize("backend", ON)
+def test_autograd_learns_of_what_is_received(backend: str, pool: Pool) -> None:
+    sent, received = BACKENDS[backend](pool, backward_after_writes, 2)
     assert sent == ""
     assert "modified by an inplace operation" in received
 
@@ -547,7 +548,7 @@ def told() -> list[str]:
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    log = logging.getLogger("meshdist.verbs")
+    log = logging.getLogger("meshdist.operations")
     log.addHandler(handler)
     x = torch.ones(3)
     for level in (5, logging.NOTSET):
@@ -557,9 +558,9 @@ def told() -> list[str]:
     return lines
 
 
-@pytest.mark.parametrize("wire", ON)
-def test_they_give_way_to_the_log_of_all_verbs(wire: str, pool: Pool) -> None:
-    first, second = WIRES[wire](pool, told, 2)
+@pytest.mark.parametrize("backend", ON)
+def test_they_give_way_to_the_log_of_all_collectives(backend: str, pool: Pool) -> None:
+    first, second = BACKENDS[backend](pool, told, 2)
     assert len(first) == len(second) == 1
     assert "send((3,) float32, to rank 1)" in first[0]
     assert "recv((3,) float32, from rank 0)" in second[0]

@@ -189,7 +189,7 @@ def test_the_watcher_outlives_a_callback_that_ends_its_thread() -> None:
     watcher.end()
 
 
-def test_the_interpreter_ends_though_a_verb_is_in_flight(pool: Pool) -> None:
+def test_the_interpreter_ends_though_a_collective_is_in_flight(pool: Pool) -> None:
     program = """
 import datetime, torch
 from meshdist.backends.work import Work

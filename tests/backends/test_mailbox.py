@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from meshdist.backends.messages import Mailbox
-from meshdist.backends.requests import WireAborted, WireTimeout
-from meshdist.errors import AgreementError
+from meshdist.backends.requests import BackendAborted, BackendTimeout
+from meshdist.errors import MismatchError
 
 SECONDS = timedelta(seconds=5)
 
@@ -71,18 +71,18 @@ def test_a_receive_waits_for_another_thread_a_timeout_or_an_abort() -> None:
     threading.Timer(0.05, lambda: box.send(torch.ones(2), 0)).start()
     box.recv(got, 0).finish(SECONDS)
     assert got.tolist() == [1.0, 1.0]
-    with pytest.raises(WireTimeout, match="no counterpart for a message of this rank to itself"):
+    with pytest.raises(BackendTimeout, match="no counterpart for a message of this rank to itself"):
         box.recv(got, 0).finish(timedelta(seconds=0.05))
     threading.Timer(0.05, box.abort).start()
-    with pytest.raises(WireAborted, match="aborted while waiting for a message of this rank"):
+    with pytest.raises(BackendAborted, match="aborted while waiting for a message of this rank"):
         box.recv(got, 1).finish(SECONDS)
 
 
 @pytest.mark.parametrize("given", [torch.zeros(3), torch.zeros(2, dtype=torch.int64)])
-def test_what_does_not_fit_is_refused_and_the_first_stays(given: torch.Tensor) -> None:
+def test_what_does_not_fit_is_rejected_and_the_first_stays(given: torch.Tensor) -> None:
     box = Mailbox(0)
     sent = box.send(torch.ones(2), 1)
-    with pytest.raises(AgreementError, match=r"sent: \(2,\) float32"):
+    with pytest.raises(MismatchError, match=r"sent: \(2,\) float32"):
         box.recv(given, 1)
     assert not sent.is_done and not given.any()
     got = torch.zeros(2)

@@ -52,7 +52,7 @@ def test_the_order_of_unsigned_numbers_has_no_sign(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.uint64, torch.int64], ids=str)
-def test_a_mean_of_whole_numbers_is_their_wrapped_sum_divided_toward_zero(
+def test_a_mean_of_integers_is_their_wrapped_sum_divided_toward_zero(
     dtype: torch.dtype,
 ) -> None:
     bits = dtype.itemsize * 8

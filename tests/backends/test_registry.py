@@ -1,4 +1,4 @@
-"""The registry of wires."""
+"""The registry of backends."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ import pytest
 import torch
 
 import meshdist as md
-import meshdist.backends.backend_names  # registers all wires
+import meshdist.backends.backend_names  # registers all backends
 import meshdist.backends.c10d.communicator
-from meshdist.backends.registry import Needs, find_wire, get_wire, make_room, wire_names
+from meshdist.backends.registry import Needs, backend_names, find_backend, get_backend, make_room
 from tests.few_files import room_for
 from tests.inner import hosts, mpi_library
 
 
 def test_names_in_any_case() -> None:
-    assert get_wire("GLOO") is get_wire("gloo") is find_wire("Gloo")
-    assert {"gloo", "nccl", "ucc", "xccl"} <= set(wire_names())
+    assert get_backend("GLOO") is get_backend("gloo") is find_backend("Gloo")
+    assert {"gloo", "nccl", "ucc", "xccl"} <= set(backend_names())
 
 
-def test_an_unknown_wire_lists_those_there_are() -> None:
-    assert find_wire("pigeon") is None
+def test_an_unknown_backend_lists_those_there_are() -> None:
+    assert find_backend("pigeon") is None
     with pytest.raises(md.BackendError) as caught:
-        get_wire("pigeon")
+        get_backend("pigeon")
     assert str(caught.value).startswith("backend 'pigeon' is not registered\n  expected: one of: ")
     assert "gloo" in caught.value.expected
 
 
-def test_a_wire_that_this_machine_lacks() -> None:
-    if get_wire("gloo") and find_wire("xccl").is_available():
+def test_a_backend_that_this_machine_lacks() -> None:
+    if get_backend("gloo") and find_backend("xccl").is_available():
         pytest.skip("this machine has XCCL")
     with pytest.raises(md.BackendError) as caught:
-        get_wire("XCCL")
+        get_backend("XCCL")
     assert caught.value.summary == "backend 'xccl' is not available on this machine"
     assert "gloo" in caught.value.expected
     assert caught.value.found == f"torch {torch.__version__} was built without XCCL"
@@ -42,12 +42,12 @@ def test_a_wire_that_this_machine_lacks() -> None:
     )
 
 
-def test_a_misspelt_wire() -> None:
+def test_a_misspelt_backend() -> None:
     with pytest.raises(md.BackendError) as caught:
-        get_wire("glo")
+        get_backend("glo")
     assert caught.value.fix.startswith("did you mean 'gloo'? name one of these, or None for the")
     with pytest.raises(md.BackendError) as caught:
-        get_wire("pigeon")
+        get_backend("pigeon")
     assert caught.value.fix.startswith("name one of these")
 
 
@@ -56,18 +56,18 @@ def test_mpi_without_mpi4py(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(md.BackendError) as caught:
-        get_wire("mpi")
+        get_backend("mpi")
     assert caught.value.summary == "backend 'mpi' is not available on this machine"
     assert caught.value.found == "mpi4py is not installed"
     assert caught.value.fix.startswith('pip install "meshdist[mpi]"; or ')
 
 
-def test_a_wire_that_does_not_say_why_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    gloo = find_wire("gloo")
+def test_a_backend_that_does_not_say_why_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    gloo = find_backend("gloo")
     monkeypatch.setattr(gloo, "is_available", lambda: False)
     with pytest.raises(md.BackendError) as caught:
-        get_wire("gloo")
-    assert caught.value.found == "the wire 'gloo' says so"
+        get_backend("gloo")
+    assert caught.value.found == "the backend 'gloo' says so"
     assert caught.value.fix.startswith("ask whoever registered it; or name another")
 
 
@@ -95,14 +95,14 @@ def test_why_there_is_no_nccl(
     else:
         monkeypatch.delattr(torch.distributed, "ProcessGroupNCCL", raising=False)
     with pytest.raises(md.BackendError) as caught:
-        get_wire("nccl")
+        get_backend("nccl")
     assert caught.value.found == found
     assert caught.value.fix.startswith(fix)
 
 
 def test_default_timeouts_are_torchs() -> None:
-    assert get_wire("gloo").default_timeout.total_seconds() == 1800
-    assert find_wire("nccl").default_timeout.total_seconds() == 600
+    assert get_backend("gloo").default_timeout.total_seconds() == 1800
+    assert find_backend("nccl").default_timeout.total_seconds() == 600
 
 
 def test_room_is_made_where_it_is_needed_alone() -> None:

@@ -8,10 +8,10 @@ import pytest
 
 from meshdist.backends.requests import (
     DONE,
+    BackendFailure,
     Chain,
     Done,
-    Operation,
-    WireFailure,
+    Request,
     followed,
 )
 from meshdist.errors import BackendError
@@ -19,7 +19,7 @@ from meshdist.errors import BackendError
 SECONDS = timedelta(seconds=9)
 
 
-class Step(Operation):
+class Step(Request):
     """An operation that is finished as soon as it is waited for; notes what it is asked."""
 
     def __init__(self, failure: Exception | None = None) -> None:
@@ -72,8 +72,8 @@ def test_what_follows_a_done_operation_is_done_at_once_and_else_behind_it() -> N
 
 def test_a_part_that_fails_is_the_chains_failure() -> None:
     acts: list[int] = []
-    chain = Chain([Step(), Step(WireFailure("cut")), DONE], lambda: acts.append(1))
-    with pytest.raises(WireFailure, match="cut"):
+    chain = Chain([Step(), Step(BackendFailure("cut")), DONE], lambda: acts.append(1))
+    with pytest.raises(BackendFailure, match="cut"):
         chain.finish(SECONDS)
     assert acts == []
 

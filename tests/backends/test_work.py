@@ -1,4 +1,4 @@
-"""A verb in flight, whose operation finishes when the test says so, and over real wires."""
+"""A collective in flight, whose operation finishes when the test says so, and over real backends."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from torch._C._distributed_c10d import WorkResult
 
 import meshdist as md
 from meshdist.backends import work as work_module
-from meshdist.backends.requests import Operation, WireFailure, WireTimeout
+from meshdist.backends.requests import BackendFailure, BackendTimeout, Request
 from meshdist.backends.work import Work
 from meshdist.errors import BackendError, CollectiveTimeoutError
 from tests.load import is_within
 from tests.mpi_job import job_of
 
 
-class Hand(Operation):
+class Hand(Request):
     """An operation moved by hand."""
 
     def __init__(self, sender: int | None = None) -> None:
@@ -35,7 +35,7 @@ class Hand(Operation):
         if self.failure is not None:
             raise self.failure
         if self.lasts_s > timeout.total_seconds():
-            raise WireTimeout("not in time")
+            raise BackendTimeout("not in time")
         self.is_done = True
 
     def poll(self) -> bool:
@@ -45,8 +45,8 @@ class Hand(Operation):
         return super().source() if self.sender is None else self.sender
 
 
-def explain(failure: WireFailure, note: int) -> Exception:
-    late = isinstance(failure, WireTimeout)
+def explain(failure: BackendFailure, note: int) -> Exception:
+    late = isinstance(failure, BackendTimeout)
     return (CollectiveTimeoutError if late else BackendError)(f"explained: {failure}")
 
 
@@ -59,13 +59,13 @@ def work_of(
 ) -> Work:
     x = torch.ones(2)
     timeout = timedelta(seconds=timeout_s)
-    names = ("verb", "a group")
+    names = ("operation", "a group")
     return Work(hand, timeout, explain, [x], copy_back, *names, is_transfer, _hand_back=hand_back)
 
 
 def broken_hand() -> Hand:
     hand = Hand()
-    hand.failure, hand.is_done = WireFailure("cut"), True
+    hand.failure, hand.is_done = BackendFailure("cut"), True
     return hand
 
 
@@ -107,7 +107,7 @@ def test_each_thread_that_has_waited_hands_back() -> None:
     assert seen.count(threading.current_thread().name) >= 7 and len(seen) >= 9
 
 
-def test_a_verb_that_failed_hands_nothing_back() -> None:
+def test_a_collective_that_failed_hands_nothing_back() -> None:
     seen = []
     work = work_of(broken_hand(), hand_back=lambda: seen.append(1))
     with pytest.raises(BackendError):
@@ -118,9 +118,9 @@ def test_a_verb_that_failed_hands_nothing_back() -> None:
     assert seen == []
 
 
-def test_a_verb_that_is_only_polled_ends_at_its_timeout() -> None:
+def test_a_collective_that_is_only_polled_ends_at_its_timeout() -> None:
     hand = Hand()
-    hand.failure = WireTimeout("not finished after 0.001 s")
+    hand.failure = BackendTimeout("not finished after 0.001 s")
     work = work_of(hand, timeout_s=0.1)
     begin = time.monotonic()
     time.sleep(0.15)
@@ -136,7 +136,7 @@ def test_a_verb_that_is_only_polled_ends_at_its_timeout() -> None:
 
 
 def polled(kind: str) -> tuple[str, float]:
-    """What a rank learns that polls a verb to which the other does not come."""
+    """What a rank learns that polls a collective to which the other does not come."""
     x = torch.ones(3)
     group = md.new_group([0, 1], timeout=timedelta(seconds=1))
     if md.get_rank() == 1:
@@ -156,19 +156,19 @@ def polled(kind: str) -> tuple[str, float]:
 
 
 @pytest.mark.parametrize("kind", ["collective", "receive", "receive from anyone"])
-@pytest.mark.parametrize("wire", ["gloo", "shm", pytest.param("mpi", marks=pytest.mark.mpi)])
-def test_no_verb_is_polled_in_vain_for_ever(wire: str, kind: str, pool) -> None:
-    if wire == "mpi":
+@pytest.mark.parametrize("backend", ["gloo", "shm", pytest.param("mpi", marks=pytest.mark.mpi)])
+def test_no_collective_is_polled_in_vain_for_ever(backend: str, kind: str, pool) -> None:
+    if backend == "mpi":
         found = job_of(pool, 2).run_in_world(polled, kind)
     else:
-        found = pool.run(polled, 2, kind, backend=wire)
+        found = pool.run(polled, 2, kind, backend=backend)
     told, took = found[0]
     assert told == "CollectiveTimeoutError"
     assert took > 0.9
     assert is_within(took, 5.0)
 
 
-def test_its_repr_has_verb_group_and_state_without_a_poll() -> None:
+def test_its_repr_has_collective_group_and_state_without_a_poll() -> None:
     hand = Hand()
     work = Work(hand, timedelta(seconds=9), explain, [], None, "all_reduce", "the world")
     assert repr(work) == "<Work: all_reduce on the world, not known to be finished>"
@@ -177,11 +177,11 @@ def test_its_repr_has_verb_group_and_state_without_a_poll() -> None:
     assert repr(work) == "<Work: all_reduce on the world, finished>"
     broken = work_of(broken_hand())
     broken.is_completed()
-    assert repr(broken) == "<Work: verb on a group, failed with BackendError>"
+    assert repr(broken) == "<Work: collective on a group, failed with BackendError>"
 
 
-@pytest.mark.parametrize("wire", ["gloo", "simulated"])
-def test_each_verb_names_itself(wire: str, pool) -> None:
+@pytest.mark.parametrize("backend", ["gloo", "simulated"])
+def test_each_collective_names_itself(backend: str, pool) -> None:
     def program() -> list[str]:
         x, peer = torch.ones(2), 1 - md.get_rank()
         works = [
@@ -198,9 +198,9 @@ def test_each_verb_names_itself(wire: str, pool) -> None:
             work.wait()
         return [repr(work) for work in works]
 
-    verbs = ["all_reduce", "all_gather", "isend", "irecv", "isend", "irecv", "all_reduce"]
-    expected = [f"<Work: {verb} on the world, finished>" for verb in verbs]
-    found = pool.run(program, 2) if wire == "gloo" else md.simulate(program, 2)
+    operations = ["all_reduce", "all_gather", "isend", "irecv", "isend", "irecv", "all_reduce"]
+    expected = [f"<Work: {operation} on the world, finished>" for operation in operations]
+    found = pool.run(program, 2) if backend == "gloo" else md.simulate(program, 2)
     assert found == [expected] * 2
 
 
@@ -223,7 +223,7 @@ def test_a_late_work_is_told_by_its_own_call_whatever_was_called_since(pool) -> 
     assert "expected: rank 1 to send (2,) float32 to this rank under tag 3\n" in text
 
 
-def test_a_given_timeout_goes_to_the_wire() -> None:
+def test_a_given_timeout_goes_to_the_backend() -> None:
     hand = Hand()
     work_of(hand).wait(timedelta(seconds=2))
     assert hand.waited == [timedelta(seconds=2)]
@@ -231,7 +231,7 @@ def test_a_given_timeout_goes_to_the_wire() -> None:
 
 def test_a_failure_is_explained_and_raised_at_every_wait() -> None:
     hand = Hand()
-    hand.failure = WireFailure("the line is cut")
+    hand.failure = BackendFailure("the line is cut")
     work = work_of(hand)
     for _ in range(2):
         with pytest.raises(BackendError, match="explained: the line is cut"):
@@ -240,7 +240,7 @@ def test_a_failure_is_explained_and_raised_at_every_wait() -> None:
     assert isinstance(work.exception(), BackendError)
 
 
-def test_a_result_that_cannot_be_copied_back_is_the_verbs_failure() -> None:
+def test_a_result_that_cannot_be_copied_back_is_the_collectives_failure() -> None:
     def copy_back() -> None:
         raise RuntimeError("no room")
 
@@ -251,7 +251,7 @@ def test_a_result_that_cannot_be_copied_back_is_the_verbs_failure() -> None:
     assert not work.is_success()
 
 
-def test_another_exception_in_a_wait_does_not_end_the_verb() -> None:
+def test_another_exception_in_a_wait_does_not_end_the_collective() -> None:
     hand = Hand()
     hand.failure = KeyboardInterrupt()
     work = work_of(hand)
@@ -299,7 +299,7 @@ def test_no_stream_waits_for_the_cpu() -> None:
 
 
 @pytest.mark.gpu
-def test_streams_come_after_the_verb_wherever_it_was_waited_for_first() -> None:
+def test_streams_come_after_the_collective_wherever_it_was_waited_for_first() -> None:
     x = torch.zeros(1 << 20, device="cuda")
     first, second = torch.cuda.Stream(), torch.cuda.Stream()
 
@@ -352,7 +352,7 @@ def test_waiting_for_the_work_completes_its_future_in_this_thread() -> None:
     assert torch._C.Future.done(chained) and chained.value() == 5
 
 
-def test_a_future_is_done_when_its_verb_is_though_nothing_has_waited() -> None:
+def test_a_future_is_done_when_its_collective_is_though_nothing_has_waited() -> None:
     hand, seen = Hand(), []
     future = work_of(hand).get_future()
     chained = future.then(lambda done: seen.append(done.value()))
@@ -364,7 +364,7 @@ def test_a_future_is_done_when_its_verb_is_though_nothing_has_waited() -> None:
 
 def test_the_outcome_as_a_future() -> None:
     late = Hand()
-    late.failure, late.is_done = WireTimeout("late"), True
+    late.failure, late.is_done = BackendTimeout("late"), True
     codes = [work_of(hand).get_future_result().wait() for hand in (Hand(), broken_hand(), late)]
     expected = [WorkResult.SUCCESS, WorkResult.COMM_ERROR, WorkResult.TIMEOUT]
     assert codes == [int(code) for code in expected] == [0, 2, 1]
@@ -381,11 +381,11 @@ def test_a_future_that_nobody_waits_for_fails_at_the_timeout() -> None:
     assert isinstance(work.exception(), CollectiveTimeoutError)
 
 
-def test_an_unforeseen_error_of_a_wire_arrives_in_the_future() -> None:
+def test_an_unforeseen_error_of_a_backend_arrives_in_the_future() -> None:
     hand = Hand()
-    hand.failure, hand.is_done = ZeroDivisionError("a wire's mistake"), True
+    hand.failure, hand.is_done = ZeroDivisionError("a backend's mistake"), True
     future = work_of(hand).get_future()
-    with pytest.raises(ZeroDivisionError, match="a wire's mistake"):
+    with pytest.raises(ZeroDivisionError, match="a backend's mistake"):
         torch._C._collect_all([future]).wait()
 
     waited = work_of(hand)
@@ -394,7 +394,7 @@ def test_an_unforeseen_error_of_a_wire_arrives_in_the_future() -> None:
     assert isinstance(waited.exception(), ZeroDivisionError)
 
 
-def test_many_threads_end_a_verb_once() -> None:
+def test_many_threads_end_a_collective_once() -> None:
     hand, copied = Hand(), []
     work = work_of(hand, copy_back=lambda: copied.append(1))
     future = work.get_future()
@@ -414,7 +414,7 @@ def test_many_threads_end_a_verb_once() -> None:
 
 
 def collected() -> tuple:
-    """Futures of two verbs, taken every way that torch offers."""
+    """Futures of two collectives, taken every way that torch offers."""
     rank = md.get_rank()
     x, y, z = (torch.full((2,), rank + value) for value in (1.0, 10.0, 100.0))
     seen: list = []
@@ -428,15 +428,15 @@ def collected() -> tuple:
     return sums, halved.tolist(), seen, later.wait(), torch.futures.wait_all([code])
 
 
-@pytest.mark.parametrize("wire", ["simulated", "gloo"])
-def test_futures_are_collected_over_real_wires_and_simulated(wire: str, pool) -> None:
-    run = pool.run if wire == "gloo" else md.simulate
+@pytest.mark.parametrize("backend", ["simulated", "gloo"])
+def test_futures_are_collected_over_real_backends_and_simulated(backend: str, pool) -> None:
+    run = pool.run if backend == "gloo" else md.simulate
     results = run(collected, 2)
     assert results == [([[3.0] * 2, [21.0] * 2], [100.5] * 2, [[201.0] * 2], 3, [0])] * 2
 
 
 def unattended() -> list:
-    """Callbacks of a verb that nobody waits for, and other verbs after it."""
+    """Callbacks of a collective that nobody waits for, and other collectives after it."""
     seen: list = []
     x = torch.ones(1)
     md.all_reduce(x, async_op=True).get_future().add_done_callback(lambda _: seen.append(x.item()))
@@ -498,7 +498,7 @@ def disagreeing() -> str:
     x = torch.ones(2 + md.get_rank())
     try:
         torch.futures.wait_all([md.all_reduce(x, async_op=True).get_future()])
-    except md.AgreementError as error:
+    except md.MismatchError as error:
         return error.summary
     return "nothing"
 
@@ -537,7 +537,7 @@ def test_torchs_ddp_takes_the_future_of_a_comm_hook(pool) -> None:
 
 
 def stress() -> list:
-    """Many futures over three groups, collected, while other verbs go on."""
+    """Many futures over three groups, collected, while other collectives go on."""
     groups = [md.new_group([0, 1]) for _ in range(3)]
     tensors = [torch.full((5,), float(n)) for n in range(150)]
     futures = [
@@ -551,9 +551,9 @@ def stress() -> list:
     return [x[0].item() for x in tensors]
 
 
-@pytest.mark.parametrize("wire", ["simulated", "gloo"])
-def test_many_futures(wire: str, pool) -> None:
-    run = pool.run if wire == "gloo" else md.simulate
+@pytest.mark.parametrize("backend", ["simulated", "gloo"])
+def test_many_futures(backend: str, pool) -> None:
+    run = pool.run if backend == "gloo" else md.simulate
     assert run(stress, 2) == [[2.0 * n for n in range(150)]] * 2
 
 

@@ -10,7 +10,7 @@ from datetime import timedelta
 
 import pytest
 
-from meshdist.backends.requests import QueuedOperation, WireTimeout, WorkerQueue
+from meshdist.backends.requests import BackendTimeout, QueuedRequest, WorkerQueue
 from tests.load import is_within
 from tests.pool import Pool
 
@@ -42,7 +42,7 @@ def test_operations_are_done_in_order_by_one_thread_not_the_callers(
 def test_a_wait_ends_at_its_timeout(queue: WorkerQueue) -> None:
     gate = threading.Event()
     job = queue.start(lambda: gate.wait(5.0) and None)  # type: ignore[func-returns-value]
-    with pytest.raises(WireTimeout, match=r"not finished after 0.01 s"):
+    with pytest.raises(BackendTimeout, match=r"not finished after 0.01 s"):
         job.finish(timedelta(seconds=0.01))
     assert not job.poll()
     gate.set()
@@ -68,7 +68,7 @@ def test_nothing_is_kept_of_what_is_done() -> None:
 
     thing = Thing()
     gone = weakref.ref(thing)
-    job = QueuedOperation(lambda thing=thing: None)  # type: ignore[misc]
+    job = QueuedRequest(lambda thing=thing: None)  # type: ignore[misc]
     job.run()
     del thing
     gc.collect()

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from benchmarks.start_at_scale import columns, memory, run
-from meshdist.bootstrap.arrival_counters import head_count_of
+from meshdist.bootstrap.arrival_counters import arrival_counter_of
 
 
 class Numbers(Counter[str]):
@@ -26,7 +26,7 @@ class Numbers(Counter[str]):
 
 
 def test_members_of_a_host_share_a_number_and_those_missing_are_read_from_it() -> None:
-    counts = head_count_of((1, 2, 5, 6, 7), (0, 0, 0, 0, 1, 1, 1, 1))
+    counts = arrival_counter_of((1, 2, 5, 6, 7), (0, 0, 0, 0, 1, 1, 1, 1))
     blocks = [counts.block_of(rank) for rank in (1, 5)]
     assert [(block.name, block.ranks) for block in blocks] == [("0.0", (1, 2)), ("1.0", (5, 6, 7))]
     store = Numbers()
@@ -39,10 +39,10 @@ def test_members_of_a_host_share_a_number_and_those_missing_are_read_from_it() -
 
 
 def test_no_number_has_more_bits_than_a_store_can_add() -> None:
-    counts = head_count_of(tuple(range(130)), (3,) * 130)
+    counts = arrival_counter_of(tuple(range(130)), (3,) * 130)
     assert [len(part.ranks) for part in counts.parts] == [60, 60, 10]
     assert sorted(counts.names()) == ["1:0", "3.0", "3.1", "3.2"]
-    large = head_count_of(tuple(range(16384)), tuple(rank // 4 for rank in range(16384)))
+    large = arrival_counter_of(tuple(range(16384)), tuple(rank // 4 for rank in range(16384)))
     assert large.names and all(len(part.parts) <= 60 for part in large.parts)
 
 
@@ -50,7 +50,7 @@ def test_no_number_has_more_bits_than_a_store_can_add() -> None:
 def test_a_look_for_one_late_member_reads_as_much_whatever_the_size(
     size: int, per_host: int
 ) -> None:
-    counts = head_count_of(tuple(range(size)), tuple(rank // per_host for rank in range(size)))
+    counts = arrival_counter_of(tuple(range(size)), tuple(rank // per_host for rank in range(size)))
     store, order = Numbers(), list(range(size))
     random.Random(size).shuffle(order)
     last = order.pop()
@@ -66,7 +66,7 @@ def test_a_look_for_one_late_member_reads_as_much_whatever_the_size(
 
 def test_a_look_while_many_are_missing_reads_few_numbers() -> None:
     size = 4096
-    counts = head_count_of(tuple(range(size)), tuple(rank // 8 for rank in range(size)))
+    counts = arrival_counter_of(tuple(range(size)), tuple(rank // 8 for rank in range(size)))
     store = Numbers()
     for rank in range(0, size, 2):  # half of each host has come
         counts.count(store.add, "x", rank)

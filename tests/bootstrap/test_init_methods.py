@@ -33,7 +33,7 @@ SHORT = timedelta(seconds=0.3)
 
 
 def meet(init_method: str | None = None, **given: Any) -> Rendezvous:
-    return init_methods.meet(init_methods.Terms(init_method, **given))
+    return init_methods.meet(init_methods.InitArguments(init_method, **given))
 
 
 @pytest.fixture
@@ -432,7 +432,7 @@ def test_the_rendezvous_function(pool: Pool, port: int) -> None:
     [
         ("tcp://127.0.0.1:1?rank=0", {"rank": 0, "world_size": 1}, "rank stands in the URL and in"),
         ("tcp://h:1?world_size=2", {"rank": 0, "world_size": 2}, "world_size stands in the URL"),
-        ("tcp://h:1?rank=x", {"world_size": 2}, "rank='x' in the URL is no whole number"),
+        ("tcp://h:1?rank=x", {"world_size": 2}, "rank='x' in the URL is no integer"),
         ("tcp://127.0.0.1:1", {"rank": 0}, "tcp:// needs the size of the world"),
         ("tcp://127.0.0.1:1", {"rank": 2, "world_size": 2}, "rank 2 does not exist in a world of"),
         ("tcp://127.0.0.1:1", {"rank": -2, "world_size": 2}, "rank is -2"),
@@ -444,7 +444,7 @@ def test_the_rendezvous_function(pool: Pool, port: int) -> None:
         ("file://", {"rank": 0, "world_size": 1}, "file:// needs an absolute path"),
         ("file://x/y", {"rank": 0, "world_size": 1}, "file:// needs an absolute path"),
         ("file:///tmp/x", {"rank": 0}, "file:// needs the size of the world"),
-        ("tcp://h:1?rank=²", {"world_size": 2}, "rank='²' in the URL is no whole number"),
+        ("tcp://h:1?rank=²", {"world_size": 2}, "rank='²' in the URL is no integer"),
         ("tcp://127.0.0.1:1", {"rank": 0, "world_size": 10**15}, "a world of 1000000000000000 ran"),
     ],
 )
@@ -477,7 +477,7 @@ def test_a_store_needs_rank_and_size(given: Mapping[str, int]) -> None:
 
 
 def test_kinds_of_arguments() -> None:
-    with pytest.raises(md.KindError, match="rank must be a whole number"):
+    with pytest.raises(md.KindError, match="rank must be an integer"):
         meet(rank="0")
     with pytest.raises(md.KindError, match="timeout must be a"):
         next(md.rendezvous("tcp://127.0.0.1:1", 0, 1, timeout=5))
@@ -673,16 +673,16 @@ def test_torchrun_and_its_restarts(tmp_path: Path) -> None:
     begin = """
         import os, sys
         import meshdist as md
-        attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-        if os.environ["RANK"] == "1" and attempt == 0:
+        rendezvous_round = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+        if os.environ["RANK"] == "1" and rendezvous_round == 0:
             os._exit(3)
         assert md.is_torchelastic_launched()
-        if attempt == 1:
+        if rendezvous_round == 1:
             md.init_process_group("gloo")
             if md.get_rank() == 1:
                 os._exit(4)
             md.barrier()
-    """
+"""
     code = textwrap.dedent(begin) + textwrap.dedent(PROGRAM)
     done = run_torchrun(tmp_path, code, "--standalone", "--max-restarts", "2")
     assert done.returncode == 0, done.stderr

@@ -7,7 +7,11 @@ import sys
 import pytest
 
 import meshdist as md
-from meshdist.bootstrap.launch_environment import Surroundings, first_host, read_surroundings
+from meshdist.bootstrap.launch_environment import (
+    LaunchEnvironment,
+    first_host,
+    read_launch_environment,
+)
 
 ENV = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "host0", "MASTER_PORT": "29500"}
 OPEN_MPI = {
@@ -31,7 +35,7 @@ SLURM = {
 
 def error_of(environment: dict[str, str], **given: int) -> str:
     with pytest.raises(md.RendezvousError) as caught:
-        read_surroundings(environment, **given)
+        read_launch_environment(environment, **given)
     return str(caught.value)
 
 
@@ -39,34 +43,38 @@ def error_of(environment: dict[str, str], **given: int) -> str:
 
 
 def test_variables_set_by_hand() -> None:
-    assert read_surroundings(ENV) == Surroundings("env", 1, 4, "host0", 29500)
+    assert read_launch_environment(ENV) == LaunchEnvironment("env", 1, 4, "host0", 29500)
 
 
 def test_what_the_call_names_wins_one_by_one() -> None:
-    assert read_surroundings(ENV, rank=2).rank == 2
-    assert read_surroundings(ENV, rank=2).size == 4
-    assert read_surroundings(ENV, world_size=9).size == 9
-    both = read_surroundings({"MASTER_PORT": "1", "MASTER_ADDR": "a"}, rank=1, world_size=2)
+    assert read_launch_environment(ENV, rank=2).rank == 2
+    assert read_launch_environment(ENV, rank=2).size == 4
+    assert read_launch_environment(ENV, world_size=9).size == 9
+    both = read_launch_environment({"MASTER_PORT": "1", "MASTER_ADDR": "a"}, rank=1, world_size=2)
     assert (both.rank, both.size) == (1, 2)
 
 
 def test_rank_0_may_lack_the_address() -> None:
     rest = {name: value for name, value in ENV.items() if name != "MASTER_ADDR"}
-    assert read_surroundings({**rest, "RANK": "0"}).address is None
+    assert read_launch_environment({**rest, "RANK": "0"}).address is None
     assert "MASTER_ADDR is missing" in error_of(rest)
 
 
 def test_on_one_host_the_address_is_loopback() -> None:
     told = {**ENV, "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
-    found = read_surroundings(told)
+    found = read_launch_environment(told)
     assert (found.address, found.local_rank, found.is_one_host) == ("127.0.0.1", 1, True)
-    assert read_surroundings({**told, "LOCAL_WORLD_SIZE": "2"}).address == "host0"
+    assert read_launch_environment({**told, "LOCAL_WORLD_SIZE": "2"}).address == "host0"
 
 
 def test_our_own_launcher_knows_its_address() -> None:
     told = {**ENV, "LOCAL_WORLD_SIZE": "4", "MESHDIST_LAUNCH": "/ab", "MESHDIST_RUN_ID": "ab"}
-    found = read_surroundings(told)
-    assert (found.launcher, found.address, found.attempt) == ("meshdist run", "host0", "ab")
+    found = read_launch_environment(told)
+    assert (found.launcher, found.address, found.rendezvous_round) == (
+        "meshdist run",
+        "host0",
+        "ab",
+    )
 
 
 def test_torchrun() -> None:
@@ -78,68 +86,72 @@ def test_torchrun() -> None:
         "LOCAL_WORLD_SIZE": "4",
         "GROUP_WORLD_SIZE": "1",
     }
-    found = read_surroundings(told)
-    assert (found.launcher, found.attempt, found.has_agent_store) == ("torchrun", "2", True)
+    found = read_launch_environment(told)
+    assert (found.launcher, found.rendezvous_round, found.has_agent_store) == (
+        "torchrun",
+        "2",
+        True,
+    )
     assert found.address == "host0"  # the agent's server, not one of ours
-    without = read_surroundings({**told, "TORCHELASTIC_USE_AGENT_STORE": "False"})
+    without = read_launch_environment({**told, "TORCHELASTIC_USE_AGENT_STORE": "False"})
     assert (without.has_agent_store, without.address) == (False, "127.0.0.1")
     # Each agent counts its own restarts: across hosts the count tells nothing.
-    assert read_surroundings({**told, "GROUP_WORLD_SIZE": "2"}).attempt == ""
+    assert read_launch_environment({**told, "GROUP_WORLD_SIZE": "2"}).rendezvous_round == ""
 
 
 def test_open_mpi() -> None:
-    found = read_surroundings(OPEN_MPI)
+    found = read_launch_environment(OPEN_MPI)
     assert (found.launcher, found.rank, found.size, found.local_rank) == ("Open MPI", 1, 4, 1)
     assert (found.address, found.port, found.job) == (None, None, "prterun-host-77@1")
     assert not found.is_one_host
-    assert read_surroundings({**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}).is_one_host
+    assert read_launch_environment({**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}).is_one_host
 
 
 def test_mpich_hydra() -> None:
-    found = read_surroundings(HYDRA)
+    found = read_launch_environment(HYDRA)
     assert (found.launcher, found.rank, found.size, found.is_one_host) == ("Hydra", 2, 4, True)
 
 
 def test_the_address_may_be_named_under_mpiexec() -> None:
-    found = read_surroundings({**OPEN_MPI, "MASTER_ADDR": "host0", "MASTER_PORT": "7"})
+    found = read_launch_environment({**OPEN_MPI, "MASTER_ADDR": "host0", "MASTER_PORT": "7"})
     assert (found.launcher, found.address, found.port) == ("Open MPI", "host0", 7)
 
 
 def test_slurm() -> None:
-    found = read_surroundings(SLURM)
+    found = read_launch_environment(SLURM)
     assert (found.launcher, found.rank, found.size, found.local_rank) == ("Slurm", 3, 8, 1)
     assert (found.address, found.is_one_host) == ("gpu07", False)
     assert found.port is not None
     assert 12000 <= found.port < 32000
-    assert read_surroundings({**SLURM, "SLURM_STEP_ID": "3"}).port != found.port
-    assert read_surroundings({**SLURM, "SLURM_PROCID": "0"}).port == found.port
+    assert read_launch_environment({**SLURM, "SLURM_STEP_ID": "3"}).port != found.port
+    assert read_launch_environment({**SLURM, "SLURM_PROCID": "0"}).port == found.port
 
 
 def test_slurm_on_one_host() -> None:
-    found = read_surroundings({**SLURM, "SLURM_NNODES": "1"})
+    found = read_launch_environment({**SLURM, "SLURM_NNODES": "1"})
     assert (found.address, found.is_one_host) == ("127.0.0.1", True)
 
 
 def test_slurm_with_a_step_on_fewer_hosts() -> None:
     step = {**SLURM, "SLURM_STEP_NODELIST": "login", "SLURM_STEP_NUM_NODES": "2"}
-    assert read_surroundings(step).address == "login"
+    assert read_launch_environment(step).address == "login"
 
 
 def test_who_wins() -> None:
-    assert read_surroundings({**OPEN_MPI, **SLURM, **ENV}).launcher == "env"
-    assert read_surroundings({**OPEN_MPI, **SLURM}).launcher == "Open MPI"
+    assert read_launch_environment({**OPEN_MPI, **SLURM, **ENV}).launcher == "env"
+    assert read_launch_environment({**OPEN_MPI, **SLURM}).launcher == "Open MPI"
     # mpiexec inside a Slurm job: Slurm's variables tell of mpiexec's own processes.
-    assert read_surroundings({**HYDRA, **SLURM}).launcher == "Hydra"
+    assert read_launch_environment({**HYDRA, **SLURM}).launcher == "Hydra"
     # srun --mpi=pmi2: both tell the same, and Slurm knows the hosts.
     same = {**HYDRA, **SLURM, "PMI_RANK": "3", "PMI_SIZE": "8"}
-    assert read_surroundings(same).launcher == "Slurm"
+    assert read_launch_environment(same).launcher == "Slurm"
 
 
 def test_only_mpiexec_counts_where_mpi_is_asked_for() -> None:
-    found = read_surroundings({**ENV, **OPEN_MPI}, is_mpi_asked=True)
+    found = read_launch_environment({**ENV, **OPEN_MPI}, is_mpi_asked=True)
     assert (found.launcher, found.rank) == ("Open MPI", 1)
     with pytest.raises(md.RendezvousError, match="the program runs without mpiexec") as caught:
-        read_surroundings(ENV, is_mpi_asked=True)
+        read_launch_environment(ENV, is_mpi_asked=True)
     text = str(caught.value)
     assert "expected: the variables of mpiexec: backend 'mpi' takes ranks from nobody" in text
     assert "meshdist run --launcher mpi -n 4" in text and "mpiexec -n 4 python" in text
@@ -166,8 +178,8 @@ def test_nothing_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_all_that_is_wrong_is_told_at_once() -> None:
     text = error_of({"RANK": "one", "WORLD_SIZE": "0", "MASTER_PORT": "70000"})
-    assert "RANK='one' is no whole number from 0" in text
-    assert "WORLD_SIZE='0' is no whole number from 1" in text
+    assert "RANK='one' is no integer from 0" in text
+    assert "WORLD_SIZE='0' is no integer from 1" in text
     assert "MASTER_PORT='70000' is no port: 1 to 65535" in text
     assert "found:    MASTER_PORT=70000, RANK=one, WORLD_SIZE=0" in text
 
@@ -178,7 +190,7 @@ def test_what_only_looks_like_a_number_is_told(text: str) -> None:
         assert f"{name}={text[:20]!r}"[:-1] in error_of({**ENV, name: text})
     assert "is no port: 1 to 65535" in error_of({**ENV, "MASTER_PORT": text})
     assert len(error_of({**ENV, "RANK": text, "MASTER_PORT": text})) < 2000
-    told = read_surroundings({**ENV, "LOCAL_RANK": text, "LOCAL_WORLD_SIZE": text})
+    told = read_launch_environment({**ENV, "LOCAL_RANK": text, "LOCAL_WORLD_SIZE": text})
     assert (told.local_rank, told.is_one_host) == (None, False)
 
 
@@ -229,6 +241,6 @@ def test_no_list_of_hosts(nodes: str) -> None:
 def test_a_notebook_is_told_what_works_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
     with pytest.raises(md.RendezvousError) as caught:
-        read_surroundings({}, rank=-1, world_size=-1, is_mpi_asked=False)
+        read_launch_environment({}, rank=-1, world_size=-1, is_mpi_asked=False)
     assert "meshdist.simulate(program, 4)" in str(caught.value)
     assert "meshdist run" not in str(caught.value)

@@ -15,7 +15,7 @@ import pytest
 
 import meshdist as md
 from meshdist.bootstrap import mpi_library
-from meshdist.bootstrap.launch_environment import Surroundings
+from meshdist.bootstrap.launch_environment import LaunchEnvironment
 from meshdist.bootstrap.mpi_library import directory_of_mpiexec
 from tests.inner import Deadline, wait_until
 
@@ -28,8 +28,8 @@ def _own_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
 
-def ranks(size: int) -> list[Surroundings]:
-    return [Surroundings("Hydra", rank, size, is_one_host=True) for rank in range(size)]
+def ranks(size: int) -> list[LaunchEnvironment]:
+    return [LaunchEnvironment("Hydra", rank, size, is_one_host=True) for rank in range(size)]
 
 
 def test_the_ranks_of_one_mpiexec_meet_in_one_private_directory(tmp_path: Path) -> None:
@@ -65,7 +65,7 @@ def test_ranks_without_a_launching_process_start_no_remover(
     assert directory_of_mpiexec(first) == directory_of_mpiexec(second)
 
 
-def test_a_directory_that_others_may_enter_is_refused() -> None:
+def test_a_directory_that_others_may_enter_is_rejected() -> None:
     folder = Path(directory_of_mpiexec(ranks(2)[0]))
     folder.chmod(0o755)
     with pytest.raises(md.RendezvousError, match="is not this user's own directory") as caught:
@@ -73,7 +73,7 @@ def test_a_directory_that_others_may_enter_is_refused() -> None:
     assert "mode 0755" in str(caught.value)
 
 
-def test_a_link_in_its_place_is_refused(tmp_path: Path) -> None:
+def test_a_link_in_its_place_is_rejected(tmp_path: Path) -> None:
     folder = Path(directory_of_mpiexec(ranks(2)[0]))
     elsewhere = tmp_path / "elsewhere"
     folder.rename(elsewhere)
@@ -189,8 +189,8 @@ def test_a_forked_child_may_leave_by_exit(tmp_path: Path, backend: str) -> None:
     program = (
         "import os, sys, torch, meshdist as md\n"
         f"md.init_process_group({backend!r})\n"
-        "wire = {0: md.AxisOptions(backend='mpi')}\n"
-        "mesh = md.init_device_mesh('cpu', (2,), axis_options=wire)\n"
+        "backend = {0: md.AxisOptions(backend='mpi')}\n"
+        "mesh = md.init_device_mesh('cpu', (2,), axis_options=backend)\n"
         "md.all_reduce(torch.ones(1), group=mesh)\n"
         "child = os.fork()\n"
         "if child == 0:\n"

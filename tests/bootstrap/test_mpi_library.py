@@ -1,4 +1,4 @@
-"""The MPI library: found and asked. What it says once it is started is tested with the wire."""
+"""The MPI library: found and asked. What it says once it is started is tested with the backend."""
 
 from __future__ import annotations
 

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 import meshdist as md
-from meshdist.bootstrap.rendezvous_rounds import Attempt, Rendezvous
-from meshdist.bootstrap.timeout_store import BoundedStore
-from tests.inner import my_card
+from meshdist.bootstrap.rendezvous_rounds import Rendezvous, RendezvousRound
+from meshdist.bootstrap.timeout_store import TimeoutStore
+from tests.inner import my_process_info
 
 LONG = timedelta(seconds=30)
 SHORT = timedelta(seconds=0.3)
@@ -45,8 +45,8 @@ def join_all(
 def as_rank(
     rank: int | None, size: int, timeout: timedelta = LONG, **settings: Any
 ) -> Callable[[md.Store], Rendezvous]:
-    return lambda store: Attempt(
-        BoundedStore(store, LONG), rank, size, timeout, "a test", **settings
+    return lambda store: RendezvousRound(
+        TimeoutStore(store, LONG), rank, size, timeout, "a test", **settings
     ).join()
 
 
@@ -58,12 +58,12 @@ def test_every_rank_gets_its_own_number(size: int) -> None:
     assert [(one.local_rank, one.local_size) for one in found] == [(r, size) for r in range(size)]
 
 
-def test_all_learn_which_wires_all_of_them_can_use() -> None:
+def test_all_learn_which_backends_all_of_them_can_use() -> None:
     usable = [{"shm", "gloo", "nccl"}, {"gloo", "shm"}, {"gloo"}]
-    found = join_all(md.HashStore(), [as_rank(k, 3, wires=w) for k, w in enumerate(usable)])
-    assert {one.wires for one in found} == {frozenset({"gloo"})}
-    (alone,) = join_all(md.HashStore(), [as_rank(0, 1, wires=usable[0])])
-    assert alone.wires == usable[0]
+    found = join_all(md.HashStore(), [as_rank(k, 3, backends=w) for k, w in enumerate(usable)])
+    assert {one.backends for one in found} == {frozenset({"gloo"})}
+    (alone,) = join_all(md.HashStore(), [as_rank(0, 1, backends=usable[0])])
+    assert alone.backends == usable[0]
 
 
 def test_numbers_are_given_in_the_order_of_arrival() -> None:
@@ -101,7 +101,7 @@ def test_a_missing_rank_is_named_by_everyone_who_waits() -> None:
     text = texts.pop()
     assert "ranks 1, 3, 5 have not joined the world of 6 within 0.3 s" in text
     assert "joined: ranks 0, 2, 4" in text
-    assert f"rank 2: {my_card()}" in text
+    assert f"rank 2: {my_process_info()}" in text
     assert "where:    a test" in text
 
 
@@ -145,7 +145,7 @@ def test_a_process_for_which_no_world_stays_open_says_so() -> None:
         as_rank(0, 2)(Closing())
     assert str(caught.value) == (
         "8 worlds of the store have ended while this process came to join one\n"
-        f"  where:    a test; {my_card()}\n"
+        f"  where:    a test; {my_process_info()}\n"
         "  expected: a world that waits for this process\n"
         "  found:    worlds up to number 14, each of which other processes have closed\n"
         "  fix:      end the processes that make worlds at this address again and again, or give "
@@ -164,7 +164,7 @@ def test_one_rank_claimed_twice() -> None:
     assert len({str(one) for one in outcomes}) == 1
     text = str(outcomes[0])
     assert "rank 1 was claimed by two processes" in text
-    assert f"found:    {my_card()}; {my_card()}" in text
+    assert f"found:    {my_process_info()}; {my_process_info()}" in text
 
 
 def test_different_sizes() -> None:
@@ -188,7 +188,7 @@ def test_a_lost_store_is_told_as_such() -> None:
             raise md.DistNetworkError("connection reset by peer")
 
     with pytest.raises(md.RendezvousError, match="the store was lost while the ranks were joining"):
-        Attempt(BoundedStore(Lost(), LONG), 0, 2, LONG, "a test").join()
+        RendezvousRound(TimeoutStore(Lost(), LONG), 0, 2, LONG, "a test").join()
 
 
 def test_a_missing_rank_of_a_large_world_is_told_in_time() -> None:
@@ -203,10 +203,10 @@ def test_a_missing_rank_of_a_large_world_is_told_in_time() -> None:
 
 def leave_claim(store: md.Store, rank: int, **changes: Any) -> None:
     """Write what a process that died before its world was complete has written."""
-    card = dataclasses.replace(my_card(), **changes)
+    process_info = dataclasses.replace(my_process_info(), **changes)
     md.PrefixStore("meshdist", store).compare_set("open", "", "[0, 2]")
     keys = md.PrefixStore("meshdist/0", store)
-    keys.set(f"card/{rank}", json.dumps({**card.to_json(), "local_rank": None}))
+    keys.set(f"card/{rank}", json.dumps({**process_info.to_json(), "local_rank": None}))
     keys.add("joined/0.0", 1 << rank)
 
 
@@ -260,7 +260,7 @@ def test_a_dead_process_of_another_host_does_not_complete_a_world() -> None:
     leave_claim(store, 0, host="other", hostname="elsewhere")
     (outcome,) = join_all(store, [as_rank(1, 2, SHORT)])
     assert "rank 0 came to the world of 2, and then fell silent" in str(outcome)
-    assert f"rank 0: process {my_card().pid} on elsewhere" in str(outcome)
+    assert f"rank 0: process {my_process_info().pid} on elsewhere" in str(outcome)
 
 
 def test_who_may_have_ended_as_the_last_that_confirms_is_named() -> None:
@@ -276,19 +276,19 @@ def test_who_may_have_ended_as_the_last_that_confirms_is_named() -> None:
     leave_claim(store, 1, host="other", hostname="elsewhere")
     error, _ = join_all(store, [as_rank(0, 2, SHORT), confirm_and_end])
     assert str(error).startswith("rank 1 came to the world of 2, and then fell silent")
-    assert f"rank 1: process {my_card().pid} on elsewhere" in str(error)
+    assert f"rank 1: process {my_process_info().pid} on elsewhere" in str(error)
 
 
 def test_an_interrupted_rank_frees_the_others() -> None:
     store = md.HashStore()
 
-    class InterruptedStore(BoundedStore):
+    class InterruptedStore(TimeoutStore):
         def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
             raise KeyboardInterrupt
 
     def interrupted(store: md.Store) -> Rendezvous:
         try:
-            return Attempt(InterruptedStore(store, LONG), 0, 2, LONG, "a test").join()
+            return RendezvousRound(InterruptedStore(store, LONG), 0, 2, LONG, "a test").join()
         except KeyboardInterrupt:
             raise md.WorldError("interrupted") from None
 
@@ -308,11 +308,13 @@ def layout_of(hosts: Sequence[str], told: Sequence[int | None]) -> list[Rendezvo
         def call(
             store: md.Store, rank: int = rank, host: str = host, local: int | None = local
         ) -> Rendezvous:
-            attempt = Attempt(
-                BoundedStore(store, LONG), rank, len(hosts), LONG, "a test", (), local
+            rendezvous_round = RendezvousRound(
+                TimeoutStore(store, LONG), rank, len(hosts), LONG, "a test", (), local
             )
-            attempt.card = dataclasses.replace(my_card(), host=host, hostname=host)
-            joined = attempt.try_generation(0)
+            rendezvous_round.process_info = dataclasses.replace(
+                my_process_info(), host=host, hostname=host
+            )
+            joined = rendezvous_round.try_generation(0)
             assert joined is not None
             return joined
 

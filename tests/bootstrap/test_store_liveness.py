@@ -19,9 +19,9 @@ from pathlib import Path
 import pytest
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 
-from meshdist.bootstrap.store_liveness import ServerWatch
+from meshdist.bootstrap.store_liveness import StoreLiveness
 from meshdist.bootstrap.stores import connect_store
-from tests.inner import my_card
+from tests.inner import my_process_info
 from tests.load import is_within
 from tests.pool import Pool, RunningProgram, free_port, places
 
@@ -119,7 +119,7 @@ def tell_to_end(server: RunningProgram, how: str = "") -> None:
     server.stdin.flush()
 
 
-def ends(watch: ServerWatch) -> list[socket.socket]:
+def ends(watch: StoreLiveness) -> list[socket.socket]:
     return [] if watch.connection is None else [watch.connection]
 
 
@@ -128,9 +128,9 @@ def is_up(store: Store) -> bool:
 
 
 def test_only_a_store_that_a_process_serves_is_watched() -> None:
-    assert ServerWatch(HashStore()).connection is None
+    assert StoreLiveness(HashStore()).connection is None
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    watch = ServerWatch(PrefixStore("deep", PrefixStore("down", server)))
+    watch = StoreLiveness(PrefixStore("deep", PrefixStore("down", server)))
     assert watch.connection is not None
     assert not watch.has_ended() and watch.is_served()
     watch.close()
@@ -145,7 +145,7 @@ def test_a_server_that_ends_waits_until_its_clients_have_closed_their_watch(
     served: Served, listener: str
 ) -> None:
     with served(listener) as (server, store):
-        watch, late = ServerWatch(store), ServerWatch(store)
+        watch, late = StoreLiveness(store), StoreLiveness(store)
         tell_to_end(server)
         assert select.select(ends(watch), [], [], 1.0)[0] == []
         assert not watch.has_ended() and watch.is_served()
@@ -159,7 +159,7 @@ def test_a_server_that_ends_waits_until_its_clients_have_closed_their_watch(
 
 def test_a_server_that_fails_waits_shortly_and_says_that_it_ends(served: Served) -> None:
     with served("None", patience_s=30.0) as (server, store):
-        watch = ServerWatch(store)
+        watch = StoreLiveness(store)
         start = time.monotonic()
         tell_to_end(server, "fail")
         assert is_up(store)  # the others may still read what it has left for them
@@ -173,7 +173,7 @@ def test_a_server_that_fails_waits_shortly_and_says_that_it_ends(served: Served)
 
 def test_an_interrupt_ends_a_server_that_waits_for_its_clients(served: Served) -> None:
     with served("None") as (server, store):
-        watch = ServerWatch(store)
+        watch = StoreLiveness(store)
         tell_to_end(server)
         time.sleep(0.3)
         server.send_signal(signal.SIGINT)
@@ -183,7 +183,7 @@ def test_an_interrupt_ends_a_server_that_waits_for_its_clients(served: Served) -
 
 def test_a_killed_server_ends_all_connections(served: Served) -> None:
     with served("None") as (server, store):
-        watch = ServerWatch(store)
+        watch = StoreLiveness(store)
         server.kill()
         server.wait(10)
         assert select.select(ends(watch), [], [], 10.0)[0] == ends(watch)
@@ -195,7 +195,7 @@ def test_strangers_keep_no_server_from_ending(served: Served, junk: bytes) -> No
     with served("None") as (server, store):
         strangers = [socket.create_connection(("127.0.0.1", store.port)) for _ in range(100)]
         store.set("meshdist/clients", junk)
-        watch = ServerWatch(store)
+        watch = StoreLiveness(store)
         tell_to_end(server)
         with pytest.raises(subprocess.TimeoutExpired):
             server.wait(0.5)  # it waits for its client, and for no one else
@@ -207,10 +207,10 @@ def test_strangers_keep_no_server_from_ending(served: Served, junk: bytes) -> No
 
 def test_a_process_that_is_ending_is_known_by_its_card(served: Served) -> None:
     with served("None") as (server, store):
-        watch = ServerWatch(store)
+        watch = StoreLiveness(store)
         assert not watch.has_ended() and watch.is_served()
         time.sleep(0.02)  # a look is kept so long
-        watch.server = dataclasses.replace(my_card(), start="1")
+        watch.server = dataclasses.replace(my_process_info(), start="1")
         assert watch.has_ended() or not watch.is_served()
         watch.close()
         server.kill()

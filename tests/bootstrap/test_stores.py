@@ -374,7 +374,7 @@ def test_an_address_of_another_host_gives_no_listener() -> None:
     assert bind_listener("192.0.2.1", 0) is None  # reserved for documentation
 
 
-def test_an_address_that_leads_elsewhere_is_refused_in_time() -> None:
+def test_an_address_that_leads_elsewhere_is_rejected_in_time() -> None:
     begin = time.monotonic()
     with pytest.raises(md.RendezvousError) as caught:
         serve_store(None, "192.0.2.1", free_port(), timedelta(seconds=2))
@@ -515,7 +515,7 @@ def test_a_damaged_file_is_told_in_time(tmp_path: Path) -> None:
     store.add("number", 3)
     del store
     sound = path.read_bytes()
-    num_refused = 0
+    num_rejected = 0
     for position in range(len(sound)):
         damaged = bytearray(sound)
         damaged[position] ^= 0x41
@@ -524,9 +524,9 @@ def test_a_damaged_file_is_told_in_time(tmp_path: Path) -> None:
         try:
             open_file(str(path), SHORT)
         except md.RendezvousError:
-            num_refused += 1
+            num_rejected += 1
         assert is_within(time.monotonic() - start, 5.0)
-    assert num_refused > len(sound) / 4
+    assert num_rejected > len(sound) / 4
 
 
 def test_a_count_too_large_for_torch_is_damage(tmp_path: Path) -> None:

@@ -22,13 +22,13 @@ from meshdist.bootstrap import timeout_store
 from meshdist.bootstrap.store_liveness import AlarmLost, KeyAlarm, find_readable
 from meshdist.bootstrap.stores import connect_store
 from meshdist.bootstrap.timeout_store import (
-    BoundedStore,
+    TimeoutStore,
     await_key,
     read_json,
     read_number,
     within,
 )
-from tests.inner import Deadline, my_card, process_start
+from tests.inner import Deadline, my_process_info, process_start
 from tests.load import is_within
 from tests.pool import Pool, RunningProgram
 from tests.stopping import resume_other, stop_other
@@ -45,7 +45,7 @@ sys.stdin.readline()
 """
 
 
-Served = Callable[[], AbstractContextManager[tuple[RunningProgram, BoundedStore]]]
+Served = Callable[[], AbstractContextManager[tuple[RunningProgram, TimeoutStore]]]
 
 
 @pytest.fixture
@@ -53,10 +53,10 @@ def served(pool: Pool) -> Served:
     """Start a server in a process of its own; give it, and a client."""
 
     @contextmanager
-    def start() -> Iterator[tuple[RunningProgram, BoundedStore]]:
+    def start() -> Iterator[tuple[RunningProgram, TimeoutStore]]:
         with pool.running(_SERVER) as server:
             port = int(server.stdout.readline())
-            client = BoundedStore(connect_store("127.0.0.1", port, LONG), LONG)
+            client = TimeoutStore(connect_store("127.0.0.1", port, LONG), LONG)
             try:
                 yield server, client
             finally:
@@ -72,12 +72,12 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
             yield PrefixStore("below", client)
         return
     if request.param == "file":
-        bounded = BoundedStore(FileStore(str(tmp_path / "store"), -1), LONG)
+        bounded = TimeoutStore(FileStore(str(tmp_path / "store"), -1), LONG)
     elif request.param == "hash":
-        bounded = BoundedStore(HashStore(), LONG)
+        bounded = TimeoutStore(HashStore(), LONG)
     else:
         server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        bounded = BoundedStore(server, LONG, is_served_here=True)
+        bounded = TimeoutStore(server, LONG, is_served_here=True)
     yield PrefixStore("below", bounded)
     bounded.close()
 
@@ -149,11 +149,11 @@ def test_a_server_that_has_left_one_client_without_an_answer_is_not_waited_for_b
             client.check(["a"])
         start = time.monotonic()
         with pytest.raises(md.StoreError, match="does not answer"):
-            BoundedStore(raw, LONG)
+            TimeoutStore(raw, LONG)
         assert is_within(time.monotonic() - start, 2.0)
         server.send_signal(signal.SIGCONT)
         time.sleep(0.5)
-        other = BoundedStore(raw, LONG)
+        other = TimeoutStore(raw, LONG)
         assert not other.check(["a"])
         other.close()
 
@@ -195,7 +195,7 @@ def test_a_wait_sees_that_the_server_of_this_host_is_stopped_and_since_when(
     with served() as (server, client):
         start = process_start(server.pid)
         assert start is not None
-        client.watch(dataclasses.replace(my_card(), pid=server.pid, start=start))
+        client.watch(dataclasses.replace(my_process_info(), pid=server.pid, start=start))
         stop_other(server.pid)
         looks: list[float] = []
         with pytest.raises(md.StoreError, match="does not answer"):
@@ -250,7 +250,7 @@ def test_a_file_that_stays_locked_is_told_in_time(
 ) -> None:
     monkeypatch.setattr(timeout_store, "ANSWER_S", 0.2)
     path = tmp_path / "store"
-    client = BoundedStore(FileStore(str(path), -1), LONG)
+    client = TimeoutStore(FileStore(str(path), -1), LONG)
     with path.open() as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         with pytest.raises(md.StoreError, match=f"process {os.getpid()} keeps its file"):
@@ -268,7 +268,7 @@ def test_a_closed_store_keeps_no_file_open(tmp_path: Path) -> None:
         links = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
         return sum(os.path.realpath(link) == str(path) for link in links)
 
-    client = BoundedStore(FileStore(str(path), -1), LONG)
+    client = TimeoutStore(FileStore(str(path), -1), LONG)
     client.set("a", "1")
     assert num_open() == 1
     client.close()
@@ -276,9 +276,9 @@ def test_a_closed_store_keeps_no_file_open(tmp_path: Path) -> None:
     assert num_open() == 0
 
 
-def test_a_closed_store_refuses_and_a_forked_child_too() -> None:
+def test_a_closed_store_rejects_and_a_forked_child_too() -> None:
     before = set(threading.enumerate())
-    client = BoundedStore(HashStore(), LONG)
+    client = TimeoutStore(HashStore(), LONG)
     child = os.fork()
     if child == 0:
         try:
@@ -314,7 +314,7 @@ def test_junk_is_named_with_its_key(value: bytes) -> None:
 
 def test_an_alarm_rings_when_its_key_is_set_and_fails_where_the_server_ends(served: Served) -> None:
     with served() as (server, store):
-        below = BoundedStore(PrefixStore("prefix", store.raw_clone()), LONG)
+        below = TimeoutStore(PrefixStore("prefix", store.raw_clone()), LONG)
         address = store.set_bare("known")
         assert address is not None
         assert store.check(["known"])
@@ -378,7 +378,7 @@ def test_what_an_alarm_waited_for_before_rings_no_more(served: Served) -> None:
 
 
 def test_a_store_without_a_server_has_no_alarm() -> None:
-    store = BoundedStore(HashStore(), LONG)
+    store = TimeoutStore(HashStore(), LONG)
     assert store.set_bare("known") is None
     assert not store.check(["known"])
     store.close()

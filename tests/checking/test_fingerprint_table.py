@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from meshdist.checking import fingerprint_table as module
-from meshdist.checking.fingerprint_table import CHECK_EVERY, WINDOW, HeaderTable
+from meshdist.checking.fingerprint_table import CHECK_EVERY, WINDOW, FingerprintTable
 from tests.inner import core
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -43,7 +43,8 @@ class Team:
     ) -> None:
         self.size = size
         self.regions = [
-            memoryview(bytearray(8 * HeaderTable.num_words(size))).cast("Q") for _ in range(size)
+            memoryview(bytearray(8 * FingerprintTable.num_words(size))).cast("Q")
+            for _ in range(size)
         ]
         self.present = set(range(size))
         self.gone: set[int] = set()
@@ -61,7 +62,7 @@ class Team:
             return None if new_log is None else make
 
         self.tables = [
-            HeaderTable(Words(region), 1, (0,) * size, me, self, recorded(logs))
+            FingerprintTable(Words(region), 1, (0,) * size, me, self, recorded(logs))
             for me, (region, logs) in enumerate(zip(self.regions, self.logs, strict=True))
         ]
         for number in range(max(base - WINDOW, 0) + 1, base + 1):
@@ -146,10 +147,10 @@ def test_who_looks_again_sees_whoever_has_come_since(
         team.enter(member, 7 if is_uneven else 7 + odd, *sent_taken)
         number = base + place + 1
         here = [one for one in range(size) if team.reached[one] >= number]
-        for me, header_table in enumerate(team.tables):
+        for me, fingerprint_table in enumerate(team.tables):
             differing = [one for one in here if me in here and kinds[one] != kinds[me]]
             are_all_here = len(here) == size
-            found = header_table.look_again(number)
+            found = fingerprint_table.look_again(number)
             assert (found is None) == (not differing and not are_all_here)
             assert sorted(found or []) == differing
 
@@ -470,7 +471,7 @@ def test_large_tags_and_messages_to_those_who_share_no_memory() -> None:
     assert team.tables[0].note(1, 2**30 - 1, 2**32 - 1, is_send=True) is None
     assert team.tables[1].note(0, 2**30 - 1, 0, is_send=False) == 1
     assert team.tables[0].note(0, 0, 1, is_send=True) is None  # to itself
-    alone = HeaderTable(Words(team.regions[0]), 1, (0, 1, 1), 0, team)
+    alone = FingerprintTable(Words(team.regions[0]), 1, (0, 1, 1), 0, team)
     assert alone.note(2, 0, 1, is_send=True) is None
     assert alone.enter(1, 1) == []
 

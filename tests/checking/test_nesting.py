@@ -10,7 +10,7 @@ import pytest
 
 from meshdist.checking import call_sites
 from meshdist.checking.call_sites import check_unnested, is_nested, never_nested, run_unnested
-from meshdist.errors import NestedVerbError
+from meshdist.errors import NestedCollectiveError
 
 
 def test_one_at_a_time() -> None:
@@ -20,7 +20,7 @@ def test_one_at_a_time() -> None:
 
     assert inner(1) == 2
     assert not is_nested()
-    with pytest.raises(NestedVerbError, match="inner was called inside outer"):
+    with pytest.raises(NestedCollectiveError, match="inner was called inside outer"):
         run_unnested("outer", inner, 1)
     assert call_sites.under_way == [None]
     assert inner.__name__ == "inner"

@@ -16,11 +16,11 @@ import pytest
 
 from meshdist.checking import shared_flags
 from meshdist.checking.shared_flags import (
+    FlagsAddress,
+    Heartbeats,
     Regions,
-    SharedWords,
-    SharedWordsView,
-    SignsOfLife,
-    WordsAddress,
+    SharedFlags,
+    SharedFlagsView,
     find_view,
     make_shared_words,
 )
@@ -31,8 +31,8 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs m
 
 OWNER = """
 import json, sys
-from meshdist.checking.shared_flags import SharedWords
-words = SharedWords()
+from meshdist.checking.shared_flags import SharedFlags
+words = SharedFlags()
 words.reserve(77, 10)[3] = 42
 print(json.dumps(words.address), flush=True)
 input()
@@ -41,12 +41,12 @@ input()
 
 @pytest.fixture
 def words():
-    words = SharedWords()
+    words = SharedFlags()
     yield words
     words.close()
 
 
-def owner() -> tuple[subprocess.Popen[str], WordsAddress]:
+def owner() -> tuple[subprocess.Popen[str], FlagsAddress]:
     """A process with shared words, and its address."""
     process = subprocess.Popen(
         [sys.executable, "-c", OWNER],
@@ -56,7 +56,7 @@ def owner() -> tuple[subprocess.Popen[str], WordsAddress]:
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
     assert process.stdout is not None
-    return process, WordsAddress(*json.loads(process.stdout.readline()))
+    return process, FlagsAddress(*json.loads(process.stdout.readline()))
 
 
 def end(process: subprocess.Popen[str]) -> None:
@@ -64,7 +64,7 @@ def end(process: subprocess.Popen[str]) -> None:
     process.communicate()
 
 
-def memory_of(words: SharedWords) -> memoryview:
+def memory_of(words: SharedFlags) -> memoryview:
     """All the words of a process, directory included."""
     return memoryview(mmap.mmap(words.address.file, 0)).cast("Q")
 
@@ -73,8 +73,8 @@ def num_files() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def test_what_is_written_is_found_under_its_key(words: SharedWords) -> None:
-    view = SharedWordsView(words.address)
+def test_what_is_written_is_found_under_its_key(words: SharedFlags) -> None:
+    view = SharedFlagsView(words.address)
     assert view.find(5, 4) is None and not view.has(5)
     first, second = words.reserve(5, 4), words.reserve(6, 2000)
     first[3] = 2**64 - 1
@@ -89,15 +89,15 @@ def test_what_is_written_is_found_under_its_key(words: SharedWords) -> None:
 
 
 @pytest.mark.parametrize("start", [2**25 - 3, 2**25, 2**63, 2**64 - 1])
-def test_a_region_that_does_not_lie_in_the_words_is_none(words: SharedWords, start: int) -> None:
-    view = SharedWordsView(words.address)
+def test_a_region_that_does_not_lie_in_the_words_is_none(words: SharedFlags, start: int) -> None:
+    view = SharedFlagsView(words.address)
     words.reserve(5, 4)
     memory_of(words)[3] = start
     assert view.find(5, 4) is None
 
 
-def test_a_count_beyond_the_directory_is_cut(words: SharedWords) -> None:
-    view = SharedWordsView(words.address)
+def test_a_count_beyond_the_directory_is_cut(words: SharedFlags) -> None:
+    view = SharedFlagsView(words.address)
     words.reserve(5, 4)
     memory_of(words)[1] = 2**64 - 1
     begin = time.monotonic()
@@ -105,8 +105,8 @@ def test_a_count_beyond_the_directory_is_cut(words: SharedWords) -> None:
     assert is_within(time.monotonic() - begin, 1.0)
 
 
-def test_a_region_that_was_released_is_given_again_and_is_empty(words: SharedWords) -> None:
-    view = SharedWordsView(words.address)
+def test_a_region_that_was_released_is_given_again_and_is_empty(words: SharedFlags) -> None:
+    view = SharedFlagsView(words.address)
     words.reserve(5, 1000)[:] = words.reserve(6, 1000)
     region = words.reserve(7, 1000)
     region[999] = 1
@@ -121,7 +121,7 @@ def test_a_region_that_was_released_is_given_again_and_is_empty(words: SharedWor
     assert view.has(5) and view.has(6) and not view.has(7)
 
 
-def test_regions_of_other_sizes_and_unknown_keys(words: SharedWords) -> None:
+def test_regions_of_other_sizes_and_unknown_keys(words: SharedFlags) -> None:
     words.release(9)
     words.reserve(1, 10)
     words.release(1)
@@ -132,9 +132,9 @@ def test_regions_of_other_sizes_and_unknown_keys(words: SharedWords) -> None:
     assert (large[0], small[0]) == (1, 2)
 
 
-def test_full_words_say_so_and_go_on(words: SharedWords) -> None:
+def test_full_words_say_so_and_go_on(words: SharedFlags) -> None:
     whole = shared_flags.TOTAL_WORDS
-    view = SharedWordsView(words.address)
+    view = SharedFlagsView(words.address)
     regions = Regions({0: (view, 5)}.get)
     assert regions.reaches(0) and not view.is_full()
     with pytest.raises(MemoryError, match="the shared words of this process are full"):
@@ -149,11 +149,11 @@ def test_full_words_say_so_and_go_on(words: SharedWords) -> None:
     assert 4000 < key < 5000
     words.release(100)
     words.reserve(20_000, 1)[0] = 4
-    found = SharedWordsView(words.address).find(20_000, 1)
+    found = SharedFlagsView(words.address).find(20_000, 1)
     assert found is not None and found[0] == 4
 
 
-def test_threads_get_regions_of_their_own(words: SharedWords) -> None:
+def test_threads_get_regions_of_their_own(words: SharedFlags) -> None:
     regions: dict[int, memoryview] = {}
 
     def use(start: int) -> None:
@@ -190,8 +190,8 @@ def test_another_process_is_read_and_its_end_is_seen() -> None:
 
 
 def test_closed_words_are_kept_by_a_process_that_has_them_mapped() -> None:
-    words = SharedWords()
-    view = SharedWordsView(words.address)
+    words = SharedFlags()
+    view = SharedFlagsView(words.address)
     region = words.reserve(1, 1)
     words.close()
     assert not view.is_kept() and find_view(words.address) is None
@@ -200,10 +200,10 @@ def test_closed_words_are_kept_by_a_process_that_has_them_mapped() -> None:
     assert found is not None and found[0] == 5
 
 
-def test_memory_whose_number_was_given_again_is_another(words: SharedWords) -> None:
-    old = WordsAddress(os.getpid(), words.address.file, words.address.nonce ^ 1)
+def test_memory_whose_number_was_given_again_is_another(words: SharedFlags) -> None:
+    old = FlagsAddress(os.getpid(), words.address.file, words.address.nonce ^ 1)
     with pytest.raises(OSError, match="is the memory of another process"):
-        SharedWordsView(old)
+        SharedFlagsView(old)
     assert find_view(old) is None
 
 
@@ -212,30 +212,30 @@ def test_other_files_are_not_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     path.write_bytes(bytes(64))
     with path.open() as file:
         monkeypatch.setattr(os, "open", lambda *_: pytest.fail("opened"))
-        assert find_view(WordsAddress(os.getpid(), file.fileno(), 0)) is None
-        assert find_view(WordsAddress(os.getpid(), 10**6, 0)) is None
+        assert find_view(FlagsAddress(os.getpid(), file.fileno(), 0)) is None
+        assert find_view(FlagsAddress(os.getpid(), 10**6, 0)) is None
 
 
 def test_memory_of_the_same_name_that_is_not_ours() -> None:
     file = os.memfd_create("meshdist-words")
     try:
         with pytest.raises(OSError, match="is no memory of meshdist"):
-            SharedWordsView(WordsAddress(os.getpid(), file, 0))
+            SharedFlagsView(FlagsAddress(os.getpid(), file, 0))
     finally:
         os.close(file)
 
 
 def test_a_process_of_another_user_cannot_be_read(
-    words: SharedWords, monkeypatch: pytest.MonkeyPatch
+    words: SharedFlags, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*_: object, **__: object) -> None:
+    def reject(*_: object, **__: object) -> None:
         raise PermissionError(errno.EACCES, "Permission denied")
 
     with monkeypatch.context() as patch:
-        patch.setattr(os, "readlink", refuse)
+        patch.setattr(os, "readlink", reject)
         assert find_view(words.address) is None
     with monkeypatch.context() as patch:
-        patch.setattr(os, "open", refuse)
+        patch.setattr(os, "open", reject)
         assert find_view(words.address) is None
     assert find_view(words.address) is not None
 
@@ -260,9 +260,9 @@ def test_where_the_system_has_no_such_memory(monkeypatch: pytest.MonkeyPatch) ->
 def test_nothing_stays_open() -> None:
     before = num_files()
     for _ in range(20):
-        words = SharedWords()
+        words = SharedFlags()
         region = words.reserve(1, 10)
-        view = SharedWordsView(words.address)
+        view = SharedFlagsView(words.address)
         assert view.find(1, 10) is not None
         words.close()
         del words, region, view
@@ -270,16 +270,16 @@ def test_nothing_stays_open() -> None:
 
 
 def test_an_address_goes_through_json() -> None:
-    address = WordsAddress(12, 3, 2**62)
-    assert WordsAddress(*json.loads(json.dumps(address))) == address
+    address = FlagsAddress(12, 3, 2**62)
+    assert FlagsAddress(*json.loads(json.dumps(address))) == address
 
 
-def test_regions_are_found_once_they_are_known(words: SharedWords) -> None:
-    places: dict[int, tuple[SharedWordsView | None, int]] = {1: (None, 5)}
+def test_regions_are_found_once_they_are_known(words: SharedFlags) -> None:
+    places: dict[int, tuple[SharedFlagsView | None, int]] = {1: (None, 5)}
     regions = Regions(places.get)
     assert regions.find(0, 4) is regions.find(1, 4) is None
     assert not regions.is_current(0) and not regions.is_alive(1)
-    places[0] = SharedWordsView(words.address), 5
+    places[0] = SharedFlagsView(words.address), 5
     assert regions.find(0, 4) is None  # the memory is there, the region is not
     assert [regions.reaches(member) for member in range(3)] == [True, False, False]
     words.reserve(5, 4)[2] = 9
@@ -303,7 +303,7 @@ def test_the_lowest_that_is_alive_tells_the_others(monkeypatch: pytest.MonkeyPat
         def is_alive(self, member: int) -> bool:
             return member not in gone
 
-    signs = [SignsOfLife(words[rank], Found(lambda _: None), rank) for rank in range(3)]
+    signs = [Heartbeats(words[rank], Found(lambda _: None), rank) for rank in range(3)]
     assert [one.find_published() for one in signs] == [
         None,
         None,
@@ -329,6 +329,6 @@ def test_the_lowest_that_is_alive_tells_the_others(monkeypatch: pytest.MonkeyPat
     monkeypatch.undo()
     signs[0].beat(9)
     assert [one.find_published() for one in signs] == [None, 9, 9]
-    nothing = SignsOfLife(None, Found(lambda _: None), 0)
+    nothing = Heartbeats(None, Found(lambda _: None), 0)
     nothing.beat(3)
     assert nothing.find_published() is None

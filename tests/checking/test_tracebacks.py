@@ -92,7 +92,7 @@ def own() -> None:
     ("program", "kind", "innermost"),
     [
         (stuck, md.errors.DeadlockError, "all_reduce"),
-        (disagree, md.errors.AgreementError, "all_reduce"),
+        (disagree, md.errors.MismatchError, "all_reduce"),
         (own, ValueError, "own"),
     ],
 )

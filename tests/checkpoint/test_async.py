@@ -18,11 +18,11 @@ import torch
 
 import meshdist as md
 from meshdist.checkpoint import files
-from meshdist.errors import AgreementError, CheckpointError
+from meshdist.errors import CheckpointError, MismatchError
 from tests.load import is_within
 from tests.pool import Failure, Pool, places
 
-WIRES = ["shm", "gloo"]
+BACKENDS = ["shm", "gloo"]
 
 
 def mesh_of(size: int) -> md.DeviceMesh:
@@ -113,7 +113,7 @@ def test_what_was_there_is_saved_while_it_changes(
     assert sorted(path.name for path in tmp_path.iterdir()) == list("01234")
 
 
-@pytest.mark.parametrize("backend", WIRES)
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("rank", [0, 2])
 def test_a_failure_is_raised_on_every_rank_once(
     pool: Pool, backend: str, rank: int, tmp_path: Path
@@ -163,7 +163,7 @@ def test_a_failure_is_raised_on_every_rank_once(
     assert {path.name for path in tmp_path.iterdir()} == {"two", "five", "eight", "ten"}
 
 
-@pytest.mark.parametrize("backend", WIRES)
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_to_wait_on_one_rank_alone_is_an_error_that_names_the_save(
     pool: Pool, backend: str, tmp_path: Path
 ) -> None:
@@ -171,7 +171,7 @@ def test_to_wait_on_one_rank_alone_is_an_error_that_names_the_save(
         x = rows_of(mesh_of(3), 1.0)
         pending = md.checkpoint.save_async({"x": x}, f"{root}/one")
         others = partial(md.all_reduce, torch.ones(1))
-        with pytest.raises(AgreementError) as caught:
+        with pytest.raises(MismatchError) as caught:
             (pending.wait if md.get_rank() == 1 else others)()
         return str(caught.value)
 
@@ -184,7 +184,7 @@ def test_to_wait_on_one_rank_alone_is_an_error_that_names_the_save(
     )  # it is complete all the same
 
 
-@pytest.mark.parametrize("backend", WIRES)
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_the_end_of_the_world_raises_on_the_rank_that_failed(
     pool: Pool, backend: str, tmp_path: Path
 ) -> None:
@@ -248,7 +248,7 @@ def test_a_load_finds_what_is_being_saved(pool: Pool, tmp_path: Path) -> None:
     assert pool.run(program, 3, str(tmp_path), backend="shm") == [[[3.0], 2, [4.0]]] * 3
 
 
-@pytest.mark.parametrize("backend", WIRES)
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_job_killed_before_it_waits_has_saved_what_all_ranks_wrote(
     pool: Pool, backend: str, tmp_path: Path
 ) -> None:
@@ -263,7 +263,7 @@ def test_a_job_killed_before_it_waits_has_saved_what_all_ranks_wrote(
     assert bool((opened.read("x") == 5).all())
 
 
-@pytest.mark.parametrize("backend", WIRES)
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_other_ranks_of_a_killed_rank_raise(pool: Pool, backend: str, tmp_path: Path) -> None:
     def program(root: str) -> str:
         def die(*_args: Any, **_kwargs: Any) -> Any:

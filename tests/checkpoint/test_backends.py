@@ -46,8 +46,10 @@ def test_over_mpi(pool: Pool, size: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("hosts", "wire"), [("AABB", None), pytest.param("ABA", "gloo", marks=pytest.mark.soak)]
+    ("hosts", "backend"), [("AABB", None), pytest.param("ABA", "gloo", marks=pytest.mark.soak)]
 )
-def test_over_two_hosts(two_hosts: TwoHosts, hosts: str, wire: str | None, tmp_path: Path) -> None:
-    found = two_hosts.run(there_and_back, len(hosts), str(tmp_path), backend=wire, hosts=hosts)
+def test_over_two_hosts(
+    two_hosts: TwoHosts, hosts: str, backend: str | None, tmp_path: Path
+) -> None:
+    found = two_hosts.run(there_and_back, len(hosts), str(tmp_path), backend=backend, hosts=hosts)
     assert found == [[True] * 4] * len(hosts)

@@ -30,7 +30,7 @@ def errors(program: Callable[[md.DeviceMesh], None], size: int) -> tuple[str, st
         with pytest.raises(md.MeshdistError) as caught:
             program(mesh)
         kind, text = type(caught.value).__name__, str(caught.value)
-        if kind == "AgreementError":  # which says on which rank it stands
+        if kind == "MismatchError":  # which says on which rank it stands
             text = text.replace(f"\n  where:    rank {md.get_rank()}\n", "\n")
         return kind, text
 
@@ -122,7 +122,7 @@ EVERYWHERE: dict[str, tuple[State, str, tuple[str, ...]]] = {
     "a key of another kind": (
         lambda _: {"b": {0.5: 1}},
         "KindError",
-        ("cannot take a key of the state", "b.0.5", "a text or a whole number", "a float"),
+        ("cannot take a key of the state", "b.0.5", "a text or an integer", "a float"),
     ),
     "a truth as a key": (lambda _: {True: 1}, "KindError", ("cannot take a key", "a bool")),
     "a key that is no text": (
@@ -154,7 +154,7 @@ EVERYWHERE: dict[str, tuple[State, str, tuple[str, ...]]] = {
     "an unreduced array": (
         lambda mesh: {"a": sharded(mesh, md.P(None, unreduced={"dp"}))},
         "AxisTypeError",
-        ("a is unreduced, each rank holds a summand", "x.reshard(P()), or lax.psum"),
+        ("a is unreduced, each rank holds a partial sum", "x.reshard(P()), or lax.psum"),
     ),
     "a state that raises": (
         lambda _: Raises(),
@@ -187,35 +187,35 @@ def rows(mesh: md.DeviceMesh) -> dict[str, Any]:
 
 LAST: dict[str, tuple[State, str, tuple[str, ...]]] = {
     "raises": (lambda _: Raises(), "CheckpointError", ("ValueError: no state today",)),
-    "nothing": (lambda _: {}, "AgreementError", ("step: ", "y: ", "missing")),
+    "nothing": (lambda _: {}, "MismatchError", ("step: ", "y: ", "missing")),
     "another name": (
         lambda mesh: {**rows(mesh), "z": torch.ones(1)},
-        "AgreementError",
+        "MismatchError",
         ("other names, arrays or values", "z: ", "missing", ": float32[1]"),
     ),
     "another leaf": (
         lambda mesh: {**rows(mesh), "step": 2},
-        "AgreementError",
+        "MismatchError",
         ("step: ", ": 1", ": 2"),
     ),
     "other values": (
         lambda mesh: {**rows(mesh), "y": torch.zeros(3)},
-        "AgreementError",
+        "MismatchError",
         ("y, float32[3]: ", "by up to ", "of its largest value"),
     ),
     "another shape": (
         lambda mesh: {**rows(mesh), "y": torch.ones(4)},
-        "AgreementError",
+        "MismatchError",
         ("y: ", ": float32[3]", ": float32[4]"),
     ),
     "another dtype": (
         lambda mesh: {**rows(mesh), "y": torch.ones(3, dtype=torch.float64)},
-        "AgreementError",
+        "MismatchError",
         ("y: ", ": float32[3]", ": float64[3]"),
     ),
     "no spec": (
         lambda mesh: {**rows(mesh), "x": torch.zeros(6, 2)},
-        "AgreementError",
+        "MismatchError",
         ("x: ", ": float32[6@dp, 2]", ": float32[6, 2]"),
     ),
     "what cannot be saved": (
@@ -240,7 +240,7 @@ def test_a_rank_that_saves_otherwise(name: str, size: int, tmp_path: Path) -> No
         assert found == kind
         assert all(each in text for each in texts), text
         assert f"rank {who}" in text
-        if kind == "AgreementError":
+        if kind == "MismatchError":
             first = 1 if who == 0 else 0
             others = f"rank {first}" if size == 2 else f"ranks {first}-{first + size - 2}"
             assert others in text
@@ -252,7 +252,7 @@ def test_a_rank_that_saves_otherwise(name: str, size: int, tmp_path: Path) -> No
     ("path", "kind", "text"),
     [
         (None, "KindError", "takes the path of a folder"),
-        ("other", "AgreementError", "/other'"),
+        ("other", "MismatchError", "/other'"),
     ],
 )
 def test_a_rank_with_another_path(
@@ -340,7 +340,7 @@ LOADS: dict[str, tuple[State, dict[str, Any], str, tuple[str, ...]]] = {
         "KindError",
         ("y lies on the meta device",),
     ),
-    "a summand": (
+    "a partial sum": (
         lambda mesh: {"y": sharded(mesh, md.P(None, unreduced={"dp"}))},
         {},
         "AxisTypeError",
@@ -403,8 +403,8 @@ def test_states_that_cannot_be_loaded(name: str, tmp_path: Path) -> None:
 def test_a_rank_that_loads_otherwise(size: int, tmp_path: Path) -> None:
     md.checkpoint.save({"y": torch.ones(3), "z": torch.ones(2), "step": 1}, tmp_path / "a")
     others: list[tuple[Any, str, str]] = [
-        ({"y": torch.zeros(3)}, "AgreementError", ": float32[2]"),
-        ({"y": torch.zeros(4), "z": torch.zeros(2)}, "AgreementError", ": float32[4]"),
+        ({"y": torch.zeros(3)}, "MismatchError", ": float32[2]"),
+        ({"y": torch.zeros(4), "z": torch.zeros(2)}, "MismatchError", ": float32[4]"),
         (Raises(), "CheckpointError", "ValueError: no state today"),
     ]
     for other, kind, part in others:
@@ -469,7 +469,7 @@ def test_ranks_that_keep_other_steps(size: int, tmp_path: Path) -> None:
         checkpoints(tmp_path).save({"y": torch.ones(3)}, 4 + (md.get_rank() == size - 1))
 
     kind, text = errors(program, size)
-    assert kind == "AgreementError"
+    assert kind == "MismatchError"
     assert "/step-4'" in text
     assert "/step-5'" in text
     assert os.listdir(tmp_path) == [".lock"]

@@ -81,7 +81,7 @@ def test_foreign_names_and_folders_without_a_manifest_are_left_alone(tmp_path: P
     assert names == {".lock", "step-2", "step-7", "step-9", "step-x", "step-08", "other"}
 
 
-def test_a_step_that_is_there_is_refused(tmp_path: Path) -> None:
+def test_a_step_that_is_there_is_rejected(tmp_path: Path) -> None:
     md.checkpoint.save({"x": torch.ones(1)}, tmp_path / "step-1")
     with pytest.raises(CheckpointError) as caught:
         md.checkpoint.Checkpointer(tmp_path).save({"x": torch.zeros(1)}, 1)

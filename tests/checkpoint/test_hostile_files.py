@@ -72,11 +72,11 @@ CHANGES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "outside": (set_offsets([4, 0]), "piece [4:7, 0:3] lies outside of (5, 3)"),
     "a gap": (lambda m: m["files"][FIRST]["pieces"].pop("a"), "pieces have 6 of 15 elements"),
     "a negative offset": (set_offsets([-1, 0]), "[-1, 0] is too large, or below 0"),
-    "a fraction": (set_offsets([0.0, 0]), "[0.0, 0] is no list of whole numbers"),
-    "not a number": (set_offsets([float("nan"), 0]), "[nan, 0] is no list of whole numbers"),
-    "a truth": (set_offsets([False, 0]), "[False, 0] is no list of whole numbers"),
-    "a text": (set_offsets("00"), "'00' is no list of whole numbers"),
-    "nothing": (set_offsets(None), "None is no list of whole numbers"),
+    "a fraction": (set_offsets([0.0, 0]), "[0.0, 0] is no list of integers"),
+    "not a number": (set_offsets([float("nan"), 0]), "[nan, 0] is no list of integers"),
+    "a truth": (set_offsets([False, 0]), "[False, 0] is no list of integers"),
+    "a text": (set_offsets("00"), "'00' is no list of integers"),
+    "nothing": (set_offsets(None), "None is no list of integers"),
     "another number of offsets": (set_offsets([0]), f"{FIRST}: a has shape (3, 3) at (0,)"),
     "a huge offset": (set_offsets([HUGE, 0]), "is too large, or below 0"),
     "a huge shape": (set_shape([HUGE, 3]), "is too large, or below 0"),
@@ -101,10 +101,10 @@ CHANGES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
         lambda m: m["files"][FIRST]["pieces"].update(z=piece(m)),
         "KeyError('z')",
     ),
-    "a checksum as a text": (lambda m: piece(m).update(crc32="1"), "no list of whole numbers"),
+    "a checksum as a text": (lambda m: piece(m).update(crc32="1"), "no list of integers"),
     "an infinite checksum": (
         lambda m: piece(m).update(crc32=float("inf")),
-        "no list of whole numbers",
+        "no list of integers",
     ),
     "a size below 0": (lambda m: m["files"][FIRST].update(bytes=-1), "too large, or below 0"),
     "too few bytes": (
@@ -201,7 +201,9 @@ def write_file(path: Path, header: Any, data: bytes = b"") -> None:
     path.write_bytes(struct.pack("<Q", len(text)) + text + data)
 
 
-def header_of(shape: Any, dtype: str = "F32", offsets: Any = None, end: int = 16) -> dict[str, Any]:
+def fingerprint_of(
+    shape: Any, dtype: str = "F32", offsets: Any = None, end: int = 16
+) -> dict[str, Any]:
     header: dict[str, Any] = {"a": {"dtype": dtype, "shape": shape, "data_offsets": [0, end]}}
     if offsets is not None:
         told = (
@@ -220,22 +222,34 @@ HEADERS: dict[str, tuple[Any, str]] = {
         b'"a": {"dtype": "F32", "shape": [2], "data_offsets": [8, 16]}}',
         "x.safetensors: ",
     ),
-    "a huge shape": (header_of([1 << 62, 4]), "x.safetensors: "),
-    "a negative shape": (header_of([-4]), "x.safetensors: "),
-    "too many bytes": (header_of([400], end=1600), "x.safetensors: "),
-    "another size": (header_of([3]), "x.safetensors: "),
-    "an unknown dtype": (header_of([4], "F33"), "x.safetensors: "),
-    "a dtype that torch lacks": (header_of([32], "F4"), "a: no dtype 'F4' in files"),
-    "offsets that are no JSON": (header_of([4], offsets="{"), "JSONDecodeError"),
-    "offsets that are a list": (header_of([4], offsets="[]"), "DCP_SHARDING_INFO: AttributeError"),
-    "offsets without the key": (header_of([4], offsets='{"a": {}}'), "KeyError('saved_offsets')"),
-    "offsets as a text": (header_of([4], offsets="0"), "DCP_SHARDING_INFO: "),
-    "a negative offset": (header_of([4], offsets=[-4]), "[-4] is too large, or below 0"),
-    "a fraction": (header_of([4], offsets=[0.5]), "[0.5] is no list of whole numbers"),
-    "a huge offset": (header_of([4], offsets=[1 << 62]), "is too large, or below 0"),
-    "a gap": (header_of([4], offsets=[4]), "a: pieces have 4 of 8 elements"),
-    "another number of dims": (header_of([4], offsets=[0, 0]), "a has 1 dims and offsets (0, 0)"),
-    "deep offsets": (header_of([4], offsets="[" * 100_000), "DCP_SHARDING_INFO: RecursionError"),
+    "a huge shape": (fingerprint_of([1 << 62, 4]), "x.safetensors: "),
+    "a negative shape": (fingerprint_of([-4]), "x.safetensors: "),
+    "too many bytes": (fingerprint_of([400], end=1600), "x.safetensors: "),
+    "another size": (fingerprint_of([3]), "x.safetensors: "),
+    "an unknown dtype": (fingerprint_of([4], "F33"), "x.safetensors: "),
+    "a dtype that torch lacks": (fingerprint_of([32], "F4"), "a: no dtype 'F4' in files"),
+    "offsets that are no JSON": (fingerprint_of([4], offsets="{"), "JSONDecodeError"),
+    "offsets that are a list": (
+        fingerprint_of([4], offsets="[]"),
+        "DCP_SHARDING_INFO: AttributeError",
+    ),
+    "offsets without the key": (
+        fingerprint_of([4], offsets='{"a": {}}'),
+        "KeyError('saved_offsets')",
+    ),
+    "offsets as a text": (fingerprint_of([4], offsets="0"), "DCP_SHARDING_INFO: "),
+    "a negative offset": (fingerprint_of([4], offsets=[-4]), "[-4] is too large, or below 0"),
+    "a fraction": (fingerprint_of([4], offsets=[0.5]), "[0.5] is no list of integers"),
+    "a huge offset": (fingerprint_of([4], offsets=[1 << 62]), "is too large, or below 0"),
+    "a gap": (fingerprint_of([4], offsets=[4]), "a: pieces have 4 of 8 elements"),
+    "another number of dims": (
+        fingerprint_of([4], offsets=[0, 0]),
+        "a has 1 dims and offsets (0, 0)",
+    ),
+    "deep offsets": (
+        fingerprint_of([4], offsets="[" * 100_000),
+        "DCP_SHARDING_INFO: RecursionError",
+    ),
 }
 
 
@@ -268,13 +282,13 @@ def test_a_length_of_a_header_that_is_huge(tmp_path: Path) -> None:
 
 def test_files_that_contradict_each_other(tmp_path: Path) -> None:
     for second, text in (
-        (header_of([4], offsets=[2]), "a: pieces [0:4] and [2:6] overlap"),
-        (header_of([4]), "a: pieces [0:4] and [0:4] overlap"),
-        (header_of([4], "I32", [4]), "a has other dtypes or dims in two files"),
-        (header_of([4, 1], offsets=[4, 0]), "a has other dtypes or dims in two files"),
-        (header_of([4], offsets=[5]), "a: pieces have 8 of 9 elements"),
+        (fingerprint_of([4], offsets=[2]), "a: pieces [0:4] and [2:6] overlap"),
+        (fingerprint_of([4]), "a: pieces [0:4] and [0:4] overlap"),
+        (fingerprint_of([4], "I32", [4]), "a has other dtypes or dims in two files"),
+        (fingerprint_of([4, 1], offsets=[4, 0]), "a has other dtypes or dims in two files"),
+        (fingerprint_of([4], offsets=[5]), "a: pieces have 8 of 9 elements"),
     ):
-        write_file(tmp_path / "x.safetensors", header_of([4], offsets=[0]), bytes(16))
+        write_file(tmp_path / "x.safetensors", fingerprint_of([4], offsets=[0]), bytes(16))
         write_file(tmp_path / "y.safetensors", second, bytes(16))
         with pytest.raises(md.CheckpointError, match="is damaged") as caught:
             md.checkpoint.open(tmp_path)

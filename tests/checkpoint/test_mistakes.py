@@ -12,15 +12,15 @@ from torch import nn
 
 import meshdist as md
 from meshdist.errors import (
-    AgreementError,
     AxisTypeError,
     CheckpointError,
     DtypeError,
     KindError,
     MeshError,
+    MismatchError,
     ShapeError,
 )
-from tests.operations.cases import WIRES
+from tests.operations.cases import BACKENDS
 from tests.pool import Pool
 
 
@@ -49,7 +49,7 @@ def test_the_state_dict_of_a_split_model_has_lost_its_marks(tmp_path: Path) -> N
             md.parallelize(model, mesh["tp"], {"0": "column_whole"})
             md.checkpoint.save({"model": model.state_dict()}, tmp_path / "one")
 
-    error = error_of(program, AgreementError)
+    error = error_of(program, MismatchError)
     assert error.summary == "checkpoint.save: ranks have other names, arrays or values"
     assert error.found.startswith("model.0.bias, float32[3]: rank 1 differs from rank 0")
     assert error.fix == (
@@ -66,7 +66,7 @@ def test_values_that_differ(pool: Pool, backend: str, tmp_path: Path) -> None:
         for state in ({"x": torch.full((500, 400), 1.0 + md.get_rank())}, {"n": md.get_rank()}):
             try:
                 md.checkpoint.save(state, path)
-            except AgreementError as error:
+            except MismatchError as error:
                 texts.append(error.found)
         return texts
 
@@ -86,10 +86,10 @@ def test_other_names_and_paths(tmp_path: Path) -> None:
     def paths() -> None:
         md.checkpoint.save({"x": 1}, tmp_path / str(md.get_rank()))
 
-    assert error_of(names, AgreementError).found == (
+    assert error_of(names, MismatchError).found == (
         "x0: rank 0: 1; rank 1: missing\nx1: rank 0: missing; rank 1: 1"
     )
-    found = error_of(paths, AgreementError).found
+    found = error_of(paths, MismatchError).found
     first, second = (str(tmp_path / name) for name in "01")
     assert found == f"argument path: rank 0: {first!r}; rank 1: {second!r}"
     assert list(tmp_path.iterdir()) == []
@@ -102,7 +102,7 @@ def test_an_unreduced_array(tmp_path: Path) -> None:
         md.checkpoint.save({"x": x}, tmp_path / "one")
 
     error = error_of(program, AxisTypeError)
-    assert error.summary == "checkpoint.save: x is unreduced, each rank holds a summand"
+    assert error.summary == "checkpoint.save: x is unreduced, each rank holds a partial sum"
     assert error.fix == "reduce it first: x.reshard(P()), or lax.psum"
 
 
@@ -178,7 +178,7 @@ def saved(path: Path) -> None:
         ),
     ],
 )
-def test_another_state_is_refused_before_anything_changes(
+def test_another_state_is_rejected_before_anything_changes(
     state: Any, kind: type[Exception], summary: str, field: str, text: str, tmp_path: Path
 ) -> None:
     saved(tmp_path / "one")
@@ -261,9 +261,9 @@ def load_into_tied_arrays(path: Path) -> list[Any]:
     return [*told, changed, one.tolist(), view.tolist()]
 
 
-@pytest.mark.parametrize("wire", ["simulated", "gloo", "shm"])
+@pytest.mark.parametrize("backend", ["simulated", "gloo", "shm"])
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_two_values_for_tied_arrays(tmp_path: Path, pool: Pool, wire: str, size: int) -> None:
+def test_two_values_for_tied_arrays(tmp_path: Path, pool: Pool, backend: str, size: int) -> None:
     a, weight = torch.arange(1.0, 5), torch.ones(4, 4)
     linear = {"weight": weight, "bias": weight[0]}
     model = {"0": linear, "1": {"weight": 2 * weight, "bias": weight[0]}}
@@ -280,4 +280,6 @@ def test_two_values_for_tied_arrays(tmp_path: Path, pool: Pool, wire: str, size:
         for names, lost in (pair, pair, tied)
     ]
     expected += [False, [2.0, 3, 4, 5], [1.0, 2, 3, 4, 0, 0]]
-    assert WIRES[wire](pool, load_into_tied_arrays, size, tmp_path / "one") == [expected] * size
+    assert (
+        BACKENDS[backend](pool, load_into_tied_arrays, size, tmp_path / "one") == [expected] * size
+    )

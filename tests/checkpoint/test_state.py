@@ -498,7 +498,7 @@ def test_wrong_parts(arguments: dict[str, Any], summary: str, tmp_path: Path) ->
     assert list(tmp_path.iterdir()) == []
 
 
-def test_another_bit_generator_of_numpy_is_refused(tmp_path: Path) -> None:
+def test_another_bit_generator_of_numpy_is_rejected(tmp_path: Path) -> None:
     former = np.random.get_bit_generator()
     np.random.set_bit_generator(np.random.PCG64(1))
     try:

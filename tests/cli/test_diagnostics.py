@@ -15,7 +15,8 @@ import torch
 import meshdist as md
 from meshdist.cli import diagnostics
 from meshdist.cli.diagnostics import (
-    check_wire,
+    check_backend,
+    find_backends,
     find_device_types,
     find_gpus,
     find_huge_pages,
@@ -24,10 +25,9 @@ from meshdist.cli.diagnostics import (
     find_shared_words_problem,
     find_untested_torch,
     find_versions,
-    find_wires,
     network_variables,
 )
-from tests.inner import find_wire, shared_words
+from tests.inner import find_backend, shared_flags
 from tests.load import is_within
 
 
@@ -49,9 +49,9 @@ def test_a_torch_that_is_newer_than_those_tested_is_named() -> None:
 
 
 def test_torchs_own_world_over_shared_memory() -> None:
-    found = check_wire("torch's shm", 60.0, num_calls=10)
-    assert (found["wire"], found["error"]) == ("torch's shm", "") and found["latency_s"] > 0
-    assert check_wire("torch's shm", 0.1)["error"]
+    found = check_backend("torch's shm", 60.0, num_calls=10)
+    assert (found["backend"], found["error"]) == ("torch's shm", "") and found["latency_s"] > 0
+    assert check_backend("torch's shm", 0.1)["error"]
 
 
 def test_machine() -> None:
@@ -95,14 +95,14 @@ def test_variables_that_steer_communication() -> None:
     assert network_variables({**steering, **others}) == dict(sorted(steering.items()))
 
 
-def test_wires_that_are_here_and_why_others_are_not() -> None:
-    told = {wire["name"]: wire for wire in find_wires()}
+def test_backends_that_are_here_and_why_others_are_not() -> None:
+    told = {backend["name"]: backend for backend in find_backends()}
     served = [kind for kind in find_device_types() if kind in ("cpu", "cuda")]
     assert told["gloo"] == {"name": "gloo", "devices": served, "available": True}
     assert told["simulated"]["devices"] == find_device_types()
-    for name, wire in told.items():
-        if not wire["available"]:
-            assert (wire["reason"], wire["fix"]) == find_wire(name).why_unavailable()
+    for name, backend in told.items():
+        if not backend["available"]:
+            assert (backend["reason"], backend["fix"]) == find_backend(name).why_unavailable()
 
 
 def test_device_types_that_are_here(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,7 +110,7 @@ def test_device_types_that_are_here(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.accelerator, "current_accelerator", lambda check_available=False: None
     )
     assert find_device_types() == ["cpu"]
-    gloo = next(wire for wire in find_wires() if wire["name"] == "gloo")
+    gloo = next(backend for backend in find_backends() if backend["name"] == "gloo")
     assert gloo["devices"] == ["cpu"]
     device = torch.device("xpu")
     monkeypatch.setattr(
@@ -166,9 +166,9 @@ def test_what_mpiexec_writes_at_its_end_hides_no_latency(
 ) -> None:
     mpiexec = interpreter(tmp_path, "echo 1e-05; echo 0.5; echo 1 more process has ended >&2")
     monkeypatch.setattr(diagnostics, "find_mpiexec", lambda: mpiexec)
-    assert check_wire("mpi", 10.0)["latency_s"] == 0.5
+    assert check_backend("mpi", 10.0)["latency_s"] == 0.5
     interpreter(tmp_path, "echo hello")
-    assert check_wire("mpi", 10.0)["error"].startswith(f"{mpiexec} ended with exit code 0")
+    assert check_backend("mpi", 10.0)["error"].startswith(f"{mpiexec} ended with exit code 0")
 
 
 def test_an_mpi_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,29 +181,29 @@ def test_an_mpi_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.skipif(sys.platform != "linux", reason="shared words are memory that Linux has")
 def test_headers_are_shared_here(monkeypatch: pytest.MonkeyPatch) -> None:
     assert find_shared_words_problem() is None
-    monkeypatch.setattr(shared_words, "find_view", lambda address: None)
+    monkeypatch.setattr(shared_flags, "find_view", lambda address: None)
     assert (
         find_shared_words_problem() == "a process cannot open what /proc lists as another's files"
     )
-    monkeypatch.setattr(shared_words, "make_shared_words", lambda: None)
+    monkeypatch.setattr(shared_flags, "make_shared_words", lambda: None)
     assert find_shared_words_problem() == "the system has no memory without a name (memfd)"
 
 
 def test_simulated_ranks_get_along() -> None:
-    result = check_wire("simulated", 10.0, num_calls=20)
-    assert (result["wire"], result["error"]) == ("simulated", "")
+    result = check_backend("simulated", 10.0, num_calls=20)
+    assert (result["backend"], result["error"]) == ("simulated", "")
     assert result["latency_s"] is not None and 0 < result["latency_s"] < result["seconds"]
 
 
 def test_wrong_numbers_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(md, "all_reduce", lambda tensor: None)
-    result = check_wire("simulated", 10.0)
+    result = check_backend("simulated", 10.0)
     assert result["latency_s"] is None
     assert result["error"].startswith("an all-reduce over 'simulated' gave wrong numbers")
 
 
 def test_ranks_that_take_too_long() -> None:
     begin = time.monotonic()
-    result = check_wire("gloo", 0.05)
+    result = check_backend("gloo", 0.05)
     assert result["latency_s"] is None and "0.05 s" in result["error"]
     assert is_within(time.monotonic() - begin, 15)

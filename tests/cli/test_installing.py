@@ -50,7 +50,7 @@ def test_the_interpreter_is_named_as_a_shell_finds_it(monkeypatch: pytest.Monkey
 def test_an_extra_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(diagnostics, "find_version", lambda package: None)
     row = rows()["[mpi]"]
-    assert row["state"] == "not here: the wire mpi, and mpiexec"
+    assert row["state"] == "not here: the backend mpi, and mpiexec"
     assert row["fix"].endswith("-m pip install 'meshdist[mpi]'")
 
 

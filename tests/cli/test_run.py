@@ -370,7 +370,7 @@ def test_rank_0_inherits_the_socket_of_the_master_port(script: Script) -> None:
     assert said(run("-n", 2, path)) == [["hello"]]
 
 
-def test_the_port_refuses_connections_when_rank_0_has_gone(script: Script) -> None:
+def test_the_port_rejects_connections_when_rank_0_has_gone(script: Script) -> None:
     path = script(
         "import socket\n"
         "def is_open():\n"
@@ -478,7 +478,7 @@ def test_mpiexecs_exit_code_is_the_commands(tmp_path: Path) -> None:
         (["-n", 0], "cannot start 0 processes"),
     ],
 )
-def test_what_mpiexec_does_by_itself_is_refused(
+def test_what_mpiexec_does_by_itself_is_rejected(
     tmp_path: Path, words: list[object], summary: str
 ) -> None:
     done = run_by_mpi(tmp_path, *words, "SCRIPT")

@@ -105,7 +105,7 @@ def test_on_a_mesh_axis_with_arrays_of_numpy(on_ranks) -> None:
         assert received == f"P2POp(irecv, (2, 2) int64, {ends}, {rest}"
 
 
-def refused() -> list[str]:
+def rejected() -> list[str]:
     x = torch.ones(2)
     pair = md.new_group([0, 1])
     send = md.P2POp(md.isend, x, 0)
@@ -133,8 +133,8 @@ def refused() -> list[str]:
     return found
 
 
-def test_what_is_no_batch_is_refused(on_ranks) -> None:
-    for found in on_ranks(refused, 2):
+def test_what_is_no_batch_is_rejected(on_ranks) -> None:
+    for found in on_ranks(rejected, 2):
         assert found == [
             "P2POp takes isend or irecv alone\n"
             "  expected: meshdist.distributed.isend or meshdist.distributed.irecv\n"
@@ -157,7 +157,7 @@ def test_what_is_no_batch_is_refused(on_ranks) -> None:
         ]
 
 
-def test_two_wires_in_one_batch_are_refused() -> None:
+def test_two_backends_in_one_batch_are_rejected() -> None:
     def program() -> str:
         group = md.ProcessGroup(
             get_world(),
@@ -179,7 +179,7 @@ def test_two_wires_in_one_batch_are_refused() -> None:
     assert (
         md.simulate(program, 2)
         == [
-            "batch_isend_irecv has tensors that travel over different wires\n"
+            "batch_isend_irecv has tensors that travel over different backends\n"
             "  where:    both\n  found:    cpu over simulated, meta over nccl\n"
             "  fix:      make one batch for each device type"
         ]
@@ -199,7 +199,7 @@ def test_a_misfit_in_a_batch_is_one_error_on_both_sides(pool: Pool) -> None:
 
     for outcome in pool.outcomes(program, 2):
         assert isinstance(outcome, Failure)
-        assert isinstance(outcome.exception, md.AgreementError)
+        assert isinstance(outcome.exception, md.MismatchError)
         text = str(outcome.exception)
         assert "rank 0: isend((2,) float32, to rank 1) at " in text
         assert "rank 1: irecv((3,) float32, from rank 0) at " in text

@@ -292,7 +292,7 @@ def test_ranks_that_wait_for_the_debugger_log_no_wait(pool: Pool) -> None:
         logging.getLogger("meshdist.waits").removeHandler(handler)
         return lines
 
-    told = pool.run(program, 2, env={"MESHDIST_WAIT_NOTICE_S": "0.3"})[1]
+    told = pool.run(program, 2, env={"MESHDIST_STALL_WARNING_S": "0.3"})[1]
     assert len(told) == 1 and "barrier() at " in told[0] and "in program\n" in told[0], told
 
 
@@ -402,9 +402,9 @@ def test_wrong_arguments() -> None:
     def program() -> None:
         with pytest.raises(md.ArgumentError, match="breakpoint: rank is 2\n  expected: 0 to 1"):
             md.breakpoint(2)
-        with pytest.raises(md.KindError, match="whole number\n  found:    'a', a str"):
+        with pytest.raises(md.KindError, match="integer\n  found:    'a', a str"):
             md.breakpoint("a")  # type: ignore[arg-type]
-        with pytest.raises(md.KindError, match="skip must be a whole number"):
+        with pytest.raises(md.KindError, match="skip must be an integer"):
             md.breakpoint(0, 1.5)  # type: ignore[arg-type]
         with pytest.raises(md.ArgumentError, match="skip is -1\n  expected: 0 or more"):
             md.breakpoint(0, -1)

@@ -15,7 +15,7 @@ COUNT = 3
 
 
 def values(rank: int, shape: tuple[int, ...] = (2, 2)) -> list[np.ndarray]:
-    """Small whole numbers, different on each rank and in each place of a list."""
+    """Small integers, different on each rank and in each place of a list."""
     draw = np.random.default_rng(rank)
     return [draw.integers(1, 6, shape).astype(np.float32) for _ in range(COUNT)]
 
@@ -73,7 +73,7 @@ def averaged() -> list[Any]:
     return [x, y]
 
 
-def test_a_mean_of_whole_numbers_is_rounded_once(on_ranks) -> None:
+def test_a_mean_of_integers_is_rounded_once(on_ranks) -> None:
     for rank, ((x, same), y) in enumerate(on_ranks(averaged, 2)):
         assert x.tolist() == same.tolist() == [-1, 1, 0]  # 2^62 four times is 0: it wraps
         assert [one.tolist() for one in y] == [[-2, 7], [-2, 3] if rank else [-3, 0]]
@@ -172,35 +172,35 @@ CALLS = {
 }
 
 
-def unequal_lengths(verb: str) -> None:
-    CALLS[verb]([torch.ones(2) for _ in range(2 + md.get_rank())])
+def unequal_lengths(operation: str) -> None:
+    CALLS[operation]([torch.ones(2) for _ in range(2 + md.get_rank())])
 
 
-@pytest.mark.parametrize("verb", CALLS)
-def test_lists_of_other_lengths_are_one_error_on_all_ranks(pool: Pool, verb: str) -> None:
+@pytest.mark.parametrize("operation", CALLS)
+def test_lists_of_other_lengths_are_one_error_on_all_ranks(pool: Pool, operation: str) -> None:
     two, three = (f"[{', '.join(['(2,) float32'] * n)}]" for n in (2, 3))
-    for outcome in pool.outcomes(unequal_lengths, 2, verb):
+    for outcome in pool.outcomes(unequal_lengths, 2, operation):
         assert isinstance(outcome, Failure)
-        assert isinstance(outcome.exception, md.AgreementError)
+        assert isinstance(outcome.exception, md.MismatchError)
         text = str(outcome.exception)
-        assert f"rank 0: {verb}({two}" in text
-        assert f"rank 1: {verb}({three}" in text
+        assert f"rank 0: {operation}({two}" in text
+        assert f"rank 1: {operation}({three}" in text
 
 
-@pytest.mark.parametrize("verb", CALLS)
-def test_lists_of_other_lengths_on_simulated_ranks(verb: str) -> None:
+@pytest.mark.parametrize("operation", CALLS)
+def test_lists_of_other_lengths_on_simulated_ranks(operation: str) -> None:
     def program() -> list[str]:
         x = [torch.ones(2) for _ in range(2 + md.get_rank())]
-        with pytest.raises(md.AgreementError) as caught:
-            CALLS[verb](x)
+        with pytest.raises(md.MismatchError) as caught:
+            CALLS[operation](x)
         assert plain(x) == [[1.0, 1.0]] * len(x)
         return str(caught.value)
 
     two, three = (f"[{', '.join(['(2,) float32'] * n)}]" for n in (2, 3))
     for text in md.simulate(program, 2):
         assert "no data was moved" in text
-        assert f"rank 0: {verb}({two}" in text
-        assert f"rank 1: {verb}({three}" in text
+        assert f"rank 0: {operation}({two}" in text
+        assert f"rank 1: {operation}({three}" in text
 
 
 ONES = (torch.ones(2), torch.ones(2))
@@ -210,8 +210,8 @@ def ones() -> list[torch.Tensor]:
     return [one.clone() for one in ONES]
 
 
-ALIKE: dict[str, tuple[Any, Any]] = {  # what a wire is given looks the same
-    "verbs": (
+ALIKE: dict[str, tuple[Any, Any]] = {  # what a backend is given looks the same
+    "operations": (
         lambda: md.all_gather_coalesced([ones(), ones()], [*ONES]),
         lambda: md.all_gather_into_tensor(torch.zeros(32).byte(), torch.ones(16).byte()),
     ),
@@ -273,7 +273,7 @@ def differing(what: str, is_late: bool = False) -> str:
             md.destroy_process_group()
 
     md.barrier()
-    with pytest.raises(md.AgreementError) as caught:
+    with pytest.raises(md.MismatchError) as caught:
         call()
     return str(caught.value)
 
@@ -285,7 +285,7 @@ def check_differing(texts: list[str]) -> None:
 
 
 @pytest.mark.parametrize("what", ALIKE)
-def test_calls_of_which_a_wire_sees_the_same_are_told_apart(pool: Pool, what: str) -> None:
+def test_calls_of_which_a_backend_sees_the_same_are_told_apart(pool: Pool, what: str) -> None:
     check_differing(pool.run(differing, 2, what, backend="shm"))
 
 
@@ -301,22 +301,22 @@ def lists_in_turns() -> list[float]:
         xs = [torch.ones(1), torch.ones(2)]
         lists = [[torch.empty_like(x) for x in xs] for _ in range(md.get_world_size())]
         works.append(md.all_gather_coalesced(lists, xs, group, async_op=True))
-        for verb in (md.all_reduce_multigpu, md.broadcast_multigpu):
+        for operation in (md.all_reduce_multigpu, md.broadcast_multigpu):
             given = [torch.ones(3), torch.ones(3)]
-            more = {"src": 0} if verb is md.broadcast_multigpu else {}
-            works.append(verb(given, group=group, async_op=True, **more))
+            more = {"src": 0} if operation is md.broadcast_multigpu else {}
+            works.append(operation(given, group=group, async_op=True, **more))
     for work in works:
         work.wait()
     return [x[0].item() for each in lists for x in each]
 
 
-@pytest.mark.parametrize("wire", ["gloo"])
-def test_lists_between_hosts_start_without_the_others(pool: Pool, wire: str) -> None:
-    for found in pool.run(lists_in_turns, 3, backend=wire, hosts="ABA"):
+@pytest.mark.parametrize("backend", ["gloo"])
+def test_lists_between_hosts_start_without_the_others(pool: Pool, backend: str) -> None:
+    for found in pool.run(lists_in_turns, 3, backend=backend, hosts="ABA"):
         assert found == [1.0] * 6
 
 
-def refused() -> list[str]:
+def rejected() -> list[str]:
     x, y = torch.ones(2), torch.ones(3)
     calls = [
         lambda: md.all_reduce_multigpu([]),
@@ -340,8 +340,8 @@ def refused() -> list[str]:
     return found
 
 
-def test_wrong_arguments_are_refused_before_anything_is_sent(on_ranks) -> None:
-    for found in on_ranks(refused, 2):
+def test_wrong_arguments_are_rejected_before_anything_is_sent(on_ranks) -> None:
+    for found in on_ranks(rejected, 2):
         assert [text.splitlines()[0] for text in found] == [
             "all_reduce_multigpu: tensor_list has 0 entries",
             "all_reduce_multigpu: tensor_list must be a list",
@@ -350,7 +350,7 @@ def test_wrong_arguments_are_refused_before_anything_is_sent(on_ranks) -> None:
             "all_reduce_multigpu has arguments of different dtypes",
             "all_reduce_multigpu cannot reduce bool with AVG",
             "reduce_multigpu: dst_tensor is 2",
-            "broadcast_multigpu: src_tensor must be a whole number",
+            "broadcast_multigpu: src_tensor must be an integer",
             "broadcast_multigpu: src=5 is not a member of the world",
             "all_gather_multigpu: output_tensor_lists has 1 entry",
             "all_gather_multigpu: an entry of output_tensor_lists has 1 entry",

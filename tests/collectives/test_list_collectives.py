@@ -1,4 +1,4 @@
-"""Lists that will not do are refused before anything is sent; texts say where and how to mend."""
+"""Lists that will not do are rejected before anything is sent; texts say where and how to mend."""
 
 from __future__ import annotations
 

@@ -118,7 +118,7 @@ def test_rank_0_is_absent(pool: Pool) -> None:
             f"rank {rank} successfully reached monitoredBarrier, but received errors while waiting "
             "for send/recv from rank 0\n"
         )
-        assert "rank 0: runs, and has called no verb" in text
+        assert "rank 0: runs, and has called no collective" in text
         assert "fix:      look at what rank 0 does instead, or raise the timeout" in text
 
 

@@ -1,4 +1,5 @@
-"""A verb that a signal's handler calls while its rank is in a verb is refused, on every wire."""
+"""A collective that a signal's handler calls while its rank is in a collective is rejected, on
+every backend."""
 
 from __future__ import annotations
 
@@ -17,9 +18,9 @@ import torch
 import torch.distributed as torch_distributed
 
 import meshdist as md
-from tests.inner import Deadline, program as nesting, wait_until
+from tests.inner import Deadline, call_sites as nesting, wait_until
 from tests.load import is_within
-from tests.operations.cases import WIRES
+from tests.operations.cases import BACKENDS
 from tests.pool import Pool
 from tests.torch_process_groups.worlds import on_torch
 
@@ -69,15 +70,15 @@ def run_inside(
 
 
 def refusal(call: Callable[[], Any]) -> tuple[str, float]:
-    """The first line of the error with which ``call`` is refused, and how long that took."""
+    """The first line of the error with which ``call`` is rejected, and how long that took."""
     begin = time.monotonic()
-    with pytest.raises(md.NestedVerbError) as caught:
+    with pytest.raises(md.NestedCollectiveError) as caught:
         call()
     return caught.value.summary, time.monotonic() - begin
 
 
 def outer_calls(x: torch.Tensor, other: Any) -> dict[str, Callable[[], Any]]:
-    """Calls that wait for the other member, by what the refusal calls them."""
+    """Calls that wait for the other member, by what the rejection calls them."""
     rank = md.get_rank()
     message = partial(md.recv if rank == 0 else md.send, x, 1 - rank)
     return {
@@ -95,7 +96,7 @@ def outer_calls(x: torch.Tensor, other: Any) -> dict[str, Callable[[], Any]]:
 
 
 def inner_calls(other: Any, flying: Any) -> dict[str, Callable[[], Any]]:
-    """Calls that a handler may not make meanwhile, by what the refusal calls them."""
+    """Calls that a handler may not make meanwhile, by what the rejection calls them."""
     y, o = torch.ones(3), [None, None]
     return {
         "all_reduce": lambda: md.all_reduce(y),
@@ -145,13 +146,13 @@ def refusals(folder: str) -> dict[str, dict[str, tuple[str, float]]]:
     return told
 
 
-@pytest.mark.parametrize("wire", ON)
-def test_a_handler_is_refused_every_verb(pool: Pool, tmp_path: Path, wire: str) -> None:
-    told = WIRES[wire](pool, refusals, 2, str(tmp_path))[0]
+@pytest.mark.parametrize("backend", ON)
+def test_a_handler_is_rejected_every_collective(pool: Pool, tmp_path: Path, backend: str) -> None:
+    told = BACKENDS[backend](pool, refusals, 2, str(tmp_path))[0]
     for outer, by_inner in told.items():
         for inner, (text, took) in by_inner.items():
             name = {"allreduce": "all_reduce"}.get(inner, inner)
-            # On a busy machine the handler may come while the verb is still being started.
+            # On a busy machine the handler may come while the collective is still being started.
             places = {outer, outer.removeprefix("wait() of ")}
             texts = [f"{name} was called inside {one}, which has not returned" for one in places]
             assert text in texts
@@ -176,7 +177,7 @@ def ends(outer_name: str, error: str, comes_s: float, folder: str) -> tuple[str,
     outer = (lambda: md.all_reduce(x)) if flying is None else flying.wait
 
     def handle() -> None:
-        if error == "NestedVerbError":
+        if error == "NestedCollectiveError":
             md.barrier(other)
         raise Enough if error == "Enough" else EnoughAtRuntime
 
@@ -193,13 +194,13 @@ def ends(outer_name: str, error: str, comes_s: float, folder: str) -> tuple[str,
 
 
 @pytest.mark.parametrize("comes_s", [0.2, COMES_S])  # the first within one slice of Gloo's wait
-@pytest.mark.parametrize("error", ["Enough", "EnoughAtRuntime", "NestedVerbError"])
+@pytest.mark.parametrize("error", ["Enough", "EnoughAtRuntime", "NestedCollectiveError"])
 @pytest.mark.parametrize("outer", ["all_reduce", "wait() of all_reduce"])
-@pytest.mark.parametrize("wire", ["shm", "gloo"])
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
 def test_what_a_handler_raises_leaves_the_call(
-    pool: Pool, tmp_path: Path, wire: str, outer: str, error: str, comes_s: float
+    pool: Pool, tmp_path: Path, backend: str, outer: str, error: str, comes_s: float
 ) -> None:
-    found = WIRES[wire](pool, ends, 2, outer, error, comes_s, str(tmp_path))
+    found = BACKENDS[backend](pool, ends, 2, outer, error, comes_s, str(tmp_path))
     assert found[0] == (error, [2.0] * 3)
     assert found[1][1] == [2.0] * 3
 
@@ -211,20 +212,20 @@ def waited_again(folder: str) -> tuple[str, list[float]]:
     left = ""
     try:
         run_inside(outer, md.barrier, folder)
-    except md.NestedVerbError as error:
+    except md.NestedCollectiveError as error:
         left = error.summary
     if work is not None:
         work.wait()
     return left, x.tolist()
 
 
-@pytest.mark.parametrize("wire", ["shm", "gloo"])
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
 def test_a_wait_that_a_refusal_left_can_be_waited_for_again(
-    pool: Pool, tmp_path: Path, wire: str
+    pool: Pool, tmp_path: Path, backend: str
 ) -> None:
-    refused = "barrier was called inside wait() of all_reduce, which has not returned"
-    found = WIRES[wire](pool, waited_again, 2, str(tmp_path))
-    assert found == [(refused, [2.0] * 3), ("", [2.0] * 3)]
+    rejected = "barrier was called inside wait() of all_reduce, which has not returned"
+    found = BACKENDS[backend](pool, waited_again, 2, str(tmp_path))
+    assert found == [(rejected, [2.0] * 3), ("", [2.0] * 3)]
 
 
 def left_receive(peer: int | None, folder: str) -> str:
@@ -257,17 +258,18 @@ def left_receive(peer: int | None, folder: str) -> str:
 
 
 @pytest.mark.parametrize("peer", [1, None])
-@pytest.mark.parametrize("wire", ["shm", "gloo", "gloo across hosts"])
+@pytest.mark.parametrize("backend", ["shm", "gloo", "gloo across hosts"])
 def test_a_receive_that_a_handler_leaves(
-    wire: str, peer: int | None, pool: Pool, tmp_path: Path
+    backend: str, peer: int | None, pool: Pool, tmp_path: Path
 ) -> None:
-    is_broken = wire != "shm" and peer is None  # what nothing can take back
-    found = WIRES[wire](pool, left_receive, 2, peer, str(tmp_path))
+    is_broken = backend != "shm" and peer is None  # what nothing can take back
+    found = BACKENDS[backend](pool, left_receive, 2, peer, str(tmp_path))
     assert found == ["broken" if is_broken else "", ""]
 
 
 def allowed(_: str) -> list[float]:
-    """A handler that runs in no verb calls them; so does the main thread beside another's verb."""
+    """A handler that runs in no collective calls them; so does the main thread beside another's
+    collective."""
     other, x, y = md.new_group([0, 1]), torch.ones(1), torch.ones(1)
     done = threading.Event()
 
@@ -292,9 +294,9 @@ def allowed(_: str) -> list[float]:
     return [x.item(), y.item()]
 
 
-@pytest.mark.parametrize("wire", ON)
-def test_what_is_allowed(pool: Pool, wire: str) -> None:
-    assert WIRES[wire](pool, allowed, 2, "") == [[4.0, 2.0]] * 2
+@pytest.mark.parametrize("backend", ON)
+def test_what_is_allowed(pool: Pool, backend: str) -> None:
+    assert BACKENDS[backend](pool, allowed, 2, "") == [[4.0, 2.0]] * 2
 
 
 def on_torchs_groups(folder: str) -> dict[str, tuple[str, float]] | None:
@@ -327,7 +329,7 @@ def on_torchs_groups(folder: str) -> dict[str, tuple[str, float]] | None:
     return told
 
 
-def test_torchs_groups_over_our_wires(pool: Pool, tmp_path: Path) -> None:
+def test_torchs_groups_over_our_backends(pool: Pool, tmp_path: Path) -> None:
     told = on_torch(pool, partial(on_torchs_groups, str(tmp_path)), 2)[0]
     assert list(told) == ["all_reduce", "wait() of all_reduce", "recv"]
     for outer, by_inner in told.items():
@@ -364,12 +366,15 @@ def test_on_simulated_ranks_a_handler_runs_outside_all_of_them() -> None:
 
 
 def test_the_whole_text() -> None:
-    with pytest.raises(md.NestedVerbError) as caught:
+    with pytest.raises(md.NestedCollectiveError) as caught:
         nesting.run_unnested("all_gather", lambda: md.monitored_barrier())
     text = str(caught.value)
     assert text.startswith(
         "monitored_barrier was called inside all_gather, which has not returned\n  where:    "
     )
     assert f"called at {__file__}:" in text
-    assert "\n  expected: one verb at a time on a thread; a signal's handler runs on " in text
-    assert "\n  fix:      let the handler set a flag and call the verb later; to end the " in text
+    assert "\n  expected: one collective at a time on a thread; a signal's handler runs on " in text
+    assert (
+        "\n  fix:      let the handler set a flag and call the collective later; to end the "
+        in text
+    )

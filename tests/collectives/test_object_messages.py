@@ -47,7 +47,7 @@ def test_objects_pass_by_a_receive_that_waits(on_ranks) -> None:
 
 
 def met_by_another_kind(sends_objects: bool) -> tuple[str, str]:
-    """The error of each side, and of its next verb, where one sends objects and one does not."""
+    """The error of each side, and of its next collective, where one sends objects and one does not."""
     group, rank = md.new_group(), md.get_rank()
     numbers = torch.tensor([1, 2, 3])  # as many as go before a list of objects
     calls = [
@@ -59,7 +59,7 @@ def met_by_another_kind(sends_objects: bool) -> tuple[str, str]:
         try:
             call()
             told.append("")
-        except md.AgreementError as error:
+        except md.MismatchError as error:
             told.append(str(error))
     assert numbers.tolist() == [1, 2, 3]
     return told[0], told[1]
@@ -106,14 +106,14 @@ def test_objects_never_pass_for_numbers_over_shared_memory(pool: Pool) -> None:
             lambda: md.send_object_list([1], 1, group),
             lambda: md.recv(numbers, 0, group),
         ]
-        with pytest.raises(md.AgreementError):
+        with pytest.raises(md.MismatchError):
             calls[md.get_rank()]()
         return numbers.tolist()
 
     assert pool.run(program, 2, backend="shm") == [[1, 2, 3]] * 2
 
 
-def test_a_receiver_that_does_not_come_is_told_with_the_verb(pool: Pool) -> None:
+def test_a_receiver_that_does_not_come_is_told_with_the_collective(pool: Pool) -> None:
     def program() -> str:
         group = md.new_group(timeout=timedelta(seconds=1))
         if md.get_rank():

@@ -1,4 +1,4 @@
-"""Verbs under a title do what the plain ones do, and members whose titles differ all raise."""
+"""Collectives under a title do what the plain ones do, and members whose titles differ all raise."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import pytest
 import torch
 
 import meshdist as md
-from meshdist.collectives.normalize_args import run_titled
+from meshdist.collectives.normalize_args import run_named
 from meshdist.distributed import DebugLevel, ProcessGroup, get_debug_level, set_debug_level
-from meshdist.errors import AgreementError, CollectiveTimeoutError, MeshdistError
+from meshdist.errors import CollectiveTimeoutError, MeshdistError, MismatchError
 from tests.mpi_job import job_of
 from tests.pool import Pool
 
 TITLE = "reshard 'b@dp d -> b d@dp'"
 SUM = md.ReduceOp.SUM
 OTHER = "reshard 'b@dp d -> b d'"
-VERBS = (
+OPERATIONS = (
     "all_reduce",
     "broadcast",
     "all_gather_into_tensor",
@@ -27,39 +27,39 @@ VERBS = (
     "all_to_all_single",
     "all_to_all",
 )
-WIRES = [("shm", ""), ("gloo", ""), ("gloo", "AABB")]
+BACKENDS = [("shm", ""), ("gloo", ""), ("gloo", "AABB")]
 
 
-def call(verb: str, title: str = "", group: ProcessGroup | None = None) -> Any:
+def call(operation: str, op_name: str = "", group: ProcessGroup | None = None) -> Any:
     """One call, plain where it has no title, on parts of different sizes; its result."""
     group = group or md.group.WORLD
     rank, size = group.rank(), group.size()
     x = torch.arange(float(size)) + 10 * rank
 
     def run(*given: Any) -> None:
-        if title:
-            run_titled(verb, group, title, *given)
-        elif verb == "broadcast":
+        if op_name:
+            run_named(operation, group, op_name, *given)
+        elif operation == "broadcast":
             md.broadcast(x, None, group, False, size - 1)
         else:
-            getattr(md, verb)(*given, group=group)
+            getattr(md, operation)(*given, group=group)
 
-    if verb == "all_reduce":
+    if operation == "all_reduce":
         run(x, md.ReduceOp.SUM)
         return x.tolist()
-    if verb == "broadcast":
+    if operation == "broadcast":
         run(x, size - 1)
         return x.tolist()
-    if verb == "all_gather_into_tensor":
+    if operation == "all_gather_into_tensor":
         run(whole := torch.zeros(size, size), x)
         return whole.tolist()
-    if verb == "reduce_scatter_tensor":
+    if operation == "reduce_scatter_tensor":
         run(block := torch.zeros(1), x, md.ReduceOp.SUM)
         return block.tolist()
     given = [(rank + other) % 3 for other in range(size)]  # as many as the other gives back
     source = torch.arange(float(sum(given))) + 100 * rank
     result = torch.zeros(sum(given))
-    if verb == "all_to_all_single":
+    if operation == "all_to_all_single":
         run(result, source, given, given)
     else:
         run(list(result.split(given)), list(source.split(given)))
@@ -67,16 +67,16 @@ def call(verb: str, title: str = "", group: ProcessGroup | None = None) -> Any:
 
 
 def both() -> list[tuple[Any, Any]]:
-    return [(call(verb, TITLE), call(verb)) for verb in VERBS]
+    return [(call(operation, TITLE), call(operation)) for operation in OPERATIONS]
 
 
-def test_they_do_what_the_plain_verbs_do_on_simulated_ranks() -> None:
+def test_they_do_what_the_plain_collectives_do_on_simulated_ranks() -> None:
     for found in md.simulate(both, 4):
         assert all(one == plain for one, plain in found)
 
 
-@pytest.mark.parametrize(("backend", "hosts"), WIRES)
-def test_they_do_what_the_plain_verbs_do(backend: str, hosts: str, pool: Pool) -> None:
+@pytest.mark.parametrize(("backend", "hosts"), BACKENDS)
+def test_they_do_what_the_plain_collectives_do(backend: str, hosts: str, pool: Pool) -> None:
     def program() -> Any:
         by_fast_path = both(), both()  # the first of all calls opens the group
         md.group.WORLD.fast_path = None
@@ -86,56 +86,58 @@ def test_they_do_what_the_plain_verbs_do(backend: str, hosts: str, pool: Pool) -
         assert all(one == plain for one, plain in found)
 
 
-def refused(verb: str, title: str, group: ProcessGroup | None = None) -> str:
+def rejected(operation: str, op_name: str, group: ProcessGroup | None = None) -> str:
     """The text of the error that a call raises."""
     try:
-        call(verb, title, group)
-    except AgreementError as error:
+        call(operation, op_name, group)
+    except MismatchError as error:
         return str(error)
     return "no error"
 
 
-def check_texts(texts: Sequence[str], titles: tuple[str, str]) -> None:
+def check_texts(texts: Sequence[str], op_names: tuple[str, str]) -> None:
     assert len({text.split("raised on")[0] for text in texts}) == 1  # the same on all
     for text in texts:
         assert "the members of a group disagree about their call" in text
-        for title in filter(None, titles):
-            assert f") of {title} at " in text, text
-        assert "under the same title" in text or not all(titles)
+        for op_name in filter(None, op_names):
+            assert f") of {op_name} at " in text, text
+        assert "under the same title" in text or not all(op_names)
 
 
-@pytest.mark.parametrize("verb", VERBS)
-def test_different_titles_raise_on_simulated_ranks(verb: str) -> None:
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_different_titles_raise_on_simulated_ranks(operation: str) -> None:
     def program() -> str:
-        return refused(verb, TITLE if md.get_rank() else OTHER)
+        return rejected(operation, TITLE if md.get_rank() else OTHER)
 
     check_texts(md.simulate(program, 3), (TITLE, OTHER))
 
 
-CASES = [(verb, titles) for verb in VERBS for titles in ((TITLE, OTHER), (TITLE, ""))]
+CASES = [
+    (operation, op_names) for operation in OPERATIONS for op_names in ((TITLE, OTHER), (TITLE, ""))
+]
 
 
-@pytest.mark.parametrize("wire", ["shm", "shm, slow", "gloo"])
-def test_different_titles_raise_before_data_move(wire: str, pool: Pool) -> None:
-    cases = CASES if wire == "shm" else CASES[::3]
+@pytest.mark.parametrize("backend", ["shm", "shm, slow", "gloo"])
+def test_different_titles_raise_before_data_move(backend: str, pool: Pool) -> None:
+    cases = CASES if backend == "shm" else CASES[::3]
     if (
-        wire == "gloo"
+        backend == "gloo"
     ):  # a source of a broadcast may have gone on there, and raises at its next call
         cases = [one for one in cases if one[0] != "broadcast"]
 
     def program() -> list[str]:
         rank, texts = md.get_rank(), []
-        for verb, titles in cases:
+        for operation, op_names in cases:
             group = md.new_group()  # a group that has failed is broken
             md.all_reduce(torch.ones(1), group=group)
-            if wire == "shm, slow" and rank == 1:
+            if backend == "shm, slow" and rank == 1:
                 group.fast_path = None
-            texts.append(refused(verb, titles[rank % 2], group))
+            texts.append(rejected(operation, op_names[rank % 2], group))
         return texts
 
-    outcomes = pool.run(program, 3, backend=wire.split(",")[0])
-    for texts, (_, titles) in zip(zip(*outcomes, strict=True), cases, strict=True):
-        check_texts(texts, titles)
+    outcomes = pool.run(program, 3, backend=backend.split(",")[0])
+    for texts, (_, op_names) in zip(zip(*outcomes, strict=True), cases, strict=True):
+        check_texts(texts, op_names)
 
 
 @pytest.mark.parametrize("backend", ["gloo"])
@@ -147,7 +149,7 @@ def test_different_titles_raise_across_hosts_at_debug_level_detail(
         before = get_debug_level()
         set_debug_level(DebugLevel.DETAIL)
         try:
-            return refused("all_to_all_single", OTHER if md.get_rank() == 3 else TITLE)
+            return rejected("all_to_all_single", OTHER if md.get_rank() == 3 else TITLE)
         finally:
             set_debug_level(before)
 
@@ -156,9 +158,9 @@ def test_different_titles_raise_across_hosts_at_debug_level_detail(
 
 
 @pytest.mark.parametrize("backend", ["shm", "gloo", None])
-def test_one_title_over_different_verbs_raises(backend: str | None, pool: Pool) -> None:
+def test_one_title_over_different_collectives_raises(backend: str | None, pool: Pool) -> None:
     def program() -> str:
-        return refused(VERBS[2 * md.get_rank()], TITLE)
+        return rejected(OPERATIONS[2 * md.get_rank()], TITLE)
 
     texts = pool.run(program, 2, backend=backend) if backend else md.simulate(program, 2)
     for text in texts:
@@ -174,7 +176,7 @@ def test_the_report_of_a_call_that_is_late_names_the_title(backend: str, pool: P
         md.all_reduce(torch.ones(1), group=group)
         if md.get_rank() == 0:
             with pytest.raises(MeshdistError) as caught:
-                run_titled("all_reduce", group, TITLE, torch.ones(2), SUM)
+                run_named("all_reduce", group, TITLE, torch.ones(2), SUM)
             assert isinstance(caught.value, CollectiveTimeoutError)
             md.barrier()
             return str(caught.value)
@@ -194,7 +196,9 @@ def test_a_profiler_shows_the_title() -> None:
         return [event.name for event in profile.events() if TITLE in event.name]
 
     for names in md.simulate(program, 1):
-        assert [name.split(" of ")[0] for name in names] == [f"meshdist::{one}" for one in VERBS]
+        assert [name.split(" of ")[0] for name in names] == [
+            f"meshdist::{one}" for one in OPERATIONS
+        ]
         assert names[0].endswith(" 4 bytes")
 
 
@@ -203,17 +207,17 @@ def test_both_paths_note_the_same(pool: Pool) -> None:
         group = md.group.WORLD
         md.all_reduce(torch.ones(1))
         path, notes = group.fast_path, []
-        recorder = group.open_channel("cpu").recorder
+        recorder = group.open_device_group("cpu").recorder
         for chosen in (path, None):
             group.fast_path = chosen
-            for verb in VERBS:
-                call(verb, TITLE)
+            for operation in OPERATIONS:
+                call(operation, TITLE)
                 note = recorder.find_note()
                 notes.append((note.call, note.called, note.sizes, note.where))
         return notes
 
     for notes in pool.run(program, 2, backend="shm"):
-        assert notes[: len(VERBS)] == notes[len(VERBS) :]
+        assert notes[: len(OPERATIONS)] == notes[len(OPERATIONS) :]
         assert notes[0][1] == f"all_reduce((2,) float32, SUM) of {TITLE}"
 
 
@@ -222,22 +226,22 @@ def test_what_is_started_and_not_waited_for_is_compared_too(pool: Pool) -> None:
         md.all_reduce(torch.ones(1))
         x = torch.ones(2)
         try:
-            title = TITLE if md.get_rank() else OTHER
-            work = run_titled("all_reduce", md.group.WORLD, title, x, SUM, async_op=True)
+            op_name = TITLE if md.get_rank() else OTHER
+            work = run_named("all_reduce", md.group.WORLD, op_name, x, SUM, async_op=True)
             assert work is not None
             work.wait()
-        except AgreementError as error:
+        except MismatchError as error:
             return str(error)
         return "no error"
 
     check_texts(pool.run(program, 2, backend="shm"), (TITLE, OTHER))
 
 
-def two_titles() -> str:
+def two_names() -> str:
     """What a member is told whose title differs from the other's."""
     group = md.new_group()
     md.all_reduce(torch.ones(1), group=group)
-    return refused("all_reduce", TITLE if md.get_rank() else OTHER, group)
+    return rejected("all_reduce", TITLE if md.get_rank() else OTHER, group)
 
 
 @pytest.mark.soak
@@ -246,4 +250,4 @@ def test_over_mpi(pool: Pool) -> None:
     job = job_of(pool, 2)
     for found in job.run_in_world(both):
         assert all(one == plain for one, plain in found)
-    check_texts(job.run_in_world(two_titles), (TITLE, OTHER))
+    check_texts(job.run_in_world(two_names), (TITLE, OTHER))

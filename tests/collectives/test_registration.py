@@ -20,7 +20,7 @@ import pytest
 import torch
 
 import meshdist as md
-from meshdist.collectives.registration import verb
+from meshdist.collectives.registration import collective
 from meshdist.errors import WorldError
 from tests.load import is_within
 from tests.pool import Pool
@@ -40,7 +40,7 @@ def plain(tensor: Any, op: int = 3, group: Any = None, tag: int = 0) -> tuple[An
     return tensor, op, group, tag
 
 
-marked = verb()(plain)
+marked = collective()(plain)
 
 
 def test_it_is_called_as_before() -> None:
@@ -100,8 +100,8 @@ def test_the_compiler_is_not_imported() -> None:
 def test_the_call_is_noted_where_the_program_made_it() -> None:
     def program() -> str:
         md.all_reduce(torch.ones(1))  # the call
-        channel = md.group.WORLD.open_channel("cpu")
-        return channel.recorder.find_note().where
+        device_group = md.group.WORLD.open_device_group("cpu")
+        return device_group.recorder.find_note().where
 
     line = program.__code__.co_firstlineno + 1
     for where in md.simulate(program, 2):
@@ -129,10 +129,10 @@ PROFILERS: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("which", PROFILERS)
-def test_a_profile_shows_verb_axis_and_bytes(which: str, pool: Pool) -> None:
+def test_a_profile_shows_collective_axis_and_bytes(which: str, pool: Pool) -> None:
     make = PROFILERS[which]
 
-    def verbs(profiled: set[int]) -> list[str]:
+    def operations(profiled: set[int]) -> list[str]:
         mesh = md.init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
         me = md.get_rank()
 
@@ -153,7 +153,7 @@ def test_a_profile_shows_verb_axis_and_bytes(which: str, pool: Pool) -> None:
         return names
 
     tp = "axis 'tp' of DeviceMesh(dp=1, tp=2)"
-    for rank, names in enumerate(pool.run(verbs, 2, {0, 1})):
+    for rank, names in enumerate(pool.run(operations, 2, {0, 1})):
         assert names == [
             f"meshdist::all_reduce {tp} 4096 bytes",
             "meshdist::barrier the world 0 bytes",
@@ -161,7 +161,7 @@ def test_a_profile_shows_verb_axis_and_bytes(which: str, pool: Pool) -> None:
             f"meshdist::{'recv' if rank else 'send'} the world 12 bytes",
             "meshdist::all_reduce the world 16 bytes",
         ]
-    names = md.simulate(verbs, 2, args=({1},))[1]  # torch has one profiler in a process
+    names = md.simulate(operations, 2, args=({1},))[1]  # torch has one profiler in a process
     assert names[0] == f"meshdist::all_reduce {tp} 4096 bytes"
 
 
@@ -173,19 +173,19 @@ class Transfer:
         self.group = group
 
 
-@verb()
+@collective()
 def all_gather_object(object_list: list[Any], obj: Any, group: Any = None) -> None:
-    """A verb on objects."""
+    """A collective on objects."""
 
 
-@verb()
+@collective()
 def all_gather_coalesced(outputs: list[list[Any]], inputs: list[Any], group: Any = None) -> None:
-    """A verb on lists of lists."""
+    """A collective on lists of lists."""
 
 
-@verb()
+@collective()
 def batch_isend_irecv(p2p_op_list: list[Any]) -> None:
-    """A verb whose operations name the group."""
+    """A collective whose operations name the group."""
 
 
 def test_objects_lists_and_batches_in_a_profile() -> None:
@@ -276,7 +276,7 @@ def messages(x: torch.Tensor) -> torch.Tensor:
     return y + sender
 
 
-def refused(x: torch.Tensor) -> torch.Tensor:
+def rejected(x: torch.Tensor) -> torch.Tensor:
     try:
         md.broadcast(x, src=0, group_src=0)
     except ValueError:
@@ -284,7 +284,7 @@ def refused(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-FUNCTIONS = [in_place, later, with_a_limit, on_an_axis, messages, refused]
+FUNCTIONS = [in_place, later, with_a_limit, on_an_axis, messages, rejected]
 
 
 def once(function: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
@@ -321,8 +321,10 @@ def test_compiled_on_simulated_ranks(
     expected = md.simulate(once, 2, args=(function,))
     compiled = torch.compile(function, backend="eager")
     assert all(map(torch.equal, md.simulate(once, 2, args=(compiled,)), expected))
-    if function is not refused:  # dynamo runs what stands in a try block as it is
-        assert frames().count(__file__) >= 2, "a graph ends before the verb, another begins behind"
+    if function is not rejected:  # dynamo runs what stands in a try block as it is
+        assert frames().count(__file__) >= 2, (
+            "a graph ends before the collective, another begins behind"
+        )
     internals = str(ROOT / "meshdist")
     assert [name for name in frames() if name.startswith(internals)] == []
 
@@ -341,18 +343,18 @@ def test_compiled_on_processes(pool: Pool) -> None:
 
 
 @pytest.mark.usefixtures("frames")
-def test_a_full_graph_is_refused_with_the_reason() -> None:
+def test_a_full_graph_is_rejected_with_the_reason() -> None:
     import torch._dynamo
 
     compiled = torch.compile(in_place, backend="eager", fullgraph=True)
     with pytest.raises(
-        torch._dynamo.exc.Unsupported, match="a verb waits for other ranks"
+        torch._dynamo.exc.Unsupported, match="a collective waits for other ranks"
     ) as failure:
         md.simulate(once, 2, args=(compiled,))
     assert "md.all_reduce(y)" in str(failure.value)
 
 
-def test_a_profiler_around_simulate_shows_the_verbs_of_all_ranks() -> None:
+def test_a_profiler_around_simulate_shows_the_collectives_of_all_ranks() -> None:
     def program() -> None:
         mesh = md.init_device_mesh("cpu", (3,), mesh_dim_names=("dp",))
         md.all_reduce(torch.ones(8))
@@ -384,7 +386,7 @@ def test_an_error_and_an_interruption_leave_a_profiled_simulation() -> None:
 
 @pytest.mark.parametrize("which", PROFILERS)
 @pytest.mark.parametrize("is_around", [False, True])
-def test_a_second_profiler_of_simulated_ranks_is_refused(which: str, is_around: bool) -> None:
+def test_a_second_profiler_of_simulated_ranks_is_rejected(which: str, is_around: bool) -> None:
     def program() -> str:
         if md.get_rank() == 1 or is_around:
             md.barrier()  # the first one is on
@@ -412,7 +414,7 @@ def test_a_second_profiler_of_simulated_ranks_is_refused(which: str, is_around: 
 
 
 def profiled_in_turn() -> int:
-    """How many verbs this rank's own profiler has shown."""
+    """How many collectives this rank's own profiler has shown."""
     found = 0
     for rank in range(2):
         with PROFILERS["torch.profiler"]() if rank == md.get_rank() else nullcontext() as mine:

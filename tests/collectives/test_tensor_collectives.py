@@ -1,4 +1,5 @@
-"""The first verbs against NumPy, on simulated ranks and over Gloo, for torch and NumPy arrays."""
+"""The first collectives against NumPy, on simulated ranks and over Gloo, for torch and NumPy
+arrays."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ NUMPY_OF = {"bfloat16": "float32"}
 
 
 def values(rank: int, shape: tuple[int, ...], dtype: str) -> np.ndarray:
-    """Small whole numbers, so that sums are exact in every dtype; different on every rank."""
+    """Small integers, so that sums are exact in every dtype; different on every rank."""
     count = int(np.prod(shape))
     plain = (np.arange(count) * 3 + rank * 5) % 7 + 1
     if dtype == "bool":
@@ -112,7 +113,7 @@ def move_everything() -> list:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_moving_verbs_take_every_dtype_and_shape(on_ranks, size: int) -> None:
+def test_moving_collectives_take_every_dtype_and_shape(on_ranks, size: int) -> None:
     for results in on_ranks(move_everything, size):
         for dtype, shape, sent, stacked in results:
             np.testing.assert_array_equal(sent, values(size - 1, shape, dtype))
@@ -233,7 +234,7 @@ def asynchronous() -> tuple:
     return x.tolist(), y.tolist(), doubled.tolist()
 
 
-def test_async_verbs_give_a_work(on_ranks) -> None:
+def test_async_collectives_give_a_work(on_ranks) -> None:
     assert on_ranks(asynchronous, 2) == [([3.0] * 2, [[3.0] * 3] * 2, [[6.0] * 3] * 2)] * 2
 
 
@@ -248,11 +249,11 @@ def synchronous() -> list:
     ]
 
 
-def test_synchronous_verbs_return_none(on_ranks) -> None:
+def test_synchronous_collectives_return_none(on_ranks) -> None:
     assert on_ranks(synchronous, 2) == [[None] * 5] * 2
 
 
-def every_verb_async() -> tuple:
+def every_operation_async() -> tuple:
     rank, size = md.get_rank(), md.get_world_size()
     x, y = torch.full((2,), rank + 1.0), torch.full((2,), rank + 1.0)
     out, part = torch.empty(2 * size), torch.empty(1)
@@ -271,8 +272,8 @@ def every_verb_async() -> tuple:
     return done, x.tolist(), y.tolist(), out.tolist(), part.tolist()
 
 
-def test_earlier_verbs_are_complete_after_a_barrier(on_ranks) -> None:
-    for rank, found in enumerate(on_ranks(every_verb_async, 2)):
+def test_earlier_collectives_are_complete_after_a_barrier(on_ranks) -> None:
+    for rank, found in enumerate(on_ranks(every_operation_async, 2)):
         assert found == ([True] * 5, [3.0] * 2, [2.0] * 2, [0.0, 0.0, 1.0, 1.0], [2.0 * rank])
 
 
@@ -320,7 +321,7 @@ def overlapping(rounds: int) -> list[float]:
     return [both[name].tolist() for name in ("dp", "tp", "all")]
 
 
-def test_async_verbs_on_overlapping_groups_in_different_orders(on_ranks) -> None:
+def test_async_collectives_on_overlapping_groups_in_different_orders(on_ranks) -> None:
     for rank, (dp, tp, everyone) in enumerate(on_ranks(overlapping, 4, 10)):
         column, row = rank % 2, rank // 2
         assert dp == [column + 1.0 + column + 3.0] * 10
@@ -491,7 +492,7 @@ REFUSED = [
     (lambda: md.send(X, dst=md.get_rank()), ValueError, "use isend"),
     (lambda: md.recv(X, src=md.get_rank()), ValueError, "use irecv"),
     (lambda: md.barrier(timeout=3), TypeError, "datetime.timedelta"),
-    (lambda: md.barrier(device_ids=0), TypeError, "device_ids must be a list of whole numbers"),
+    (lambda: md.barrier(device_ids=0), TypeError, "device_ids must be a list of integers"),
     *[
         (call, md.NotInGroupError, "this rank is not a member of the group")
         for call in (
@@ -511,7 +512,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("case", range(len(REFUSED)))
-def test_refused_before_anything_is_sent(case: int) -> None:
+def test_rejected_before_anything_is_sent(case: int) -> None:
     call, kind, text = REFUSED[case]
 
     def program():
@@ -528,11 +529,11 @@ def test_a_barrier_on_the_cpu_takes_device_ids_as_torchs_does() -> None:
     if torch.cuda.is_available():
         pytest.skip("for a host without CUDA devices")
     assert md.simulate(lambda: md.barrier(device_ids=[0]), 2) == [None, None]
-    with pytest.raises(md.KindError, match="a list of whole numbers, not"):
+    with pytest.raises(md.KindError, match="a list of integers, not"):
         md.simulate(lambda: md.barrier(device_ids=[True]), 2)
 
 
-def test_a_cuda_device_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cuda_device_that_is_not_there_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(md.ArgumentError, match=r"device_ids=\[2\] names a CUDA device that is not"):
         first_cuda_device([2], "barrier")
@@ -555,23 +556,25 @@ def test_without_a_world() -> None:
     assert "there is no world" in told and "meshdist run -n 4 script.py" in told
 
 
-@pytest.mark.parametrize("verb", ["all_reduce", "broadcast"])
-def test_elements_that_are_one_in_memory_are_refused_before_anything_is_sent(verb: str) -> None:
+@pytest.mark.parametrize("operation", ["all_reduce", "broadcast"])
+def test_elements_that_are_one_in_memory_are_rejected_before_anything_is_sent(
+    operation: str,
+) -> None:
     def program() -> str:
-        more = {"src": 0} if verb == "broadcast" else {}
+        more = {"src": 0} if operation == "broadcast" else {}
         with pytest.raises(md.ArgumentError) as caught:
-            getattr(md, verb)(torch.ones(1).expand(3), **more)
+            getattr(md, operation)(torch.ones(1).expand(3), **more)
         tensor = (torch.ones(1) + md.get_rank()).expand(3)
         tensor = tensor.clone()  # as the fix says
-        getattr(md, verb)(tensor, **more)
-        assert tensor.tolist() == [3.0 if verb == "all_reduce" else 1.0] * 3
+        getattr(md, operation)(tensor, **more)
+        assert tensor.tolist() == [3.0 if operation == "all_reduce" else 1.0] * 3
         return str(caught.value)
 
     assert (
         md.simulate(program, 2)
         == [
-            f"{verb} cannot write into tensor: several of its elements are one in memory\n"
-            f"  where:    argument tensor of {verb}, shape (3,), float32\n"
+            f"{operation} cannot write into tensor: several of its elements are one in memory\n"
+            f"  where:    argument tensor of {operation}, shape (3,), float32\n"
             "  found:    strides (0,): an expanded tensor\n"
             "  fix:      pass a copy, tensor = tensor.clone(), and read the result there"
         ]
@@ -579,7 +582,7 @@ def test_elements_that_are_one_in_memory_are_refused_before_anything_is_sent(ver
     )
 
 
-def test_a_view_of_a_leaf_is_refused_before_anything_is_sent() -> None:
+def test_a_view_of_a_leaf_is_rejected_before_anything_is_sent() -> None:
     def program() -> list[float]:
         leaf = torch.ones(4, requires_grad=True)
         with pytest.raises(md.GradientError) as caught:
@@ -597,12 +600,14 @@ def test_a_view_of_a_leaf_is_refused_before_anything_is_sent() -> None:
 
 
 @pytest.mark.parametrize(
-    "verb", ["all_reduce", "all_gather", "reduce_scatter", "broadcast", "recv"]
+    "operation", ["all_reduce", "all_gather", "reduce_scatter", "broadcast", "recv"]
 )
 @pytest.mark.parametrize("is_async", [False, True])
-def test_a_backward_that_counts_on_overwritten_values_raises(verb: str, is_async: bool) -> None:
+def test_a_backward_that_counts_on_overwritten_values_raises(
+    operation: str, is_async: bool
+) -> None:
     def write(x: torch.Tensor) -> None:
-        if verb == "recv":
+        if operation == "recv":
             if md.get_rank() == 0:
                 md.send(torch.zeros(2), 1)
             elif is_async:
@@ -615,7 +620,7 @@ def test_a_backward_that_counts_on_overwritten_values_raises(verb: str, is_async
             "broadcast": lambda: md.broadcast(x, src=0, async_op=is_async),
             "all_gather": lambda: md.all_gather_into_tensor(x, torch.ones(1), async_op=is_async),
             "reduce_scatter": lambda: md.reduce_scatter_tensor(x, torch.ones(4), async_op=is_async),
-        }[verb]()
+        }[operation]()
         if work is not None:
             work.wait()
 
@@ -632,12 +637,12 @@ def test_a_backward_that_counts_on_overwritten_values_raises(verb: str, is_async
         return str(weight.grad.tolist())
 
     found = md.simulate(program, 2)
-    is_source_spared = verb in ("broadcast", "recv")
+    is_source_spared = operation in ("broadcast", "recv")
     assert found[0] == "[3.0, 3.0]" if is_source_spared else "modified by an inplace" in found[0]
     assert "modified by an inplace operation" in found[1]
 
 
-def test_a_dtype_that_nobody_can_reduce_is_refused_and_breaks_nothing(pool: Pool) -> None:
+def test_a_dtype_that_nobody_can_reduce_is_rejected_and_breaks_nothing(pool: Pool) -> None:
     def program() -> tuple[str, float]:
         with pytest.raises(md.DtypeError) as caught:
             md.all_reduce(torch.zeros(2, dtype=torch.float4_e2m1fn_x2))

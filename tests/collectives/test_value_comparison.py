@@ -29,11 +29,11 @@ INEXACT = [dtype for dtype in QUIET if dtype.is_floating_point or dtype.is_compl
 
 
 def found(texts: dict[str, str], tensors: dict[str, torch.Tensor] | None = None) -> str | None:
-    difference = agree(md.group.WORLD, texts, tensors or {}, title="test")
+    difference = agree(md.group.WORLD, texts, tensors or {}, op_name="test")
     return difference and difference.found
 
 
-def verbs_under(body: Callable[[], Any]) -> list[str]:
+def operations_under(body: Callable[[], Any]) -> list[str]:
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True
     ) as profile:
@@ -119,7 +119,7 @@ def test_what_an_error_shows_does_not_grow_with_ranks_and_texts() -> None:
 def test_equal_ranks_send_sixteen_bytes_in_one_all_reduce(pool: Pool) -> None:
     def program() -> list[str]:
         tensors = {f"x{number}": torch.ones(1000) for number in range(20)}
-        return verbs_under(lambda: found({"a": "b" * 1000}, tensors))
+        return operations_under(lambda: found({"a": "b" * 1000}, tensors))
 
     sent = ["meshdist::all_reduce of test the world 16 bytes"]
     assert pool.run(program, 2, backend="shm") == [sent] * 2
@@ -137,7 +137,7 @@ def test_each_tensor_has_its_own_answer() -> None:
             "one": torch.tensor(rank // 2),
             "last": torch.tensor([rank > 0]),
         }
-        difference = agree(md.group.WORLD, {}, tensors, title="test")
+        difference = agree(md.group.WORLD, {}, tensors, op_name="test")
         assert difference is not None and not difference.is_rounding
         assert list(difference.far) == [1, 2]  # of the first line
         return difference.found.splitlines()
@@ -165,8 +165,8 @@ def test_roundings_are_told_from_other_values() -> None:
             "near": torch.tensor([1.0, 1.0 + 1e-7 * (rank == 1)]),
             "zero": torch.tensor([-0.0 if rank == 2 else 0.0]),
         }
-        rounded = agree(md.group.WORLD, {}, near, title="test")
-        far = agree(md.group.WORLD, {}, {**near, "far": torch.tensor(rank)}, title="test")
+        rounded = agree(md.group.WORLD, {}, near, op_name="test")
+        far = agree(md.group.WORLD, {}, {**near, "far": torch.tensor(rank)}, op_name="test")
         assert rounded is not None and far is not None
         return rounded.is_rounding, rounded.found, far.is_rounding, far.found.partition(":")[0]
 
@@ -188,7 +188,7 @@ def test_roundings_are_told_from_other_values() -> None:
         pytest.param("mpi", "AA", marks=[pytest.mark.mpi, pytest.mark.soak]),
     ],
 )
-def test_every_wire_compares(pool: Pool, backend: str, hosts: str) -> None:
+def test_every_backend_compares(pool: Pool, backend: str, hosts: str) -> None:
     def program() -> Any:
         last = md.get_rank() == md.get_world_size() - 1
         equal = {"x": torch.arange(100_000), "y": torch.ones(3, 2).T}

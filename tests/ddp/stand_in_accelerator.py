@@ -15,7 +15,7 @@ import torch
 
 import meshdist as md
 from meshdist.ddp import buckets, status_flags
-from meshdist.ddp.device_streams import DeferredReader, GradientStreams, TailReader
+from meshdist.ddp.device_streams import DeferredReader, GradientStreams, StatusReader
 from tests.inner import flat_sums
 
 CPU = torch.device("cpu")
@@ -101,7 +101,7 @@ def in_place_of_the_cpu() -> Iterator[Callable[[], Accelerator]]:
     def enqueue(*args: Any, **kwargs: Any) -> EnqueuedWork:
         return EnqueuedWork(here(), all_reduce(*args, **kwargs))
 
-    def reader_for(device: torch.device, count: int) -> TailReader:
+    def reader_for(device: torch.device, count: int) -> StatusReader:
         return DeferredReader(device, here(), here().pinned(count))
 
     def streams_for(device: torch.device) -> Callable[[], GradientStreams]:

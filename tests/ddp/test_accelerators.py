@@ -52,7 +52,7 @@ LACKING = (
 )
 def run(request: pytest.FixtureRequest) -> Run:
     """``run(fn, num_ranks, *args)`` calls ``fn(device_type, *args)`` on every rank."""
-    wire, device_type = request.param
+    backend, device_type = request.param
 
     def late(fn: Callable[..., Any], *args: Any) -> Any:
         with contextlib.nullcontext() if device_type == "cuda" else in_place_of_the_cpu():
@@ -66,7 +66,7 @@ def run(request: pytest.FixtureRequest) -> Run:
         pool: Pool = request.getfixturevalue("pool")
         return pool.run(late, num_ranks, fn, *args)
 
-    return simulate if wire == "simulated" else start
+    return simulate if backend == "simulated" else start
 
 
 def fragile(device: str) -> tuple[md.DDP, torch.Tensor]:

@@ -332,7 +332,7 @@ def test_terms_of_parameters_may_stand_outside_the_wrapper() -> None:
     assert in_mesh(body) == [111.5] * 4
 
 
-# -- what is refused ------------------------------------------------------------------------------
+# -- what is rejected ------------------------------------------------------------------------------
 
 
 def test_a_loss_that_is_complete_over_the_wrappers_axis() -> None:
@@ -412,7 +412,7 @@ def test_a_parameter_that_differs_between_the_ranks() -> None:
 
 @pytest.mark.parametrize("how", ["neither", "group", "new group", "flat", "turned"])
 @pytest.mark.parametrize("what", ["trained", "frozen", "buffer"])
-def test_shards_are_refused_wherever_the_group_comes_from(how: str, what: str) -> None:
+def test_shards_are_rejected_wherever_the_group_comes_from(how: str, what: str) -> None:
     def body(mesh: md.DeviceMesh) -> Any:
         torch.manual_seed(md.get_rank())
         net = nn.Linear(2, 2)

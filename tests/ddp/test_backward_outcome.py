@@ -9,12 +9,12 @@ import torch
 from torch.nn import Parameter
 
 import meshdist as md
-from meshdist.ddp.backward_outcome import Verdict
+from meshdist.ddp.backward_outcome import BackwardOutcome
 from meshdist.ddp.bucket_layout import ReductionOptions, ReductionTerms, lay
-from meshdist.ddp.expected_gradients import History
-from meshdist.ddp.extra_axis_groups import WiderGroups
-from meshdist.ddp.gradient_errors import Reports
-from meshdist.ddp.status_flags import Ending, Tail
+from meshdist.ddp.expected_gradients import ExpectedGradients
+from meshdist.ddp.extra_axis_groups import ExtraAxisGroups
+from meshdist.ddp.gradient_errors import GradientErrors
+from meshdist.ddp.status_flags import Ending, StatusFlags
 from meshdist.errors import GradientError
 from tests.ddp.stand_in_accelerator import Accelerator, in_place_of_the_cpu
 
@@ -36,39 +36,48 @@ class Backwards:
 
     def __init__(self, num: int, dtype: torch.dtype = torch.float32, **options: bool) -> None:
         self.parameters = [Parameter(torch.ones(1, dtype=dtype)) for _ in range(num)]
-        self.history, self.stays, self.num_at_work = History(num), False, md.get_world_size()
+        self.expected_gradients, self.stays, self.num_active = (
+            ExpectedGradients(num),
+            False,
+            md.get_world_size(),
+        )
         names, group = [f"p{place}" for place in range(num)], md.group.WORLD
         given = ReductionOptions(caps=(1 << 20,), **options)
         terms = ReductionTerms(
-            self.parameters, group, given, Reports(names, group), range(num), WiderGroups(group)
+            self.parameters,
+            group,
+            given,
+            GradientErrors(names, group),
+            range(num),
+            ExtraAxisGroups(group),
         )
-        self.layout = lay(terms, self.history, has_hook=False)
-        self.verdict = Verdict(self.layout, lacking=range(num))
+        self.layout = lay(terms, self.expected_gradients, has_hook=False)
+        self.outcome = BackwardOutcome(self.layout, lacking=range(num))
 
     def forward(self, *, is_synchronised: bool = True) -> None:
-        self.verdict.refuse_lacking()
+        self.outcome.reject_lacking()
         if is_synchronised:
-            self.verdict.expect_all()
+            self.outcome.expect_all()
 
     def end(self, came: Sequence[bool], unexpected: Sequence[str] = ()) -> Ending | None:
         """A backward ends here; nothing is sent."""
-        self.verdict = self.verdict.followed_by(came, unexpected, self.num_at_work)
-        return self.verdict.ending
+        self.outcome = self.outcome.followed_by(came, unexpected, self.num_active)
+        return self.outcome.ending
 
     def send(self, ending: Ending | None, has: Sequence[bool] | None) -> None:
         """Its numbers are reduced, and noted."""
-        tail = self.layout.tail
-        tail.write(ending, has)
-        md.all_reduce(tail.numbers, md.ReduceOp.AVG)
-        assert self.verdict.note_tail()
+        status_flags = self.layout.status_flags
+        status_flags.write(ending, has)
+        md.all_reduce(status_flags.numbers, md.ReduceOp.AVG)
+        assert self.outcome.note_flags()
 
     def cut_off(self, ending: Ending) -> None:
         """One ends otherwise, and is sent."""
-        self.verdict = self.verdict.followed_by_none(ending, self.num_at_work)
+        self.outcome = self.outcome.followed_by_none(ending, self.num_active)
         self.send(ending, None)
 
     def learn(self) -> None:
-        self.verdict.raise_or_learn(self.history, stays=self.stays)
+        self.outcome.raise_or_learn(self.expected_gradients, stays=self.stays)
 
     def settle(self, came: Sequence[bool], unexpected: Sequence[str] = ()) -> None:
         """All that follows one backward."""
@@ -139,9 +148,9 @@ def test_the_map_is_read_by_the_number_of_ranks_that_had_data_then() -> None:
         mine.settle([True, True])
         has = [True, md.get_rank() > 0]
         mine.send(mine.end(has), has)
-        mine.num_at_work = 2
+        mine.num_active = 2
         mine.learn()
-        return mine.history.trailing
+        return mine.expected_gradients.deferred
 
     assert md.simulate(program, 3) == [{1}] * 3
 
@@ -151,15 +160,18 @@ def test_what_came_unexpected_is_raised_on_every_rank_and_all_is_learned_anew() 
     def program() -> tuple[str, list[bool]]:
         mine = Backwards(2)
         mine.settle([True, True])
-        assert mine.history.is_learned
+        assert mine.expected_gradients.is_learned
         for parameter in mine.parameters:
             parameter.grad = torch.ones(1)
         lines = ["p0 grew", "p1 grew"] if md.get_rank() == 1 else []
-        learned = lay(mine.layout.terms, mine.history, has_hook=False)
+        learned = lay(mine.layout.terms, mine.expected_gradients, has_hook=False)
         with pytest.raises(GradientError) as error:
             mine.settle([True, True], lines)
         assert all(parameter.grad is None for parameter in mine.parameters)
-        return str(error.value), [mine.history.is_learned, not learned.fits(mine.history)]
+        return str(error.value), [
+            mine.expected_gradients.is_learned,
+            not learned.fits(mine.expected_gradients),
+        ]
 
     for rank, (text, state) in enumerate(md.simulate(program, 3)):
         assert state == [False, True]
@@ -224,8 +236,8 @@ def test_every_rank_raises_once_what_any_lacks(is_checked: bool) -> None:
         mine = Backwards(3)
         mine.settle([[True, True, True], [False, True, False]][md.get_rank()])
         with pytest.raises(GradientError) as error:
-            mine.verdict.refuse_lacking() if is_checked else mine.forward()
-        mine.verdict.refuse_lacking()
+            mine.outcome.reject_lacking() if is_checked else mine.forward()
+        mine.outcome.reject_lacking()
         mine.forward()
         return str(error.value)
 
@@ -241,7 +253,7 @@ def test_all_ranks_learn_which_gradients_any_of_them_had() -> None:
         mine = Backwards(4, torch.float16, finds_unused=finds_unused)
         came = [[True, True, False, False], [False, True, True, False]][md.get_rank()]
         mine.send(mine.end(came), came)
-        return mine.verdict.find_used(is_complete=False)
+        return mine.outcome.find_used(is_complete=False)
 
     assert md.simulate(program, 2, (True,)) == [[True, True, True, False]] * 2
     assert md.simulate(program, 2, (False,)) == [[True, True, True, False]] * 2
@@ -254,28 +266,28 @@ def test_where_all_ranks_had_all_there_is_no_map_to_read() -> None:
     def program() -> list[bool] | None:
         mine = Backwards(2)
         mine.send(mine.end([True, True]), None)
-        return mine.verdict.find_used(is_complete=True)
+        return mine.outcome.find_used(is_complete=True)
 
     assert md.simulate(program, 2) == [None, None]
 
 
 @pytest.mark.parametrize("has", [None, [True, False]])
 def test_where_sums_are_sent_every_number_is_a_part_of_an_average(has: list[bool] | None) -> None:
-    tail, found = Tail(torch.empty(len(Ending) + 2), 0.25), []
+    status_flags, found = StatusFlags(torch.empty(len(Ending) + 2), 0.25), []
     for ending in (Ending.WHOLE, Ending.PARTIAL, None):
-        tail.write(ending, has if ending is Ending.PARTIAL else None)
-        found.append(tail.numbers.tolist())
+        status_flags.write(ending, has if ending is Ending.PARTIAL else None)
+        found.append(status_flags.numbers.tolist())
     flags = [0.0] * (len(Ending) - 1)
     used = [0.25, 0.0] if has else [0.0, 0.0]
     assert found == [
         [0.25, *flags, 0.25, 0.25],
         [0.0, 0.25, *flags[1:], *used],
-        [0.0] * len(tail.numbers),
+        [0.0] * len(status_flags.numbers),
     ]
 
 
 @pytest.mark.parametrize(
-    ("options", "trailing"),
+    ("options", "deferred"),
     [
         ({}, set()),
         ({"is_static": True}, {1, 2}),
@@ -284,15 +296,19 @@ def test_where_sums_are_sent_every_number_is_a_part_of_an_average(has: list[bool
     ],
 )
 def test_what_the_first_backward_lacked_trails_or_is_never_sent(
-    options: dict[str, bool], trailing: set[int]
+    options: dict[str, bool], deferred: set[int]
 ) -> None:
     def program() -> list[object]:
         mine = Backwards(3, **options)
         mine.settle([[True, True, False], [True, False, False]][md.get_rank()])
-        history = mine.history
-        return [{*history.trailing}, history.is_learned, not mine.layout.fits(history)]
+        expected_gradients = mine.expected_gradients
+        return [
+            {*expected_gradients.deferred},
+            expected_gradients.is_learned,
+            not mine.layout.fits(expected_gradients),
+        ]
 
-    assert md.simulate(program, 2) == [[trailing, True, True]] * 2
+    assert md.simulate(program, 2) == [[deferred, True, True]] * 2
 
 
 @pytest.mark.parametrize(
@@ -312,9 +328,9 @@ def test_later_parameters_move_only_where_buckets_may_change(
         mine = Backwards(2, **options)
         mine.stays = stays
         mine.settle([True, True])
-        learned = lay(mine.layout.terms, mine.history, has_hook=stays)
+        learned = lay(mine.layout.terms, mine.expected_gradients, has_hook=stays)
         mine.settle([True, md.get_rank() == 0])
-        return [{*mine.history.trailing}, not learned.fits(mine.history)]
+        return [{*mine.expected_gradients.deferred}, not learned.fits(mine.expected_gradients)]
 
     assert md.simulate(program, 2) == [[{1} if moves else set(), moves]] * 2
 
@@ -324,7 +340,7 @@ def test_a_backward_that_no_rank_had_teaches_nothing() -> None:
         mine = Backwards(1)
         mine.cut_off(Ending.ABSENT)
         mine.learn()
-        return mine.history.is_learned
+        return mine.expected_gradients.is_learned
 
     assert md.simulate(program, 2) == [False, False]
 

@@ -377,14 +377,14 @@ def test_torchs_answers_are_those_of_the_table(theirs: Any, text: str) -> None:
         assert found == expected
 
 
-@pytest.mark.parametrize("wire", ["simulated", "shm", "gloo"])
+@pytest.mark.parametrize("backend", ["simulated", "shm", "gloo"])
 def test_backwards_are_averaged_that_reach_outputs_of_a_synchronised_forward(
-    wire: str, size: int, pool: Pool
+    backend: str, size: int, pool: Pool
 ) -> None:
-    if wire == "simulated":  # its ranks are threads, which share what is caught
+    if backend == "simulated":  # its ranks are threads, which share what is caught
         found, texts = warned(md.simulate, outcomes, 2, (md.DDP, size))
     else:
-        pairs = pool.run(warned, 2, outcomes, md.DDP, size, backend=wire)
+        pairs = pool.run(warned, 2, outcomes, md.DDP, size, backend=backend)
         found, texts = [one for one, _ in pairs], [text for _, some in pairs for text in some]
     expected = {text: ours for text, (_, _, ours, _) in CASES.items()}
     assert {text: [one[text] for one in found] for text in CASES} == expected
@@ -423,12 +423,12 @@ def test_a_penalty_on_one_weight_alone_warns_and_is_no_arrival(
         else:
             trial.ddp.zero_grad()
             trial.loss(0.0).backward()  # views of zeros
-        counts = trial.ddp.reducer.sending.history.expected[:]
+        counts = trial.ddp.reducer.reducer_state.expected_gradients.expected[:]
         loss = trial.loss(1.0)
         (weight.sum() * trial.x(5.0).detach()).backward()
         alone = weight.grad[0].item()
         loss.backward()
-        assert trial.ddp.reducer.sending.history.expected == counts
+        assert trial.ddp.reducer.reducer_state.expected_gradients.expected == counts
         return [alone], [p.grad[0].item() for p in trial.net.parameters()]
 
     found, texts = warned(md.simulate, program, 2)

@@ -20,11 +20,11 @@ import meshdist as md
 from meshdist.ddp.gradient_hooks import tensors_in
 from meshdist.distributed import ProcessGroup
 from meshdist.errors import (
-    AgreementError,
     ArgumentError,
     GradientError,
     KindError,
     MeshError,
+    MismatchError,
 )
 from tests.ddp.models import Fragile, Two
 from tests.inner import flat_sums
@@ -345,7 +345,7 @@ def test_a_loss_of_a_derivative_of_the_outputs_is_averaged(hidden: int) -> None:
     assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
 
 
-def test_create_graph_is_refused() -> None:
+def test_create_graph_is_rejected() -> None:
     def program() -> None:
         model = md.DDP(one_weight())
         model(torch.ones(1, 1)).square().sum().backward(create_graph=True)
@@ -598,7 +598,7 @@ def test_a_check_raises_what_the_next_forward_would_once(run: Run) -> None:
         assert grads == [2.0, 2.0]
 
 
-def test_a_check_inside_a_backward_is_refused() -> None:
+def test_a_check_inside_a_backward_is_rejected() -> None:
     def program() -> str:
         model = md.DDP(one_weight())
         out = model(torch.ones(1, 1)).sum()
@@ -709,7 +709,7 @@ def test_models_that_share_a_trunk_are_wrapped_as_one_module(run: Run) -> None:
 
 # torch 2.11 and 2.12 warn once of this, also where check_invariants=False was passed.
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled:UserWarning")
-def test_a_sparse_gradient_that_the_module_does_not_tell_of_is_refused() -> None:
+def test_a_sparse_gradient_that_the_module_does_not_tell_of_is_rejected() -> None:
     class Sparse(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -816,7 +816,7 @@ def differing(what: str, is_other: bool) -> nn.Module:
 )
 def test_models_that_differ_are_shown_on_every_rank(run: Run, what: str, found: str) -> None:
     def program() -> str:
-        with pytest.raises(AgreementError) as error:
+        with pytest.raises(MismatchError) as error:
             md.DDP(differing(what, md.get_rank() == 1))
         return str(error.value)
 
@@ -853,7 +853,7 @@ def test_options_that_differ_are_shown_on_every_rank(
     run: Run, option: dict[str, Any], others: dict[str, Any], found: str
 ) -> None:
     def program() -> str:
-        with pytest.raises(AgreementError) as error:
+        with pytest.raises(MismatchError) as error:
             md.DDP(nn.Linear(2, 3), **(option if md.get_rank() == 1 else others))
         return str(error.value)
 
@@ -867,7 +867,7 @@ def test_delayed_parameters_that_differ_are_shown_by_name() -> None:
     def program() -> str:
         net = nn.Linear(2, 3)
         late, behind = (net.weight, net.bias) if md.get_rank() else (net.bias, net.weight)
-        with pytest.raises(AgreementError) as error:
+        with pytest.raises(MismatchError) as error:
             md.DDP(
                 net,
                 delay_all_reduce_named_params=[("late", late)],
@@ -1129,7 +1129,7 @@ def test_outputs_of_every_documented_kind_pass_through() -> None:
         ),
     ],
 )
-def test_bad_arguments_are_refused(
+def test_bad_arguments_are_rejected(
     make: Callable[[], object], kind: type[Exception], text: str
 ) -> None:
     with pytest.raises(kind) as error:
@@ -1154,7 +1154,7 @@ def test_groups_are_open_and_connected_when_the_wrapper_is_made(
     assert sorted(connected) == [(rank, torch.device("cpu")) for rank in range(2)]
 
 
-def test_wrapper_subclasses_are_refused() -> None:
+def test_wrapper_subclasses_are_rejected() -> None:
     from torch.testing._internal.two_tensor import TwoTensor
 
     def program() -> None:

@@ -12,7 +12,7 @@ from torch.nn.utils import parametrizations, parametrize, prune
 from torch.utils.checkpoint import checkpoint
 
 import meshdist as md
-from meshdist.errors import AgreementError, ArgumentError, GradientError
+from meshdist.errors import ArgumentError, GradientError, MismatchError
 from tests.ddp.everyday_programs import batch_of, mlp
 from tests.mpi_job import job_of
 from tests.pool import Pool
@@ -26,14 +26,14 @@ ON = ["simulated-1", "simulated-2", "simulated-3", "simulated-5", "shm-3", "gloo
 
 @pytest.fixture(params=[*ON, pytest.param("mpi-2", marks=[pytest.mark.mpi, pytest.mark.soak])])
 def run(request: pytest.FixtureRequest) -> Run:
-    """``run(fn)`` on simulated ranks, and on processes over each wire."""
-    wire, num_ranks = request.param.split("-")
-    if wire == "simulated":
+    """``run(fn)`` on simulated ranks, and on processes over each backend."""
+    backend, num_ranks = request.param.split("-")
+    if backend == "simulated":
         return lambda fn: md.simulate(fn, int(num_ranks))
     pool: Pool = request.getfixturevalue("pool")
-    if wire == "mpi":
+    if backend == "mpi":
         return job_of(pool, int(num_ranks)).run_in_world
-    return lambda fn: pool.run(fn, int(num_ranks), backend=wire)
+    return lambda fn: pool.run(fn, int(num_ranks), backend=backend)
 
 
 def step(model: Any, number: int = 0, lr: float = 0.1) -> None:
@@ -142,14 +142,14 @@ def test_the_option_is_checked_and_must_be_equal_on_every_rank() -> None:
             with pytest.raises((ArgumentError, md.KindError)) as error:
                 md.DDP(mlp(), verify_every=bad)
             texts.append(str(error.value))
-        with pytest.raises(AgreementError) as differing:
+        with pytest.raises(MismatchError) as differing:
             md.DDP(mlp(), verify_every=10 * md.get_rank())
         return [*texts, str(differing.value)]
 
     for texts in md.simulate(program, 2):
         assert [text.splitlines()[0] for text in texts[:4]] == [
             "verify_every is -1",
-            *["verify_every must be a whole number"] * 3,
+            *["verify_every must be an integer"] * 3,
         ]
         assert "0 for never" in texts[0]
         assert "verify_every: rank 0: 0; rank 1: 10" in texts[4]

@@ -198,7 +198,7 @@ def test_gradients_of_a_loss_by_themselves_are_not_averaged() -> None:
     assert md.simulate(program, 2) == [1.0, 2.0]
 
 
-def test_what_is_added_to_the_module_later_is_refused() -> None:
+def test_what_is_added_to_the_module_later_is_rejected() -> None:
     def program() -> str:
         module = nn.Linear(1, 1, bias=False)
         model = md.DDP(module)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from hypothesis import given, strategies as st
 
-from meshdist.ddp.expected_gradients import History
+from meshdist.ddp.expected_gradients import ExpectedGradients
 
 TO_RETURN = 16
 
 
-def learned(num: int, counts: list[int], order: list[int] | None = None) -> History:
+def learned(num: int, counts: list[int], order: list[int] | None = None) -> ExpectedGradients:
     """Arrivals after a first backward that brought each gradient so often."""
-    arrivals = History(num)
+    arrivals = ExpectedGradients(num)
     seen = [0] * num
     for index in order or [i for i in range(num) for _ in range(counts[i])]:
         seen[index] += 1
@@ -21,9 +21,9 @@ def learned(num: int, counts: list[int], order: list[int] | None = None) -> Hist
 
 
 def test_one_arrival_of_each_is_expected_before_anything_is_learned() -> None:
-    arrivals = History(3)
+    arrivals = ExpectedGradients(3)
     assert arrivals.expected == [1, 1, 1] and not arrivals.is_learned
-    assert arrivals.trailing == frozenset() and arrivals.order == []
+    assert arrivals.deferred == frozenset() and arrivals.order == []
     assert arrivals.laid_order([2, 1, 0]) == [2, 1, 0]
 
 
@@ -54,13 +54,13 @@ def test_changes_are_told_against_the_first_backward_whatever_came_between() -> 
 def test_what_the_first_backward_lacked_trails_at_once() -> None:
     arrivals = learned(3, [1, 0, 1])
     arrivals.settle([1], may_move=True)
-    assert arrivals.is_learned and arrivals.trailing == {1}
+    assert arrivals.is_learned and arrivals.deferred == {1}
 
 
 def test_what_must_not_move_does_not() -> None:
     arrivals = learned(2, [1, 1])
     arrivals.settle([0], may_move=False)
-    assert arrivals.is_learned and arrivals.trailing == frozenset()
+    assert arrivals.is_learned and arrivals.deferred == frozenset()
 
 
 def test_one_returns_when_it_has_come_everywhere_often_enough_in_a_row() -> None:
@@ -68,24 +68,24 @@ def test_one_returns_when_it_has_come_everywhere_often_enough_in_a_row() -> None
     arrivals.settle([0], may_move=True)
     for _ in range(TO_RETURN - 1):
         arrivals.settle([], may_move=True)
-        assert arrivals.trailing == {0}
+        assert arrivals.deferred == {0}
     arrivals.settle([0], may_move=True)  # once more: the row begins anew
     for _ in range(TO_RETURN - 1):
         arrivals.settle([], may_move=True)
-    assert arrivals.trailing == {0}
+    assert arrivals.deferred == {0}
     arrivals.settle([], may_move=True)
-    assert arrivals.trailing == frozenset()
+    assert arrivals.deferred == frozenset()
 
 
 def test_all_is_forgotten_at_once() -> None:
     arrivals = learned(2, [2, 1])
     arrivals.settle([1], may_move=True)
     arrivals.forget()
-    fresh = History(2)
-    for name in ("expected", "learned", "order", "trailing", "is_learned"):
+    fresh = ExpectedGradients(2)
+    for name in ("expected", "learned", "order", "deferred", "is_learned"):
         assert getattr(arrivals, name) == getattr(fresh, name), name
     arrivals.settle([], may_move=True)
-    assert arrivals.trailing == frozenset()  # the row of the one that trailed is gone as well
+    assert arrivals.deferred == frozenset()  # the row of the one that trailed is gone as well
 
 
 @given(
@@ -94,18 +94,18 @@ def test_all_is_forgotten_at_once() -> None:
             st.tuples(st.sets(st.integers(0, num - 1)), st.booleans(), st.integers(1, 20)),
             min_size=1,
             max_size=12,
-        ).map(lambda history: (num, history))
+        ).map(lambda expected_gradients: (num, expected_gradients))
     )
 )
 def test_a_parameter_trails_while_some_rank_lacked_it_in_the_last_backwards(
     case: tuple[int, list[tuple[set[int], bool, int]]],
 ) -> None:
-    num, history = case
-    arrivals = History(num)
+    num, expected_gradients = case
+    arrivals = ExpectedGradients(num)
     seen: list[set[int]] = []  # of each backward after which parameters might move
-    for missing, may_move, repeats in history:
+    for missing, may_move, repeats in expected_gradients:
         for _ in range(repeats):
             arrivals.settle(missing, may_move=may_move)
             if may_move:
                 seen.append(missing)
-            assert arrivals.trailing == set().union(*seen[-TO_RETURN:])
+            assert arrivals.deferred == set().union(*seen[-TO_RETURN:])

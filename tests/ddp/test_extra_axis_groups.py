@@ -85,7 +85,7 @@ def num_rows(mesh: md.DeviceMesh) -> int:
 
 
 def loss_of(net: nn.Module, mesh: md.DeviceMesh, step: int = 0) -> torch.Tensor:
-    """A summand, over 'tp', of the mean over this replica's samples."""
+    """A partial sum, over 'tp', of the mean over this replica's samples."""
     x, y = (part(whole, mesh) for whole in data(step))
     return (net(x) - y).square().sum() / (num_rows(mesh) * PLACES * WIDTH)
 
@@ -184,7 +184,8 @@ def a_term_beside_the_wrapper(
 ) -> dict[str, torch.Tensor]:
     for _ in range(2):
         net.zero_grad()
-        # A summand on each rank along 'tp', of a term that the wrapper's forward knows nothing of.
+        # A partial sum on each rank along 'tp', of a term that the wrapper's forward knows nothing
+        # of.
         (loss_of(ddp, mesh) + net.norm.square().sum() / mesh.size("tp")).backward()
     return {**expected(), "norm": expected()["norm"] + 2 * whole_weights()["norm"]}
 
@@ -479,10 +480,10 @@ def over_processes(shape: tuple[int, ...]) -> float:
     return max(max(wrapped(shape, way).values()) for way in WAYS)
 
 
-@pytest.mark.parametrize("wire", ["shm", "gloo"])
-def test_over_processes(pool: Pool, wire: str) -> None:
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_over_processes(pool: Pool, backend: str) -> None:
     for shape in ((1, 2, 2), (1, 1, 3)):
-        found = pool.run(over_processes, math.prod(shape), shape, backend=wire)
+        found = pool.run(over_processes, math.prod(shape), shape, backend=backend)
         assert max(found) < 1e-14
 
 
@@ -492,10 +493,10 @@ def test_over_mpi(pool: Pool) -> None:
     assert max(job_of(pool, 4).run_in_world(over_processes, (1, 2, 2))) < 1e-14
 
 
-@pytest.mark.parametrize("wire", [None, "gloo"])
-def test_over_two_hosts(two_hosts: TwoHosts, wire: str | None) -> None:
+@pytest.mark.parametrize("backend", [None, "gloo"])
+def test_over_two_hosts(two_hosts: TwoHosts, backend: str | None) -> None:
     for shape in ((1, 2, 2), (1, 1, 4)):
-        assert max(two_hosts.run(over_processes, 4, shape, backend=wire)) < 1e-14
+        assert max(two_hosts.run(over_processes, 4, shape, backend=backend)) < 1e-14
 
 
 def checked_steps(ddp: Any, net: nn.Module, mesh: md.DeviceMesh) -> dict[str, torch.Tensor]:
@@ -538,7 +539,7 @@ def test_where_a_backward_returns_before_its_sums_have_ended() -> None:
 
 
 class Large(nn.Module):
-    """Gradients that are sent by themselves, over a wire without memory that ranks share."""
+    """Gradients that are sent by themselves, over a backend without memory that ranks share."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -565,9 +566,9 @@ def large() -> list[list[float]]:
     return found
 
 
-@pytest.mark.parametrize("wire", ["shm", "gloo"])
-def test_large_and_sparse_gradients(pool: Pool, wire: str) -> None:
-    for rank, found in enumerate(pool.run(large, 4, backend=wire)):
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_large_and_sparse_gradients(pool: Pool, backend: str) -> None:
+    for rank, found in enumerate(pool.run(large, 4, backend=backend)):
         once = [5.0, 2.0 + rank % 2, 5.0, 5.0, 5.0, 0.0]
         assert found == [once] * 3 + [[2 * value for value in once]]
 
@@ -585,9 +586,11 @@ def until_a_rank_dies() -> str:
     return str(raised.value)
 
 
-@pytest.mark.parametrize("wire", ["shm", "gloo"])
-def test_a_rank_that_is_killed_is_named_along_the_further_axis_too(pool: Pool, wire: str) -> None:
-    *others, lost = pool.outcomes(until_a_rank_dies, 4, backend=wire)
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_a_rank_that_is_killed_is_named_along_the_further_axis_too(
+    pool: Pool, backend: str
+) -> None:
+    *others, lost = pool.outcomes(until_a_rank_dies, 4, backend=backend)
     assert isinstance(lost, Failure)
     for text in others:
         assert "rank 3 has ended" in text

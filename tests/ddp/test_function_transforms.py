@@ -71,7 +71,7 @@ def test_models_with_buffers_are_transformed(backend: str, size: int, pool: Pool
             warnings.simplefilter("ignore")  # torch deprecates what its forward mode compiles by
             return transformed(is_forward=backend != "simulated")
 
-    assert WIRES[backend](pool, program, size) == [[]] * size
+    assert WORLDS[backend](pool, program, size) == [[]] * size
 
 
 def wrapped_buffers(make: Any) -> Any:

@@ -19,7 +19,6 @@ from torch.optim.swa_utils import AveragedModel
 import meshdist as md
 from meshdist import lax
 from meshdist.errors import (
-    AgreementError,
     ArgumentError,
     AxisError,
     AxisTypeError,
@@ -27,6 +26,7 @@ from meshdist.errors import (
     KindError,
     MeshdistError,
     MeshError,
+    MismatchError,
 )
 from tests.pool import Pool
 from tests.typed_mode.typed_cases import in_mesh
@@ -114,9 +114,9 @@ def clipped_shards(
     held = [md.shard(x, md.NamedSharding(mesh, p)) for x, p in zip(whole, specs, strict=True)]
     parameters = [parameter_of(x) for x in held]
     group = mesh.open_group()
-    before = group.channels[0].recorder.sequence if group.channels else 0
+    before = group.device_groups[0].recorder.sequence if group.device_groups else 0
     norm = md.clip_grad_norm_(parameters, max_norm, order, foreach=foreach, mesh=mesh)
-    count = (group.channels[0].recorder.sequence if group.channels else 0) - before
+    count = (group.device_groups[0].recorder.sequence if group.device_groups else 0) - before
     _, scaled = clipped_whole(whole, max_norm, order)
     for parameter, x, spec in zip(parameters, scaled, specs, strict=True):
         expected = md.shard(x, md.NamedSharding(mesh, spec))
@@ -583,11 +583,11 @@ def test_refusals_of_dtensors() -> None:
     )
 
 
-# -- refusals -------------------------------------------------------------------------------------
+# -- rejections ------------------------------------------------------------------------------------
 
 
-def refused(kind: type[MeshdistError], body: Callable[[md.DeviceMesh], Any]) -> list[str]:
-    """The texts with which all four ranks are refused."""
+def rejected(kind: type[MeshdistError], body: Callable[[md.DeviceMesh], Any]) -> list[str]:
+    """The texts with which all four ranks are rejected."""
 
     def program(mesh: md.DeviceMesh) -> str:
         with pytest.raises(kind) as caught:
@@ -609,7 +609,7 @@ def test_a_norm_that_is_not_finite_is_an_error_on_all_ranks() -> None:
         finally:
             assert all(torch.equal(p.grad, x) for p, x in zip(both, before, strict=True))
 
-    for rank, text in enumerate(refused(GradientError, body)):
+    for rank, text in enumerate(rejected(GradientError, body)):
         lines = text.splitlines()
         assert lines[0] == "clip_grad_norm_: the norm of all gradients is inf"
         assert f"rank {rank} " in lines[1]
@@ -630,13 +630,13 @@ def test_a_gradient_that_is_unreduced(is_cut: bool) -> None:
         return md.clip_grad_norm_([parameter], 1.0, mesh=mesh)
 
     mark, shown = (", varying='dp'", "{V:dp R:tp}") if is_cut else ("", "{R:tp}")
-    for text in refused(AxisTypeError, body):
+    for text in rejected(AxisTypeError, body):
         lines = text.splitlines()
         assert lines[0] == "clip_grad_norm_ of a gradient that is unreduced over 'tp'"
         assert "axis 'tp' (size 2)" in lines[1]
         assert lines[2:] == [
             "  expected: complete gradients: the norm of a sum does not follow from those of its "
-            "summands",
+            "partial_sums",
             f"  found:    parameter 0, float32[4]{shown}",
             f"  fix:      sum it first: p.grad = md.annotate(lax.psum(p.grad, 'tp'){mark}); or "
             "clip behind md.accumulate_gradients, which sums at its end",
@@ -659,7 +659,7 @@ def test_unreduced_gradients_that_are_complete() -> None:
     md.annotate(alone, reduced="tp")
     with pytest.raises(AxisTypeError, match="of a gradient that is unreduced over 'tp'"):
         md.clip_grad_norm_([alone], 1.0)
-    # Over an axis of one rank its summand is the sum.
+    # Over an axis of one rank its partial sum is the sum.
     assert (
         in_mesh(lambda mesh: md.clip_grad_norm_([alone], 9.0, mesh=mesh).item(), shape=(4, 1))
         == [2.0] * 4
@@ -675,7 +675,7 @@ def test_a_skipped_backward_of_a_wrapper_leaves_gradients_unreduced() -> None:
             model(x).sum().backward()
             return md.clip_grad_norm_(model.parameters(), 1.0)
 
-    for text in refused(AxisTypeError, body):
+    for text in rejected(AxisTypeError, body):
         assert text.startswith("clip_grad_norm_ of a gradient that is unreduced over 'dp'\n")
 
 
@@ -690,7 +690,7 @@ def test_a_backward_in_inference_mode_leaves_gradients_local() -> None:
         cut = md.annotate(parameter_of(torch.ones(4, 2)), "f@dp d", mesh=mesh)
         return md.clip_grad_norm_([*model.parameters(), cut], 1.0, mesh=mesh)
 
-    for text in refused(GradientError, body):
+    for text in rejected(GradientError, body):
         assert "no_sync" in text
 
 
@@ -709,7 +709,7 @@ def test_an_axis_that_the_mesh_lacks() -> None:
     def body(mesh: md.DeviceMesh) -> Any:
         return md.clip_grad_norm_(shards(mesh), 1.0, mesh=mesh["dp"])
 
-    for text in refused(AxisError, body):
+    for text in rejected(AxisError, body):
         assert text == (
             "no axis 'tp' in the mesh\n"
             "  where:    clip_grad_norm_ on DeviceMesh(dp=2)\n"
@@ -720,7 +720,7 @@ def test_an_axis_that_the_mesh_lacks() -> None:
         with mesh, mesh["dp"]:
             return md.clip_grad_norm_(shards(mesh), 1.0)
 
-    for text in refused(AxisError, hidden):
+    for text in rejected(AxisError, hidden):
         assert "an outer `with mesh:` is of DeviceMesh(dp=2, tp=2), which has 'tp'" in text
 
 
@@ -736,14 +736,14 @@ def test_ranks_that_pass_other_arguments() -> None:
         return md.clip_grad_norm_(both, 1.0, mesh=mesh)
 
     for body in (other_parameters, missing):
-        for text in refused(AgreementError, body):
+        for text in rejected(MismatchError, body):
             assert "with 1 gradients, of 3 elements, that are equal on all ranks" in text
             assert "with 0 gradients, of 0 elements, that are equal on all ranks" in text
 
     def other_norm(mesh: md.DeviceMesh) -> Any:
         return md.clip_grad_norm_(shards(mesh), 1.0 + (mesh.world.rank == 3), mesh=mesh)
 
-    for text in refused(AgreementError, other_norm):
+    for text in rejected(MismatchError, other_norm):
         assert "clip_grad_norm_(max_norm=1.0, norm_type=2.0, error_if_nonfinite=False)" in text
         assert "clip_grad_norm_(max_norm=2.0, norm_type=2.0, error_if_nonfinite=False)" in text
 
@@ -829,7 +829,7 @@ def test_a_device_without_kernels_for_many_tensors() -> None:
         return md.clip_grad_norm_([parameter], 1.0, foreach=True, mesh=mesh)
 
     assert (
-        refused(KindError, body)
+        rejected(KindError, body)
         == [
             "clip_grad_norm_: torch has no kernels for many tensors on meta\n"
             "  found:    foreach=True\n"

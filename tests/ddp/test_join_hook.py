@@ -22,7 +22,7 @@ Run = Callable[..., list[Any]]
 
 @pytest.fixture(params=["simulated", "gloo", "shm"])
 def run(request: pytest.FixtureRequest) -> Run:
-    """``run(fn, num_ranks, *args)`` on simulated ranks, and on processes over two wires."""
+    """``run(fn, num_ranks, *args)`` on simulated ranks, and on processes over two backends."""
     if request.param == "simulated":
         return lambda fn, size, *args: md.simulate(fn, size, args)
     pool: Pool = request.getfixturevalue("pool")
@@ -110,12 +110,12 @@ def oracle(num_steps: list[int], divides_by_all: bool, num_epochs: int) -> dict[
     net = Net().double()
     for epoch in range(num_epochs):
         for step in range(max(num_steps)):
-            at_work = [rank for rank, count in enumerate(num_steps) if step < count]
+            active_ranks = [rank for rank, count in enumerate(num_steps) if step < count]
             net.zero_grad()
             before = net.num_forwards.clone()
-            losses = [net(batch(epoch, step, rank)).square().mean() for rank in at_work]
+            losses = [net(batch(epoch, step, rank)).square().mean() for rank in active_ranks]
             net.num_forwards.copy_(before + 1)
-            divisor = len(num_steps) if divides_by_all else len(at_work)
+            divisor = len(num_steps) if divides_by_all else len(active_ranks)
             (sum(losses) / divisor).backward()
             descend(net)
     return {name: one.flatten().tolist() for name, one in net.state_dict().items()}
@@ -302,13 +302,13 @@ def moody_alone(
     for epoch in range(epochs):
         counts = [num_steps[(rank + epoch) % size] for rank in range(size)]
         for step in range(max(counts)):
-            at_work = [rank for rank in range(size) if step < counts[rank]]
+            active_ranks = [rank for rank in range(size) if step < counts[rank]]
             net.zero_grad()
-            for rank in at_work:
+            for rank in active_ranks:
                 x = torch.tensor([(rank + step) % 5, (2 * rank + epoch) % 5])
                 uses = (step + rank) % 2 == 0 or not settings.get("find_unused_parameters", False)
                 for _ in range(2 if step == 1 else 1):
-                    (net(x, uses).square().mean() / len(at_work)).backward()
+                    (net(x, uses).square().mean() / len(active_ranks)).backward()
             with torch.no_grad():
                 for one in net.parameters():
                     if one.grad is not None:
@@ -346,7 +346,10 @@ def test_ranks_without_data_move_no_parameter_behind_the_others() -> None:
             for _ in range(3 * md.get_rank()):
                 model(torch.tensor([1]), True).sum().backward()
         names = [name for name, _ in model.module.named_parameters()]
-        return [names[index] for index in sorted(model.reducer.sending.history.trailing)]
+        return [
+            names[index]
+            for index in sorted(model.reducer.reducer_state.expected_gradients.deferred)
+        ]
 
     assert md.simulate(program, 3) == [["never.weight", "never.bias"]] * 3
 

@@ -69,11 +69,11 @@ def in_a_context(meeting: str) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("wire", ["shm", "gloo"])
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
 def test_a_forward_in_a_context_of_distributed_autograd_raises(
-    wire: str, pool: Pool, tmp_path: Path
+    backend: str, pool: Pool, tmp_path: Path
 ) -> None:
-    found = pool.run(in_a_context, 2, str(tmp_path / "meeting"), backend=wire)
+    found = pool.run(in_a_context, 2, str(tmp_path / "meeting"), backend=backend)
     for rank, (text, gradient) in enumerate(found):
         assert text == (
             "DistributedDataParallel cannot average gradients of torch.distributed.autograd\n"

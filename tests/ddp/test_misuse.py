@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import meshdist as md
-from meshdist.errors import AgreementError, GradientError
+from meshdist.errors import GradientError, MismatchError
 from tests.ddp.everyday_programs import batch_of, mlp
 from tests.pool import Pool
 
@@ -23,12 +23,12 @@ PARTED = "the replicas have parted: gradients of different models are averaged"
 
 @pytest.fixture(params=["simulated-2", "simulated-3", "shm-3", "gloo-2"])
 def run(request: pytest.FixtureRequest) -> Run:
-    """``run(fn)`` on simulated ranks, and on processes over two wires."""
-    wire, num_ranks = request.param.split("-")
-    if wire == "simulated":
+    """``run(fn)`` on simulated ranks, and on processes over two backends."""
+    backend, num_ranks = request.param.split("-")
+    if backend == "simulated":
         return lambda fn: md.simulate(fn, int(num_ranks))
     pool: Pool = request.getfixturevalue("pool")
-    return lambda fn: pool.run(fn, int(num_ranks), backend=wire)
+    return lambda fn: pool.run(fn, int(num_ranks), backend=backend)
 
 
 def texts_of(run: Run, programs: list[Callable[[], Any]]) -> dict[str, list[str]]:
@@ -405,7 +405,7 @@ def test_steps_that_never_go_through_the_wrapper_are_warned_of_once(run: Run) ->
     assert texts_of(run, quiet) == {one.__name__: [] for one in quiet}
 
 
-def test_an_array_in_the_place_of_a_view_is_refused(run: Run) -> None:
+def test_an_array_in_the_place_of_a_view_is_rejected(run: Run) -> None:
     def program() -> tuple[str, list[float]]:
         gradients = md.GradientBuckets({"w": torch.ones(2)})
         view, mine = gradients.views["w"], torch.full((2,), 1.0 + md.get_rank())
@@ -438,7 +438,7 @@ def test_averagers_whose_steps_differ_are_an_error_on_all(run: Run) -> None:
         weight.grad = torch.ones(1)
         averager = md.PeriodicModelAverager(period=3 if is_odd() and not is_loaded else 2)
         averager.step = int(is_odd() and is_loaded)  # a state that one rank has loaded
-        with pytest.raises(AgreementError) as error:
+        with pytest.raises(MismatchError) as error:
             four_times(averager.average_parameters, [weight])
         return str(error.value)
 
@@ -557,7 +557,7 @@ def test_uneven_data_without_a_join_context_deadlock() -> None:
     with pytest.raises(md.DeadlockError) as error:
         md.simulate(program, 2)
     assert "rank 0: returned" in str(error.value)
-    assert error.value.fix.startswith(f"{JOIN}; else make every member call the same verbs")
+    assert error.value.fix.startswith(f"{JOIN}; else make every member call the same collectives")
 
 
 JOIN = "if ranks have unequal numbers of batches, loop over md.uneven, or use `with ddp.join():`"
@@ -620,7 +620,7 @@ def test_eval_of_a_synchronised_norm_on_one_rank_is_told_on_all() -> None:
             model.eval()
         train(model, Sgd(model))
 
-    with pytest.raises(AgreementError, match="the members of a group disagree about their call"):
+    with pytest.raises(MismatchError, match="the members of a group disagree about their call"):
         md.simulate(program, 2)
 
 
@@ -631,7 +631,7 @@ def test_a_hook_on_one_rank_alone_is_told_on_all() -> None:
             model.register_comm_hook(None, md.comm_hooks.bf16_compress_hook)
         train(model, Sgd(model))
 
-    with pytest.raises(AgreementError, match="the members of a group disagree about their call"):
+    with pytest.raises(MismatchError, match="the members of a group disagree about their call"):
         md.simulate(program, 2)
 
 

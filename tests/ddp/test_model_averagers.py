@@ -21,11 +21,11 @@ from torch.distributed.algorithms.model_averaging import (
 import meshdist as md
 from meshdist.ddp import model_averagers
 from meshdist.errors import (
-    AgreementError,
     ArgumentError,
     AxisError,
     KindError,
     MeshError,
+    MismatchError,
     NotInGroupError,
 )
 from tests.inner import flat_sums
@@ -139,14 +139,14 @@ def test_an_axis_or_several_or_a_group() -> None:
 # -- which parameters -----------------------------------------------------------------------------
 
 
-def test_one_verb_for_each_dtype_and_values_change_in_place(
+def test_one_collective_for_each_dtype_and_values_change_in_place(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    verbs: list[tuple[int, str]] = []
+    operations: list[tuple[int, str]] = []
     original = flat_sums.all_reduce
 
     def noted(tensor: torch.Tensor, *how: Any) -> None:
-        verbs.append((tensor.numel(), str(tensor.dtype)))
+        operations.append((tensor.numel(), str(tensor.dtype)))
         original(tensor, *how)
 
     monkeypatch.setattr(flat_sums, "all_reduce", noted)
@@ -172,7 +172,7 @@ def test_one_verb_for_each_dtype_and_values_change_in_place(
     assert first == ([1.0] * 6, [0.0, 2.0, 0.5j])
     assert second == ([1.0] * 6, [3.0, 2.0, 0.5j])  # no gradient: as it was
     sent = [(30, "torch.float32"), (2, "torch.bfloat16"), (2, "torch.complex64")]
-    assert sorted(verbs) == sorted(2 * sent)
+    assert sorted(operations) == sorted(2 * sent)
 
 
 def test_gradients_on_some_ranks_alone_are_an_error_on_all() -> None:
@@ -180,7 +180,7 @@ def test_gradients_on_some_ranks_alone_are_an_error_on_all() -> None:
         parameters = [nn.Parameter(torch.ones(2)) for _ in range(2)]
         for one in parameters[: num_with if md.get_rank() == 1 else 2]:
             one.grad = torch.ones(2)
-        with pytest.raises(AgreementError) as caught:
+        with pytest.raises(MismatchError) as caught:
             md.PeriodicModelAverager(2).average_parameters(parameters)
         return str(caught.value)
 
@@ -224,7 +224,7 @@ def test_without_any_gradient_nothing_changes_and_it_warns() -> None:
     ],
     ids=str,
 )
-def test_a_periodic_averager_refuses(arguments: Any, kind: type, told: str) -> None:
+def test_a_periodic_averager_rejects(arguments: Any, kind: type, told: str) -> None:
     def program() -> str:
         with pytest.raises(kind) as caught:
             md.PeriodicModelAverager(*arguments)
@@ -250,7 +250,7 @@ def test_a_periodic_averager_refuses(arguments: Any, kind: type, told: str) -> N
     ],
     ids=str,
 )
-def test_a_hierarchical_averager_refuses(entries: Any, kind: type, told: str) -> None:
+def test_a_hierarchical_averager_rejects(entries: Any, kind: type, told: str) -> None:
     def program() -> str:
         mesh = md.init_device_mesh("cpu", (2, 2), mesh_dim_names=("host", "dp"))
         with pytest.raises(kind) as caught:
@@ -260,7 +260,7 @@ def test_a_hierarchical_averager_refuses(entries: Any, kind: type, told: str) ->
     assert told in md.simulate(program, 4)[3]
 
 
-def test_axes_without_a_mesh_are_refused() -> None:
+def test_axes_without_a_mesh_are_rejected() -> None:
     def program() -> list[str]:
         texts = []
         for arguments in ({"process_group": md.group.WORLD}, {}):
@@ -276,7 +276,7 @@ def test_axes_without_a_mesh_are_refused() -> None:
     assert without.endswith("call it inside `with mesh:`, or name the mesh: process_group=mesh")
 
 
-def test_what_is_no_parameter_is_refused() -> None:
+def test_what_is_no_parameter_is_rejected() -> None:
     def program() -> str:
         averager = md.PeriodicModelAverager(2)
         with pytest.raises(KindError) as caught:
@@ -301,9 +301,7 @@ def test_a_period_of_one_is_warned_of() -> None:
 
     (texts,) = md.simulate(program, 1)
     assert len(texts) == 2
-    assert (
-        "averaging parameters at every step sends as much as averaging gradients" in texts[0]
-    )
+    assert "averaging parameters at every step sends as much as averaging gradients" in texts[0]
 
 
 # -- a second opinion -----------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What a model must be, and what of it the wrapper takes care of; refusals come before sending."""
+"""What a model must be, and what of it the wrapper takes care of; rejections come before sending."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_delayed_parameters_may_be_generated() -> None:
 
 
 @pytest.mark.parametrize("delayed", [["weight"], [nn.Parameter(torch.ones(2))], {"ab": 1}])
-def test_delayed_parameters_without_names_are_refused(delayed: Any) -> None:
+def test_delayed_parameters_without_names_are_rejected(delayed: Any) -> None:
     one = nn.Parameter(torch.ones(1))
     with pytest.raises(KindError) as error:
         delayed_indices([one], delayed, one)
@@ -111,14 +111,14 @@ def test_delayed_parameters_without_names_are_refused(delayed: Any) -> None:
         ),
     ],
 )
-def test_half_of_both_is_refused(delayed: bool, behind: bool, text: str) -> None:
+def test_half_of_both_is_rejected(delayed: bool, behind: bool, text: str) -> None:
     one = nn.Parameter(torch.ones(1))
     with pytest.raises(ArgumentError) as error:
         delayed_indices([one], [("one", one)] if delayed else None, one if behind else None)
     assert str(error.value) == text
 
 
-def test_a_delayed_parameter_from_elsewhere_is_refused() -> None:
+def test_a_delayed_parameter_from_elsewhere_is_rejected() -> None:
     mine, other = (nn.Parameter(torch.ones(1)) for _ in range(2))
     expected = (
         "{} is no parameter of the module that requires a gradient\n"
@@ -142,7 +142,7 @@ def test_cpu_modules_need_no_devices() -> None:
 
 
 @pytest.mark.parametrize("given", [[0], [0, 1], ["cpu"], [torch.device("cpu")]])
-def test_devices_that_do_not_fit_are_refused(given: Any) -> None:
+def test_devices_that_do_not_fit_are_rejected(given: Any) -> None:
     with pytest.raises(ArgumentError, match="does not fit the module"):
         find_devices(Net(), given, None)
 
@@ -155,7 +155,7 @@ def test_devices_that_do_not_fit_are_refused(given: Any) -> None:
         (0, None, "device_ids is 0\n"),
     ],
 )
-def test_what_is_no_device_is_refused(given: Any, output: Any, what: str) -> None:
+def test_what_is_no_device_is_rejected(given: Any, output: Any, what: str) -> None:
     with pytest.raises(KindError) as error:
         find_devices(Net(), given, output)
     text = str(error.value)
@@ -163,7 +163,7 @@ def test_what_is_no_device_is_refused(given: Any, output: Any, what: str) -> Non
     assert "drop device_ids on the CPU" in text
 
 
-def test_an_output_device_alone_is_refused() -> None:
+def test_an_output_device_alone_is_rejected() -> None:
     with pytest.raises(ArgumentError) as error:
         find_devices(Net(), None, 1)
     assert str(error.value).startswith("output_device was given without device_ids\n")
@@ -283,7 +283,7 @@ REFUSED: list[tuple[Callable[[], nn.Module], dict[str, Any], type[Exception], st
 
 
 @pytest.mark.parametrize(("make", "options", "kind", "text"), REFUSED)
-def test_a_rank_alone_refuses_without_the_others(
+def test_a_rank_alone_rejects_without_the_others(
     make: Callable[[], nn.Module], options: dict[str, Any], kind: type[Exception], text: str
 ) -> None:
     """Were anything sent before, the first rank would be alone there: a deadlock."""

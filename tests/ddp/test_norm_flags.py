@@ -37,7 +37,7 @@ def parameters(mesh: md.DeviceMesh) -> list[nn.Parameter]:
 
 
 def refusal(mesh: md.DeviceMesh, given: Any, order: float = 2.0, **more: Any) -> str:
-    """The text with which a clip is refused, which has scaled nothing."""
+    """The text with which a clip is rejected, which has scaled nothing."""
     given = [*given]
     before = [None if p.grad is None else p.grad.clone() for p in given]
     with pytest.raises(GradientError) as raised:
@@ -89,14 +89,14 @@ def check_lacking(case: str, texts: list[str]) -> None:
 
 
 @pytest.mark.parametrize("case", LACKING)
-def test_a_gradient_that_some_holders_lack_is_refused_on_all_ranks(case: str) -> None:
+def test_a_gradient_that_some_holders_lack_is_rejected_on_all_ranks(case: str) -> None:
     check_lacking(case, md.simulate(lacking, 4, (case,)))
 
 
-@pytest.mark.parametrize("wire", ["shm", "gloo"])
-def test_on_processes(pool: Pool, wire: str) -> None:
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_on_processes(pool: Pool, backend: str) -> None:
     for case in LACKING:
-        check_lacking(case, pool.run(lacking, 4, case, backend=wire))
+        check_lacking(case, pool.run(lacking, 4, case, backend=backend))
 
 
 def test_over_two_hosts(two_hosts: TwoHosts) -> None:
@@ -132,7 +132,7 @@ def test_the_largest_value_is_that_of_the_holders_that_have_it() -> None:
     assert md.simulate(program, 4) == [8.0] * 4
 
 
-def test_holders_of_another_number_of_parameters_are_refused() -> None:
+def test_holders_of_another_number_of_parameters_are_rejected() -> None:
     def program() -> str:
         mesh = open_mesh()
         given = parameters(mesh)
@@ -143,7 +143,7 @@ def test_holders_of_another_number_of_parameters_are_refused() -> None:
 
 
 @st.composite
-def presences(draw: st.DrawFn) -> Any:
+def livenesses(draw: st.DrawFn) -> Any:
     shape = draw(
         st.sampled_from([(1, 1, 2), (1, 2, 2), (2, 2, 2), (1, 3, 2), (2, 1, 3), (2, 2, 4)])
     )
@@ -152,7 +152,7 @@ def presences(draw: st.DrawFn) -> Any:
     return shape, [frozenset(axes) for axes in cuts], seed
 
 
-@given(presences(), st.booleans())
+@given(livenesses(), st.booleans())
 @example(case=((2, 2, 2), [frozenset({"dp", "tp"})], 434), agrees=False)  # none in the second pod
 def test_the_sum_of_flags_is_zero_where_holders_agree_alone(case: Any, agrees: bool) -> None:
     shape, cuts, seed = case
@@ -238,13 +238,13 @@ def check_local(texts: list[str]) -> None:
 
 
 @pytest.mark.parametrize("order", [2.0, math.inf])
-def test_gradients_under_no_sync_are_refused_on_all_ranks(order: float) -> None:
+def test_gradients_under_no_sync_are_rejected_on_all_ranks(order: float) -> None:
     check_local(md.simulate(local, 4, (order,)))
 
 
-@pytest.mark.parametrize("wire", ["shm", "gloo"])
-def test_gradients_under_no_sync_on_processes(pool: Pool, wire: str) -> None:
-    check_local(pool.run(local, 4, 2.0, backend=wire))
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_gradients_under_no_sync_on_processes(pool: Pool, backend: str) -> None:
+    check_local(pool.run(local, 4, 2.0, backend=backend))
 
 
 def test_one_rank_under_no_sync_is_named_on_all() -> None:

@@ -1,4 +1,4 @@
-"""What options promise, what comes of a broken promise, and options that are refused."""
+"""What options promise, what comes of a broken promise, and options that are rejected."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ REFUSED: list[tuple[Callable[[Two], dict[str, Any]], type[Exception], str]] = [
 
 
 @pytest.mark.parametrize(("options", "kind", "text"), REFUSED)
-def test_bad_options_are_refused_before_anything_is_sent(
+def test_bad_options_are_rejected_before_anything_is_sent(
     options: Callable[[Two], dict[str, Any]], kind: type[Exception], text: str
 ) -> None:
     def program() -> str:

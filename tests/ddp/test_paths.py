@@ -66,7 +66,7 @@ def test_the_empty_path_is_the_whole_tree() -> None:
         (("none",), "in the tree there is "),
     ],
 )
-def test_a_path_to_nothing_is_refused_with_the_keys_that_there_are(path: Any, found: str) -> None:
+def test_a_path_to_nothing_is_rejected_with_the_keys_that_there_are(path: Any, found: str) -> None:
     with pytest.raises(ArgumentError) as error:
         leaves_at(TREE, path)
     assert error.value.summary == f"ready: there is no leaf at path {path!r}"
@@ -74,7 +74,7 @@ def test_a_path_to_nothing_is_refused_with_the_keys_that_there_are(path: Any, fo
     assert "optree.tree_paths(tree, namespace='meshdist') lists" in str(error.value.fix)
 
 
-def test_one_key_that_leads_to_nothing_is_refused() -> None:
+def test_one_key_that_leads_to_nothing_is_rejected() -> None:
     with pytest.raises(ArgumentError, match="in the tree there is 'head', 'layers'\n") as error:
         leaves_at({"layers": [1], "head": 2}, "layer")
     assert error.value.summary == "ready: there is no leaf at path ('layer',)"

@@ -1,4 +1,4 @@
-"""Pipeline stages of torch's over dp replicas: what a wrapped stage averages, and what it refuses.
+"""Pipeline stages of torch's over dp replicas: what a wrapped stage averages, and what it rejects.
 
 Two stages a schedule or four, on two ranks of pp; each has two replicas along dp.
 """
@@ -106,7 +106,7 @@ def refusal(name: str) -> str:
     return "trained"
 
 
-def test_a_schedule_that_splits_backwards_is_refused_and_the_way_out_works(pool: Pool) -> None:
+def test_a_schedule_that_splits_backwards_is_rejected_and_the_way_out_works(pool: Pool) -> None:
     def program() -> tuple[float, str]:
         return largest_error("DualPipeV", "bare"), refusal("DualPipeV")
 

@@ -14,9 +14,9 @@ from torch.utils.checkpoint import checkpoint
 import meshdist as md
 from meshdist.ddp import buckets, reducer, status_flags
 from meshdist.ddp.bucket_layout import ReductionOptions
-from meshdist.ddp.device_streams import TailReader
-from meshdist.ddp.divergence_checks import Parting
-from meshdist.ddp.extra_axis_groups import WiderGroups
+from meshdist.ddp.device_streams import StatusReader
+from meshdist.ddp.divergence_checks import DivergenceChecks
+from meshdist.ddp.extra_axis_groups import ExtraAxisGroups
 from meshdist.ddp.gradient_hooks import tensors_in
 from meshdist.ddp.reducer import Reducer
 from meshdist.ddp.status_flags import Ending
@@ -60,8 +60,10 @@ class Chain(nn.Module):
 def reducer_of(module: nn.Module, caps: tuple[int, ...], **options: Any) -> Reducer:
     named = dict(module.named_parameters())
     world, how = md.group.WORLD, ReductionOptions(caps, **options)
-    parting = Parting(module, 0, torch.device("cpu"))
-    return Reducer(list(named.values()), list(named), world, how, WiderGroups(world), parting)
+    divergence_checks = DivergenceChecks(module, 0, torch.device("cpu"))
+    return Reducer(
+        list(named.values()), list(named), world, how, ExtraAxisGroups(world), divergence_checks
+    )
 
 
 def forward(module: nn.Module, mine: Reducer, x: torch.Tensor) -> torch.Tensor:
@@ -241,7 +243,7 @@ def test_a_closed_reducer_leaves_gradients_alone() -> None:
 def test_after_a_failed_reduction_every_forward_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     class Failing:
         def wait(self) -> bool:
-            raise BackendError("all_reduce on the world failed on wire 'none'")
+            raise BackendError("all_reduce on the world failed on backend 'none'")
 
         def _may_be_dropped(self) -> None:
             pass
@@ -250,7 +252,7 @@ def test_after_a_failed_reduction_every_forward_says_so(monkeypatch: pytest.Monk
         module = Chain([0], [])
         mine = reducer_of(module, ALL_IN_ONE)
         monkeypatch.setattr(flat_sums, "all_reduce", lambda *_, **__: Failing())
-        with pytest.raises(BackendError, match="failed on wire"):
+        with pytest.raises(BackendError, match="failed on backend"):
             step(module, mine, torch.ones(1))
         for _ in range(2):
             with pytest.raises(GradientError) as error:
@@ -262,7 +264,7 @@ def test_after_a_failed_reduction_every_forward_says_so(monkeypatch: pytest.Monk
     assert text == (
         "the gradients cannot be reduced any more: an earlier all-reduce failed\n"
         "  where:    rank 0, in the world\n"
-        "  found:    all_reduce on the world failed on wire 'none'\n"
+        "  found:    all_reduce on the world failed on backend 'none'\n"
         "  fix:      end this job, or make the mesh and the model's wrapper anew"
     )
 
@@ -335,7 +337,7 @@ def test_numbers_are_expected_behind_the_last_bucket_when_buckets_are_rebuilt(
     noted: list[torch.Tensor] = []
     reader_for = status_flags.reader_for
 
-    def telling(device: torch.device, count: int) -> TailReader:
+    def telling(device: torch.device, count: int) -> StatusReader:
         asked.append((device, count))
         reader = reader_for(device, count)
         note = reader.note
@@ -347,7 +349,9 @@ def test_numbers_are_expected_behind_the_last_bucket_when_buckets_are_rebuilt(
         mine = reducer_of(module, ALL_IN_ONE)
         for _ in range(3):
             step(module, mine, torch.ones(1))
-            assert mine.layout.tail_average is None and noted[-1] is mine.layout.tail.numbers
+            assert (
+                mine.layout.flags_average is None and noted[-1] is mine.layout.status_flags.numbers
+            )
 
     monkeypatch.setattr(status_flags, "reader_for", telling)
     md.simulate(program, 1)
@@ -546,7 +550,7 @@ def test_parameters_that_a_rank_lacked_trail_and_come_back_after_16_whole_backwa
             is_lacking = number == 2 and md.get_rank() == 1
             model(*(few if is_lacking else ALL)).backward()
             assert model.module.weights[2].grad.item() == (0.5 if number == 2 else 1.0)
-            buckets = [(bucket.indices[0], bucket.is_trailing) for bucket in model.reducer.buckets]
+            buckets = [(bucket.indices[0], bucket.is_deferred) for bucket in model.reducer.buckets]
             if not laid or laid[-1][1] != buckets:
                 laid.append((number, buckets))
         return laid

@@ -84,11 +84,11 @@ def test_a_data_loader_takes_it() -> None:
         ((2, 2), ArgumentError, "rank 2 has no share among 2 replicas\n  expected: a rank from 0"),
         ((2, -1), ArgumentError, "rank -1 has no share among 2 replicas"),
         ((0, 0), ArgumentError, "rank 0 has no share among 0 replicas\n  expected: at least one"),
-        (("dp",), KindError, "num_replicas must be a whole number\n  expected: a number, a mesh"),
+        (("dp",), KindError, "num_replicas must be an integer\n  expected: a number, a mesh"),
         ((True,), KindError, "True, a bool"),
     ],
 )
-def test_bad_numbers_are_refused(
+def test_bad_numbers_are_rejected(
     arguments: tuple[Any, ...], kind: type[Exception], text: str
 ) -> None:
     def program() -> None:
@@ -151,7 +151,7 @@ def test_an_evaluation_of_data_that_do_not_divide_is_exact() -> None:
     assert md.simulate(lambda: program(pad=False), 3) == pytest.approx([1 / 5] * 3)
 
 
-def test_to_drop_samples_and_to_read_each_is_refused() -> None:
+def test_to_drop_samples_and_to_read_each_is_rejected() -> None:
     with pytest.raises(ArgumentError) as error:
         md.DistributedSampler(range(4), 2, 0, drop_last=True, pad=False)
     assert str(error.value) == (
@@ -190,11 +190,11 @@ def interleaved(shares: list[list[int]]) -> list[int]:
 
 @pytest.mark.parametrize("shuffle", [True, False])
 @pytest.mark.parametrize(("before", "after"), [(1, 1), (2, 2), (2, 3), (3, 1), (3, 5), (5, 2)])
-@pytest.mark.parametrize("tail", ["pad", "once", "drop_last"])
+@pytest.mark.parametrize("status_flags", ["pad", "once", "drop_last"])
 def test_a_state_goes_on_at_any_number_of_ranks(
-    before: int, after: int, tail: str, shuffle: bool
+    before: int, after: int, status_flags: str, shuffle: bool
 ) -> None:
-    options = {"once": {"pad": False}, "drop_last": {"drop_last": True}}.get(tail, {})
+    options = {"once": {"pad": False}, "drop_last": {"drop_last": True}}.get(status_flags, {})
     options |= {"shuffle": shuffle, "seed": 4}
     order = order_of(2, shuffle=shuffle, seed=4)
     for steps in range(4):
@@ -217,9 +217,9 @@ def test_a_state_goes_on_at_any_number_of_ranks(
             sampler.set_epoch(3)
             assert list(sampler) == list(whole(rank, after, 3, options))
         left = order[steps * before :]
-        if tail == "pad":
+        if status_flags == "pad":
             left += order[: -len(left) % after]
-        if tail == "drop_last":
+        if status_flags == "drop_last":
             left = left[: len(left) // after * after]
         assert interleaved(rest) == left
 
@@ -284,7 +284,7 @@ def test_what_a_program_counts_itself_wins() -> None:
 
 
 @pytest.mark.parametrize("which", ["batch_sampler", "in_order", "around"])
-def test_a_loader_that_does_not_tell_is_refused(which: str) -> None:
+def test_a_loader_that_does_not_tell_is_rejected(which: str) -> None:
     sampler = sampler_of(0, 2)
     if which == "batch_sampler":
         reader = DataLoader(range(23), batch_sampler=Pairs(sampler))
@@ -350,7 +350,7 @@ class Reversed(Sampler[int]):
         ({"length": 24}, "length=24"),
     ],
 )
-def test_a_state_of_another_order_is_refused(changed: dict[str, Any], found: str) -> None:
+def test_a_state_of_another_order_is_rejected(changed: dict[str, Any], found: str) -> None:
     sampler = sampler_of(0, 2)
     with pytest.raises(ArgumentError) as error:
         sampler.load_state_dict({**sampler.state_dict(), **changed})
@@ -364,7 +364,7 @@ def test_a_state_of_another_order_is_refused(changed: dict[str, Any], found: str
 
 
 @pytest.mark.parametrize("consumed", [-3, True, "4", 2.0])
-def test_what_is_no_number_of_samples_is_refused(consumed: Any) -> None:
+def test_what_is_no_number_of_samples_is_rejected(consumed: Any) -> None:
     sampler = sampler_of(0, 2)
     message = re.escape(f"consumed={consumed!r} is no number of samples")
     with pytest.raises(ArgumentError, match=message):

@@ -1,4 +1,4 @@
-"""No way of wrapping overwrites a shard in silence: each is refused, or leaves it as it is."""
+"""No way of wrapping overwrites a shard in silence: each is rejected, or leaves it as it is."""
 
 from __future__ import annotations
 
@@ -49,18 +49,18 @@ WAYS = {
 
 
 def wrap(mesh: md.DeviceMesh, net: nn.Module, way: str) -> str:
-    """The text with which a way of wrapping is refused; "" where it goes through."""
+    """The text with which a way of wrapping is rejected; "" where it goes through."""
     before = net.weight.detach().clone()
     try:
         md.DDP(net, **WAYS[way](mesh))
     except (AxisTypeError, MeshError) as error:
-        assert torch.equal(net.weight, before), "refused, and written to"
+        assert torch.equal(net.weight, before), "rejected, and written to"
         return str(error)
     return ""
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_marked_shard_is_refused_by_each_group_that_spans_its_axis(way: str) -> None:
+def test_a_marked_shard_is_rejected_by_each_group_that_spans_its_axis(way: str) -> None:
     def program() -> str:
         mesh = open_mesh()
         return wrap(mesh, shards(mesh, marks=True), way)
@@ -175,7 +175,7 @@ def test_all_ranks_are_asked_alike_whatever_has_been_collected() -> None:
 
 
 @pytest.mark.parametrize("way", ["the whole mesh", "both axes", "both axes, turned"])
-def test_an_unmarked_tensor_that_differs_along_one_axis_alone_is_refused(way: str) -> None:
+def test_an_unmarked_tensor_that_differs_along_one_axis_alone_is_rejected(way: str) -> None:
     def program(of_buffer: bool) -> str:
         mesh = open_mesh()
         net = shards(mesh, marks=False)
@@ -210,7 +210,7 @@ def test_what_the_refusal_of_a_shard_proposes() -> None:
     assert md.simulate(program, 4) == rows * 2
 
 
-def test_parameters_of_torchs_tensor_parallelism_are_refused() -> None:
+def test_parameters_of_torchs_tensor_parallelism_are_rejected() -> None:
     def program() -> str:
         mesh = open_mesh()
         net = nn.Linear(2, 2)
@@ -248,7 +248,7 @@ def reduced(mesh: md.DeviceMesh, text: str = "f d {R:tp}") -> nn.Linear:
     return net
 
 
-def refused(**given: Any) -> str:
+def rejected(**given: Any) -> str:
     def program() -> str:
         mesh = open_mesh()
         over = {name: make(mesh) for name, make in given.items()}
@@ -260,15 +260,15 @@ def refused(**given: Any) -> str:
 
 
 def test_a_wrapper_of_a_group_knows_no_further_axis() -> None:
-    text = refused(process_group=lambda mesh: mesh.get_group("dp"))
+    text = rejected(process_group=lambda mesh: mesh.get_group("dp"))
     assert text.startswith(
         "weight is reduced over 'tp', and DDP of a group knows no axis of that name\n"
     )
     assert "weight: float32[2, 2]{R:tp}" in text and "device_mesh=mesh['dp']" in text
 
 
-def test_a_mesh_without_the_further_axis_is_refused() -> None:
-    text = refused(device_mesh=lambda mesh: md.make_mesh((4,), ("dp",)))
+def test_a_mesh_without_the_further_axis_is_rejected() -> None:
+    text = rejected(device_mesh=lambda mesh: md.make_mesh((4,), ("dp",)))
     assert text.startswith("no axis 'tp' in the mesh\n")
     assert "weight: float32[2, 2]{R:tp}" in text and "of DeviceMesh(dp=4)" in text
 
@@ -285,7 +285,7 @@ def test_a_group_that_holds_the_axis_is_no_further_one() -> None:
         assert md.simulate(program, 4, (way,)) == [2.5] * 4, way
 
 
-def test_what_a_wrapper_with_further_axes_refuses() -> None:
+def test_what_a_wrapper_with_further_axes_rejects() -> None:
     def program() -> list[str]:
         mesh = open_mesh()
         ddp = md.DDP(reduced(mesh), device_mesh=mesh["dp"])
@@ -326,7 +326,7 @@ def test_marks_of_the_program_outlive_a_wrapper_over_all_their_axes(way: str) ->
         assert (mark, grad) == (("tp",), 5.0)
 
 
-def test_a_mark_that_comes_behind_the_wrapper_is_refused() -> None:
+def test_a_mark_that_comes_behind_the_wrapper_is_rejected() -> None:
     def program() -> list[str]:
         mesh = open_mesh()
         net = nn.Linear(2, 2)
@@ -351,7 +351,7 @@ def test_ranks_with_other_marks_are_all_told() -> None:
         net = reduced(mesh)
         if mesh.get_local_rank("tp") == 1:
             md.annotate(net.bias, "f {R:tp}")
-        with pytest.raises(md.AgreementError) as raised:
+        with pytest.raises(md.MismatchError) as raised:
             md.DDP(net, device_mesh=mesh["dp"])
         return str(raised.value)
 
@@ -413,7 +413,7 @@ def test_a_mesh_that_is_named_is_asked_before_others() -> None:
     assert md.simulate(program, 4) == rows * 2
 
 
-def test_a_shard_along_an_axis_that_was_made_of_two_is_refused_along_each() -> None:
+def test_a_shard_along_an_axis_that_was_made_of_two_is_rejected_along_each() -> None:
     def program() -> list[str]:
         mesh = open_mesh()
         flat = mesh.flatten(name="ep")
@@ -449,7 +449,7 @@ def test_an_axis_that_was_made_of_two_is_compared_along_each() -> None:
             assert row == WHOLE[0].tolist()
 
 
-def test_a_refused_wrapper_has_marked_nothing() -> None:
+def test_a_rejected_wrapper_has_marked_nothing() -> None:
     def program() -> bool:
         mesh = open_mesh()
         net = shards(mesh, marks=False)
@@ -498,7 +498,7 @@ def test_a_mark_on_one_rank_alone_is_told_before_others_wait_for_a_group() -> No
             md.annotate(net.weight, "f d {R:tp}")
         try:
             md.DDP(net, device_mesh=mesh["dp"])
-        except md.AgreementError as error:
+        except md.MismatchError as error:
             return str(error)
         return ""
 
@@ -527,11 +527,11 @@ def shard_of(way: str) -> str:
     return wrap(mesh, shards(mesh, marks=False), way)
 
 
-@pytest.mark.parametrize("wire", ["shm", "gloo"])
-def test_over_processes(pool: Pool, wire: str) -> None:
-    for text in pool.run(shard_of, 4, "the whole mesh", backend=wire):
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_over_processes(pool: Pool, backend: str) -> None:
+    for text in pool.run(shard_of, 4, "the whole mesh", backend=backend):
         assert text.startswith("weight is probably a shard")
-    for text in pool.run(shard_of, 4, "bare", backend=wire):
+    for text in pool.run(shard_of, 4, "bare", backend=backend):
         assert text.startswith("DDP without device_mesh=")
 
 
@@ -542,7 +542,7 @@ def test_over_two_hosts(two_hosts: TwoHosts) -> None:
 
 
 def guarded(way: str) -> list[str]:
-    """How a way of wrapping is refused, for a shard without its mark and with it."""
+    """How a way of wrapping is rejected, for a shard without its mark and with it."""
     mesh = open_mesh("cuda")
     return [wrap(mesh, shards(mesh, marks=marks), way) for marks in (False, True)]
 
@@ -551,13 +551,13 @@ def guarded(way: str) -> list[str]:
 def test_over_nccl_shards_are_guarded_alike(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As far as a machine without a GPU can show it, by a stand-in."""
     asked: set[str] = set()
-    open_channel = ProcessGroup.open_channel
+    open_device_group = ProcessGroup.open_device_group
 
     def note(self: ProcessGroup, device_type: str, *more: Any) -> Any:
         asked.add(device_type)
-        return open_channel(self, device_type, *more)
+        return open_device_group(self, device_type, *more)
 
-    monkeypatch.setattr(ProcessGroup, "open_channel", note)
+    monkeypatch.setattr(ProcessGroup, "open_device_group", note)
     with pretended_gpu():
         found = md.simulate(guarded, 4, (way,))
     for unmarked, marked in found:

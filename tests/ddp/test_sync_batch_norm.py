@@ -259,7 +259,7 @@ def test_the_backward_is_the_gradient() -> None:
     assert md.simulate(program, 2) == [True] * 2
 
 
-def test_a_second_derivative_is_refused() -> None:
+def test_a_second_derivative_is_rejected() -> None:
     def program() -> None:
         x = torch.randn(4, 3, requires_grad=True)
         y = md.SyncBatchNorm(3)(x)
@@ -475,7 +475,7 @@ def test_an_axis_or_several_or_a_group() -> None:
     assert md.simulate(program, (2, 2, 2))[5] == [6.0, 4.0, 4.5, 3.5, 3.5]
 
 
-def test_what_is_no_group_is_refused_at_once() -> None:
+def test_what_is_no_group_is_rejected_at_once() -> None:
     def program() -> str:
         with pytest.raises(KindError) as caught:
             md.SyncBatchNorm(1, process_group="dp")
@@ -484,7 +484,7 @@ def test_what_is_no_group_is_refused_at_once() -> None:
     assert "name the axis on its mesh: group=mesh['dp']" in md.simulate(program, 1)[0]
 
 
-def test_inputs_that_do_not_fit_are_refused_before_anything_is_sent() -> None:
+def test_inputs_that_do_not_fit_are_rejected_before_anything_is_sent() -> None:
     for shape, told in (
         ((3,), "of 3 channels cannot take an input of shape (3,)"),
         ((2, 4), "3 channels in dim 1"),
@@ -565,7 +565,7 @@ def test_a_batch_norm_itself_comes_back_as_a_new_one() -> None:
     assert type(again) is md.SyncBatchNorm
 
 
-def test_a_lazy_one_without_a_shape_is_refused() -> None:
+def test_a_lazy_one_without_a_shape_is_rejected() -> None:
     with pytest.raises(ArgumentError) as caught:
         md.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.LazyBatchNorm1d()))
     assert "LazyBatchNorm1d has no shape yet" in str(caught.value)
@@ -573,7 +573,7 @@ def test_a_lazy_one_without_a_shape_is_refused() -> None:
 
 
 @pytest.mark.parametrize("given", [None, [nn.BatchNorm1d(1)]])
-def test_what_is_no_module_is_refused(given: Any) -> None:
+def test_what_is_no_module_is_rejected(given: Any) -> None:
     with pytest.raises(KindError) as caught:
         md.SyncBatchNorm.convert_sync_batchnorm(given)
     text = str(caught.value)

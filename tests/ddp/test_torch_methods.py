@@ -37,7 +37,7 @@ def test_builtin_hooks_are_ours_of_the_same_meaning() -> None:
         model = md.DDP(nn.Linear(1, 1, bias=False))
         model._register_builtin_comm_hook(kind)
         steps = [step(model, 1 / 3 + md.get_rank()) for _ in range(3)]
-        return steps, model.reducer.sending.hook.name
+        return steps, model.reducer.reducer_state.hook.name
 
     exact = (2 * torch.tensor(1 / 3) + 1).div(2).item()
     for steps, name in md.simulate(program, 2, (kinds.ALLREDUCE,)):
@@ -49,7 +49,7 @@ def test_builtin_hooks_are_ours_of_the_same_meaning() -> None:
         assert name == "fp16_compress_hook"
 
 
-def test_what_is_no_builtin_hook_is_refused() -> None:
+def test_what_is_no_builtin_hook_is_rejected() -> None:
     model = md.simulate(lambda: md.DDP(nn.Linear(1, 1)), 1)[0]
     with pytest.raises(KindError) as error:
         model._register_builtin_comm_hook(md.comm_hooks.allreduce_hook)
@@ -167,7 +167,7 @@ def test_torchs_wrapper_finds_the_same_names_and_ours_those_that_torchs_has_note
         ([".count"], "  fix:      pass 'count'"),
     ],
 )
-def test_names_that_do_not_exist_are_refused(names: list[str], text: str) -> None:
+def test_names_that_do_not_exist_are_rejected(names: list[str], text: str) -> None:
     module = Partly()
     with pytest.raises(ArgumentError) as error:
         md.DDP._set_params_and_buffers_to_ignore_for_model(module, names)
@@ -220,7 +220,7 @@ def test_buckets_that_a_hooks_state_knows_stay_also_in_another_group() -> None:
             is_lacking = number == 1 and md.get_rank() == 0
             x = torch.full((1, 1), 1.0 + md.get_rank())
             model(x, use="left" if is_lacking else "both").backward()
-        laid = [bucket.is_trailing for bucket in model.reducer.buckets]
+        laid = [bucket.is_deferred for bucket in model.reducer.buckets]
         return [laid, [p.grad.item() for p in model.parameters()]]
 
     found = md.simulate(program, 4)

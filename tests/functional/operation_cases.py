@@ -1,8 +1,9 @@
-"""Functional verbs as cases: a call, its kinds, and an oracle in NumPy over the members of a group.
+"""Functional collectives as cases: a call, its kinds, and an oracle in NumPy over the members of a
+group.
 
 ``check`` runs cases on simulated ranks. Values are compared with the oracle; gradients by the
 adjoint identity, in which a value's kind says how its product with its gradient is added up; and
-second derivatives with the oracle again. Values are whole numbers, so that sums are exact.
+second derivatives with the oracle again. Values are integers, so that sums are exact.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import numpy as np
 import torch
 
 import meshdist as md
-from meshdist.annotations.axis_types import CASTS, GATHERED, GRADIENT_KINDS, KINDS, VERB_KINDS
+from meshdist.annotations.axis_types import CASTS, GATHERED, GRADIENT_KINDS, KINDS, OPERATION_KINDS
 from meshdist.functional import data_movement, reductions
 from tests.mpi_job import job_of
 from tests.pool import Pool
@@ -27,16 +28,16 @@ NAMES = ("pp", "dp", "tp")
 
 @dataclass(frozen=True)
 class Case:
-    """One call of a verb on a value of one kind.
+    """One call of a collective on a value of one kind.
 
     Args:
-        verb: its name.
+        collective: its name.
         source, result: the kinds of what it is given and gives.
         oracle: by the members' places, what each holds afterwards.
         make: its arguments beside x and the group, in a group of this size.
     """
 
-    verb: str
+    operation: str
     source: str
     result: str
     oracle: Callable[..., Arrays]
@@ -44,13 +45,13 @@ class Case:
 
     def __str__(self) -> str:
         words = " ".join(f"{name}={value}" for name, value in self.make(2).items())
-        return f"{self.verb} {self.source}-{self.result} {words}".rstrip()
+        return f"{self.operation} {self.source}-{self.result} {words}".rstrip()
 
     def call(self, x: torch.Tensor, group: Any) -> torch.Tensor:
-        """The verb on one member."""
-        room = reductions if hasattr(reductions, self.verb) else data_movement
+        """The collective on one member."""
+        room = reductions if hasattr(reductions, self.operation) else data_movement
         size = group.size()
-        return getattr(room, self.verb)(x, group, **self.make(size))
+        return getattr(room, self.operation)(x, group, **self.make(size))
 
     def wanted(self, xs: Arrays) -> Arrays:
         """What the members hold afterwards."""
@@ -134,23 +135,23 @@ def fixed(**arguments: Any) -> Callable[[int], Mapping[str, Any]]:
     return lambda size: arguments
 
 
-def cases_of(verb: str) -> list[Case]:
-    """All cases of one verb: every legal kind, every form of its arguments."""
+def cases_of(operation: str) -> list[Case]:
+    """All cases of one collective: every legal kind, every form of its arguments."""
 
     def made(kinds: Mapping[str, str], oracle: Callable[..., Arrays], make: Any) -> list[Case]:
-        return [Case(verb, source, result, oracle, make) for source, result in kinds.items()]
+        return [Case(operation, source, result, oracle, make) for source, result in kinds.items()]
 
-    if verb in PLAIN:
-        return made(VERB_KINDS[verb], PLAIN[verb], fixed())
-    if verb == "pcast":
+    if operation in PLAIN:
+        return made(OPERATION_KINDS[operation], PLAIN[operation], fixed())
+    if operation == "pcast":
         return [
-            Case(verb, source, result, kept, fixed(to=to, source=KINDS[source]))
+            Case(operation, source, result, kept, fixed(to=to, source=KINDS[source]))
             for to, kinds in CASTS.items()
             for source, result in kinds.items()
         ]
-    if verb == "all_gather":
+    if operation == "all_gather":
         return [
-            Case(verb, "V", result, gathered, fixed(axis=axis, tiled=tiled, to=to))
+            Case(operation, "V", result, gathered, fixed(axis=axis, tiled=tiled, to=to))
             for to, result in GATHERED.items()
             for axis, tiled in [(0, False), (1, False), (-1, False), (0, True), (2, True)]
         ]
@@ -173,19 +174,21 @@ def cases_of(verb: str) -> list[Case]:
             (spread, fixed(source=0)),
             (spread, lambda size: {"source": size - 1}),
         ],
-    }[verb]
-    return [case for oracle, make in forms for case in made(VERB_KINDS[verb], oracle, make)]
+    }[operation]
+    return [
+        case for oracle, make in forms for case in made(OPERATION_KINDS[operation], oracle, make)
+    ]
 
 
 FUNCTIONAL = [
     case
-    for verb in ("psum", "pmean", "pvary", "pcast", "all_gather", "psum_scatter")
-    for case in cases_of(verb)
+    for operation in ("psum", "pmean", "pvary", "pcast", "all_gather", "psum_scatter")
+    for case in cases_of(operation)
 ]
 REARRANGING = [
     case
-    for verb in ("all_to_all", "ppermute", "pshuffle", "pswapaxes", "pbroadcast")
-    for case in cases_of(verb)
+    for operation in ("all_to_all", "ppermute", "pshuffle", "pswapaxes", "pbroadcast")
+    for case in cases_of(operation)
 ]
 
 # Ranks by coordinate, and the axes of the group: alone, several, of size 1, permuted, to 3-D.
@@ -277,7 +280,7 @@ def faults(case: Case, given: Drawn, found: Sequence[tuple[Any, Any, Any]]) -> l
         equal(one, gradients[0]) for one in gradients
     ):
         wrong.append(f"{case}: gradients differ")
-    # The gradient is linear in y, and its transpose is the verb.
+    # The gradient is linear in y, and its transpose is the collective.
     if not all(map(equal, seconds, case.wanted(given.zs))):
         wrong.append(f"{case}: second derivatives")
     return wrong

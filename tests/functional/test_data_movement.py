@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import meshdist as md
-from meshdist.errors import AgreementError, ArgumentError, KindError, ShapeError
+from meshdist.errors import ArgumentError, KindError, MismatchError, ShapeError
 from meshdist.functional.data_movement import (
     all_to_all,
     pbroadcast,
@@ -37,9 +37,9 @@ def test_values_adjoints_and_second_derivatives(place: str, dtype: Any) -> None:
     check(place, REARRANGING, dtype)
 
 
-@pytest.mark.parametrize("wire", ["shm", "gloo"])
-def test_the_same_on_processes(wire: str, pool: Pool) -> None:
-    check("permuted", REARRANGING, np.float64, partial(pool.run, backend=wire))
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_the_same_on_processes(backend: str, pool: Pool) -> None:
+    check("permuted", REARRANGING, np.float64, partial(pool.run, backend=backend))
 
 
 @pytest.mark.soak
@@ -84,7 +84,7 @@ def test_nothing_is_sent_in_the_backward_of_a_broadcast() -> None:
     def body(group: Any) -> Any:
         x = torch.tensor(float(group.rank() + 1), requires_grad=True)
         loss = pbroadcast(x, group, 2) ** 2
-        recorder = group.open_channel("cpu").recorder
+        recorder = group.open_device_group("cpu").recorder
         before = recorder.sequence
         loss.backward()
         return x.grad.item(), recorder.sequence - before
@@ -111,7 +111,7 @@ def test_the_gradient_of_a_pipeline_goes_back_along_it() -> None:
 def test_lists_of_pairs_that_differ_are_told_to_every_rank() -> None:
     def program() -> str:
         group = md.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)).get_group("tp")
-        with pytest.raises(AgreementError) as caught:
+        with pytest.raises(MismatchError) as caught:
             ppermute(torch.ones(2), group, [(0, 1)] if md.get_rank() else [(0, 1), (1, 0)])
         return str(caught.value).partition("\n")[0]
 
@@ -158,7 +158,7 @@ WHERE = "over axis 'tp' of DeviceMesh(tp=2)"
         (
             lambda x, group: ppermute(x, group, [(0, 1.5)]),
             KindError,
-            "ppermute: each pair of perm must be a list or tuple of whole numbers\n"
+            "ppermute: each pair of perm must be a list or tuple of integers\n"
             "  found:    (0, 1.5), a tuple",
         ),
         (
@@ -186,7 +186,7 @@ WHERE = "over axis 'tp' of DeviceMesh(tp=2)"
         (
             lambda x, group: pshuffle(x, group, (True, False)),
             KindError,
-            "pshuffle: perm must be a list or tuple of whole numbers\n"
+            "pshuffle: perm must be a list or tuple of integers\n"
             "  found:    (True, False), a tuple",
         ),
         (
@@ -198,7 +198,7 @@ WHERE = "over axis 'tp' of DeviceMesh(tp=2)"
         (
             lambda x, group: pbroadcast(x, group, "tp"),
             KindError,
-            "pbroadcast: source must be a whole number\n"
+            "pbroadcast: source must be an integer\n"
             "  where:    axis 'tp' of DeviceMesh(tp=2)\n  found:    'tp', a str",
         ),
     ],

@@ -1,4 +1,4 @@
-"""The table of kinds: it knows every verb, and no other cast than JAX's."""
+"""The table of kinds: it knows every collective, and no other cast than JAX's."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from meshdist.annotations.axis_types import (
     GATHERED,
     GRADIENT_KINDS,
     KINDS,
-    VERB_KINDS,
+    OPERATION_KINDS,
     find_result_kind,
 )
 
 
-def test_every_verb_has_its_kinds() -> None:
-    of_experts = {f"experts.{verb}" for verb in experts.__all__ if verb != "Route"}
+def test_every_collective_has_its_kinds() -> None:
+    of_experts = {f"experts.{operation}" for operation in experts.__all__ if operation != "Route"}
     others = {"pcast", "all_gather", "axis_index", "axis_size"}
-    assert {*VERB_KINDS, *others} == {*lax.__all__, *of_experts}
+    assert {*OPERATION_KINDS, *others} == {*lax.__all__, *of_experts}
 
 
 def test_kinds_are_the_four() -> None:
-    tables = [*VERB_KINDS.values(), *CASTS.values(), dict.fromkeys("V", "I")]
+    tables = [*OPERATION_KINDS.values(), *CASTS.values(), dict.fromkeys("V", "I")]
     assert {kind for table in tables for kind in (*table, *table.values())} <= set(KINDS)
     assert set(GATHERED.values()) <= set(KINDS)
     assert all(GRADIENT_KINDS[GRADIENT_KINDS[kind]] == kind for kind in KINDS)
 
 
 @pytest.mark.parametrize(
-    ("verb", "to", "found"),
+    ("operation", "to", "found"),
     [
         ("psum", None, {"V": "I", "U": "I"}),
         ("pvary", None, {"I": "V"}),
@@ -47,22 +47,24 @@ def test_kinds_are_the_four() -> None:
         ("all_gather", "reduced", {"V": "R"}),
     ],
 )
-def test_what_a_verb_makes_of_each_kind(verb: str, to: str | None, found: dict[str, str]) -> None:
-    results = {kind: find_result_kind(verb, kind, to) for kind in KINDS}
+def test_what_a_collective_makes_of_each_kind(
+    operation: str, to: str | None, found: dict[str, str]
+) -> None:
+    results = {kind: find_result_kind(operation, kind, to) for kind in KINDS}
     assert {kind: result for kind, result in results.items() if result} == found
 
 
-@pytest.mark.parametrize("verb", [*VERB_KINDS, "pcast", "all_gather"])
-def test_docstrings_tell_the_kinds(verb: str) -> None:
+@pytest.mark.parametrize("operation", [*OPERATION_KINDS, "pcast", "all_gather"])
+def test_docstrings_tell_the_kinds(operation: str) -> None:
     """As in: Varying -> invariant; unreduced -> invariant."""
-    home, _, name = verb.rpartition(".")
+    home, _, name = operation.rpartition(".")
     doc = " ".join(str(getattr(experts if home else lax, name).__doc__).split())
-    tos = {"pcast": list(CASTS), "all_gather": list(GATHERED)}.get(verb, [None])
+    tos = {"pcast": list(CASTS), "all_gather": list(GATHERED)}.get(operation, [None])
     told = {
         f"{KINDS[kind]} -> {KINDS[result]}"
         for to in tos
         for kind in KINDS
-        if (result := find_result_kind(verb, kind, to))
+        if (result := find_result_kind(operation, kind, to))
     }
     words = "|".join(KINDS.values())
     shown = {pair.lower() for pair in re.findall(rf"(?i)(?:{words}) -> (?:{words})", doc)}

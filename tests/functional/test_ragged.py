@@ -139,9 +139,9 @@ def test_values_adjoints_and_second_derivatives(place: str, dtype: Any, count: i
     check(place, count, dtype)
 
 
-@pytest.mark.parametrize("wire", ["shm", "gloo"])
-def test_the_same_on_processes(wire: str, pool: Pool) -> None:
-    check("a line", 2, np.float64, partial(pool.run, backend=wire))
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_the_same_on_processes(backend: str, pool: Pool) -> None:
+    check("a line", 2, np.float64, partial(pool.run, backend=backend))
 
 
 @pytest.mark.soak
@@ -221,7 +221,7 @@ HERE = "rank 0, axis 'tp' of DeviceMesh(tp=2)"
         (
             (rows(), rows(), [0, 0], [1.0, 1], [0, 0], [1, 1]),
             KindError,
-            "ragged_all_to_all: send_sizes must be a one-dim array or a list of whole numbers\n"
+            "ragged_all_to_all: send_sizes must be a one-dim array or a list of integers\n"
             "  found:    [1.0, 1], a list",
         ),
     ],

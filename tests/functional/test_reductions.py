@@ -200,15 +200,15 @@ def test_lazy_conjugates_are_summed_as_they_read() -> None:
         assert negative.tolist() == [-6, -9]
 
 
-@pytest.mark.parametrize("verb", [psum, pmean, pvary])
+@pytest.mark.parametrize("operation", [psum, pmean, pvary])
 @pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("with_gradient", [True, False])
 def test_a_result_shares_nothing_with_its_argument(
-    verb: Any, size: int, with_gradient: bool
+    operation: Any, size: int, with_gradient: bool
 ) -> None:
     def body(rank: int, group: Any) -> Any:
         x = torch.ones(3).requires_grad_(with_gradient)
-        y = verb(x, group)
+        y = operation(x, group)
         y.mul_(7)
         with torch.no_grad():
             x.add_(1)
@@ -346,8 +346,8 @@ def test_forward_mode() -> None:
     def body(rank: int, group: Any) -> Any:
         x = forward_ad.make_dual(torch.ones(2), torch.full((2,), float(rank)))
         return [
-            [part.tolist() for part in forward_ad.unpack_dual(verb(x, group))]
-            for verb in (psum, pmean, pvary)
+            [part.tolist() for part in forward_ad.unpack_dual(operation(x, group))]
+            for operation in (psum, pmean, pvary)
         ]
 
     with forward_ad.dual_level():  # of the process: torch has one for all its threads
@@ -374,9 +374,11 @@ def test_no_gradient_where_none_is_wanted() -> None:
     def body(rank: int, group: Any) -> Any:
         leaf = torch.ones(2, requires_grad=True)
         with torch.no_grad():
-            silent = [verb(leaf, group) for verb in (psum, pmean, pvary)]
-        plain = [verb(torch.ones(2), group) for verb in (psum, pmean, pvary)]
-        counts = [verb(torch.ones(2, dtype=torch.int64), group) for verb in (psum, pmean, pvary)]
+            silent = [operation(leaf, group) for operation in (psum, pmean, pvary)]
+        plain = [operation(torch.ones(2), group) for operation in (psum, pmean, pvary)]
+        counts = [
+            operation(torch.ones(2, dtype=torch.int64), group) for operation in (psum, pmean, pvary)
+        ]
         return [y.requires_grad for y in silent + plain + counts]
 
     assert line(body, size=2) == [[False] * 9] * 2
@@ -386,7 +388,7 @@ def test_no_gradient_where_none_is_wanted() -> None:
 def test_torchs_differentiable_all_reduce_is_pvary_after_psum(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A second opinion: torch's own derivative, on our wire."""
+    """A second opinion: torch's own derivative, on our backend."""
     from torch.distributed.nn import functional as torch_functional
 
     monkeypatch.setattr(torch.distributed, "all_reduce", md.all_reduce)
@@ -394,9 +396,9 @@ def test_torchs_differentiable_all_reduce_is_pvary_after_psum(
 
     def body(rank: int, group: Any) -> Any:
         found = []
-        for verb in (torch_functional.all_reduce, lambda x: pvary(psum(x, group), group)):
+        for operation in (torch_functional.all_reduce, lambda x: pvary(psum(x, group), group)):
             x = xs[rank].clone().requires_grad_()
-            y = verb(x)
+            y = operation(x)
             (y**2 * factors[rank]).sum().backward()
             found += [y.detach(), x.grad]
         return found
@@ -476,7 +478,7 @@ def one_rank() -> Iterator[Any]:
         md.destroy_process_group()
 
 
-# -- every form of every verb ---------------------------------------------------------------------
+# -- every form of every collective ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [np.float64, np.complex128])
@@ -485,9 +487,9 @@ def test_values_adjoints_and_second_derivatives(place: str, dtype: Any) -> None:
     check(place, FUNCTIONAL, dtype)
 
 
-@pytest.mark.parametrize("wire", ["shm", "gloo"])
-def test_the_same_on_processes(wire: str, pool: Pool) -> None:
-    check("permuted", FUNCTIONAL, np.float64, partial(pool.run, backend=wire))
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_the_same_on_processes(backend: str, pool: Pool) -> None:
+    check("permuted", FUNCTIONAL, np.float64, partial(pool.run, backend=backend))
 
 
 @pytest.mark.soak
@@ -546,7 +548,7 @@ HERE = "rank 0, axis 'tp' of DeviceMesh(tp=4)"
         (
             lambda x, group: all_gather(x, group, axis=1.5),
             KindError,
-            "all_gather: axis must be a whole number\n  expected: a dim\n  found:    1.5, a float",
+            "all_gather: axis must be an integer\n  expected: a dim\n  found:    1.5, a float",
         ),
         (
             lambda x, group: all_gather(x, group, to="unreduced"),
@@ -609,14 +611,14 @@ EXTREMES = {"pmax": (pmax, np.maximum), "pmin": (pmin, np.minimum)}
 @pytest.mark.parametrize("name", EXTREMES)
 @pytest.mark.parametrize(("ranks", "axes"), CASES)
 def test_extremes_and_their_even_split(ranks: Any, axes: list[str], name: str) -> None:
-    verb, pick = EXTREMES[name]
+    operation, pick = EXTREMES[name]
     size = np.size(ranks)
     xs = [integers(3, 20, seed=seed) % 3 for seed in range(size)]  # ties everywhere
     y = integers(3, 20, seed=99)  # of an invariant value
 
     def body(rank: int, group: Any) -> Any:
         x = xs[rank].clone().requires_grad_()
-        value = verb(x, group)
+        value = operation(x, group)
         return value.detach(), torch.autograd.grad(value, x, y)[0], group.ranks
 
     for rank, (value, back, members) in enumerate(on_ranks(ranks, axes, body)):
@@ -630,7 +632,7 @@ def test_extremes_and_their_even_split(ranks: Any, axes: list[str], name: str) -
 @pytest.mark.parametrize("name", EXTREMES)
 def test_extremes_have_the_derivatives_of_one_device(name: str) -> None:
     """Without ties: by first and second derivatives, and by finite differences."""
-    verb, size = EXTREMES[name][0], 3
+    operation, size = EXTREMES[name][0], 3
     w, xs = reals(4, seed=9), [reals(4, seed=seed) for seed in range(size)]
 
     def whole(w: torch.Tensor, xs: list[torch.Tensor]) -> torch.Tensor:
@@ -639,7 +641,7 @@ def test_extremes_have_the_derivatives_of_one_device(name: str) -> None:
         return (extreme**3 * w).sum()
 
     def loss_of(w: torch.Tensor, x: torch.Tensor, group: Any) -> torch.Tensor:
-        return (verb(torch.sin(pvary(w, group) * x), group) ** 3 * w).sum()
+        return (operation(torch.sin(pvary(w, group) * x), group) ** 3 * w).sum()
 
     def body(rank: int, group: Any) -> Any:
         mine = w.clone().requires_grad_()
@@ -660,12 +662,12 @@ def test_extremes_have_the_derivatives_of_one_device(name: str) -> None:
 def test_the_ranks_that_attain_an_extreme_are_counted_by_one_all_reduce() -> None:
     def body(rank: int, group: Any) -> Any:
         x = torch.ones(2, requires_grad=True)
-        channel = group.open_channel("cpu")
-        before = channel.recorder.sequence
+        device_group = group.open_device_group("cpu")
+        before = device_group.recorder.sequence
         value = pmax(x, group)
-        between = channel.recorder.sequence
+        between = device_group.recorder.sequence
         value.sum().backward()
-        return between - before, channel.recorder.sequence - between, x.grad.tolist()
+        return between - before, device_group.recorder.sequence - between, x.grad.tolist()
 
     assert line(body, size=4) == [(1, 1, [0.25, 0.25])] * 4
 
@@ -710,7 +712,7 @@ def run_backward(group: Any, factor: Any) -> str | list[float]:
 
 
 @pytest.mark.usefixtures("detail")
-def test_a_gradient_that_differs_is_refused_on_every_rank_alike() -> None:
+def test_a_gradient_that_differs_is_rejected_on_every_rank_alike() -> None:
     texts = on_ranks(
         [[0, 1, 2], [3, 4, 5]],
         ["tp"],
@@ -746,7 +748,7 @@ NAN, INF = float("nan"), float("inf")
 
 @pytest.mark.usefixtures("detail")
 @pytest.mark.parametrize(
-    ("first", "other", "is_refused"),
+    ("first", "other", "is_rejected"),
     [
         ([1.0, 2.0], [1.0, 2.0 + 1e-6], False),  # rounding
         ([1.0, 2.0], [1.0, 2.01], True),
@@ -761,12 +763,12 @@ NAN, INF = float("nan"), float("inf")
     ],
 )
 def test_what_counts_as_the_same_gradient(
-    first: list[float], other: list[float], is_refused: bool
+    first: list[float], other: list[float], is_rejected: bool
 ) -> None:
     def body(rank: int, group: Any) -> bool:
         return isinstance(run_backward(group, torch.tensor([first, other][rank])), str)
 
-    assert line(body, size=2) == [is_refused] * 2
+    assert line(body, size=2) == [is_rejected] * 2
 
 
 @pytest.mark.usefixtures("detail")
@@ -790,18 +792,18 @@ def test_a_correct_program_passes_the_check_in_both_backwards() -> None:
 
 @pytest.mark.usefixtures("detail")
 @pytest.mark.parametrize(
-    ("verb", "name"),
+    ("operation", "name"),
     [
         (partial(all_gather, to="invarying"), "all_gather"),
         (pmax, "pmax"),
         (pmin, "pmin"),
     ],
 )
-def test_every_invariant_result_is_checked(verb: Any, name: str) -> None:
+def test_every_invariant_result_is_checked(operation: Any, name: str) -> None:
     def body(rank: int, group: Any) -> str:
         x = torch.ones(2, requires_grad=True)
         with pytest.raises(GradientError) as caught:
-            (verb(x, group) * (rank + 1)).sum().backward()
+            (operation(x, group) * (rank + 1)).sum().backward()
         return str(caught.value).partition("\n")[0]
 
     assert (

@@ -19,7 +19,7 @@ import meshdist as md
 from meshdist.groups.agreement import Agreements
 from meshdist.groups.control_messages import Endings
 from tests.few_files import room_for
-from tests.inner import BoundedStore, World, digest_of_ranks
+from tests.inner import TimeoutStore, World, digest_of_ranks
 from tests.pool import Pool
 
 LONG = timedelta(seconds=30)
@@ -70,7 +70,7 @@ def test_every_member_raises_and_shows_what_differs() -> None:
         )
 
     for rank, error in enumerate(together(3, body)):
-        assert isinstance(error, md.AgreementError) and isinstance(error, ValueError)
+        assert isinstance(error, md.MismatchError) and isinstance(error, ValueError)
         assert str(error) == (
             "the ranks do not define the same mesh\n"
             f"  where:    rank {rank}, among ranks 0-2\n"
@@ -186,7 +186,7 @@ def test_a_communicator_is_shared_only_where_all_members_of_its_group_have_it_st
 
 def test_a_lost_store_is_reported_as_such() -> None:
     def body(world: World) -> None:
-        world.store = BoundedStore(world.store, LONG)
+        world.store = TimeoutStore(world.store, LONG)
         world.store.close()
         agreements(world).agree((0, 1), "mesh", {"text": "a mesh"}, LONG)
 
@@ -211,8 +211,8 @@ def test_names_of_rank_lists() -> None:
     assert digest_of_ranks([0, 1]) == digest_of_ranks((0, 1)) != digest_of_ranks((1, 0))
 
 
-@pytest.mark.parametrize("wire", ["gloo", "shm"])
-def test_all_members_are_told_which_one_can_open_too_few_files(pool: Pool, wire: str) -> None:
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+def test_all_members_are_told_which_one_can_open_too_few_files(pool: Pool, backend: str) -> None:
     def program() -> list[str]:
         few = room_for(9) if md.get_rank() == 1 else nullcontext()
         with few, pytest.raises(md.BackendError) as caught:
@@ -222,7 +222,7 @@ def test_all_members_are_told_which_one_can_open_too_few_files(pool: Pool, wire:
         assert x.item() == 3
         return str(caught.value).splitlines()
 
-    for rank, lines in enumerate(pool.run(program, 3, backend=wire)):
+    for rank, lines in enumerate(pool.run(program, 3, backend=backend)):
         assert "cannot be opened: a member can open too few files and sockets" in lines[0]
         assert lines[1] == f"  where:    rank {rank}, among ranks 0-2"
         # Another thread may have a file open for a moment.
@@ -240,8 +240,8 @@ def files() -> list[str]:
     return [name for name in found if "meshdist-words" not in name]
 
 
-@pytest.mark.parametrize("wire", ["gloo", "shm"])
-def test_files_are_counted_axis_by_axis_before_anything_is_opened(pool: Pool, wire: str) -> None:
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+def test_files_are_counted_axis_by_axis_before_anything_is_opened(pool: Pool, backend: str) -> None:
     def program() -> Any:
         before = len(files())
         few = room_for(8) if md.get_rank() == 4 else nullcontext()
@@ -262,7 +262,7 @@ def test_files_are_counted_axis_by_axis_before_anything_is_opened(pool: Pool, wi
 
     # Gloo: a socket for each other member, and its file of words; shm: its handle, and a socket
     needed = 12 + 2 * 1 + 2 * 2
-    for lines, sums in pool.run(program, 6, backend=wire):
+    for lines, sums in pool.run(program, 6, backend=backend):
         assert lines[0].startswith("DeviceMesh(dp=2, tp=3) cannot be opened: a member can open too")
         assert re.search(
             f"rank 4: [78] more files can be opened of about {needed} needed", lines[2]

@@ -129,7 +129,7 @@ def check_wrong_numbers(pool: Pool, hosts: str, usual: str) -> None:
 
 def check_named(told: list[tuple[str, str]], number: int, pair: tuple[str, str]) -> None:
     """All ranks have raised one error, which shows both calls."""
-    assert {kind for kind, _ in told} == {"AgreementError"}, told
+    assert {kind for kind, _ in told} == {"MismatchError"}, told
     texts = {common(text) for _, text in told}
     assert len(texts) == 1, texts
     text = texts.pop()
@@ -148,7 +148,7 @@ def test_the_text(pool: Pool) -> None:
     assert lines[2].strip().startswith("raised on rank 1, call 4 on group of ranks 0-3: all_reduce")
     assert (
         lines[3]
-        == "  expected: the same verb, dtype, number of elements, op and root on every member"
+        == "  expected: the same collective, dtype, number of elements, op and root on every member"
     )
     assert lines[4].startswith("  found:    ranks 0-1: all_reduce((4,) float32, SUM) at ")
     assert lines[5].startswith("            ranks 2-3: all_reduce((4,) float32, MAX) at ")
@@ -239,7 +239,7 @@ def at_detail(hosts: str) -> tuple[str, float]:
         md.all_reduce(x, md.ReduceOp.AVG, group)
     op = md.ReduceOp.MAX if hosts[md.get_rank()] == "B" else md.ReduceOp.SUM
     try:
-        with pytest.raises(md.AgreementError) as caught:
+        with pytest.raises(md.MismatchError) as caught:
             md.all_reduce(x, op, group)
     finally:
         md.set_debug_level(md.DebugLevel.OFF)
@@ -265,7 +265,7 @@ def last_call_differs(host: str, others: int) -> str:
         md.new_group()
     try:
         md.destroy_process_group(group)
-    except md.AgreementError as error:
+    except md.MismatchError as error:
         with pytest.raises(md.GroupClosedError):
             md.barrier(group)
         return str(error)
@@ -275,7 +275,7 @@ def last_call_differs(host: str, others: int) -> str:
 @pytest.mark.parametrize("hosts", HOSTS)
 def test_last_calls_are_compared_as_a_group_is_destroyed(pool: Pool, hosts: str) -> None:
     texts = pool.run(last_call_differs, len(hosts), hosts, 1, backend="gloo", hosts=hosts)
-    check_named([("AgreementError", text) for text in texts], 3, ("sum", "max"))
+    check_named([("MismatchError", text) for text in texts], 3, ("sum", "max"))
 
 
 SHORT_PROGRAM = """
@@ -296,7 +296,7 @@ def test_last_calls_are_compared_as_the_world_is_destroyed(pool: Pool) -> None:
     ]
     for ended in pool.start(SHORT_PROGRAM, environments, has_teardown=False):
         assert ended.returncode == 1
-        assert "AgreementError: the members of a group disagree about their call 3" in ended.stderr
+        assert "MismatchError: the members of a group disagree about their call 3" in ended.stderr
         assert "rank 0: all_reduce((4,) float32, SUM) at " in ended.stderr
         assert "rank 1: all_reduce((4,) float32, MAX) at " in ended.stderr
 
@@ -310,7 +310,7 @@ def a_mesh_is_closed() -> tuple[str, bool]:
     text = ""
     try:
         mesh.close()
-    except md.AgreementError as error:
+    except md.MismatchError as error:
         text = str(error)
     return text, all(group.is_closed for group in groups)
 

@@ -15,31 +15,31 @@ from torch.distributed import HashStore, Store, TCPStore
 
 from meshdist.groups import control_messages
 from meshdist.groups.control_messages import (
+    ControlThread,
     Endings,
-    SignalThread,
     ask,
     post,
     receipts_key,
 )
-from tests.inner import BoundedStore, Regions, SignsOfLife, World
+from tests.inner import Heartbeats, Regions, TimeoutStore, World
 from tests.load import is_within
 
 LONG = timedelta(seconds=30)
 
 
-def alone() -> SignsOfLife:
+def alone() -> Heartbeats:
     """What a process sees that has no shared words, or is the lowest of its host."""
-    return SignsOfLife(None, Regions(lambda member: None), 0)
+    return Heartbeats(None, Regions(lambda member: None), 0)
 
 
-def thread_of(store, rank, answer, abort, look=lambda: None) -> SignalThread:
+def thread_of(store, rank, answer, abort, look=lambda: None) -> ControlThread:
     """A signal thread of ``rank``."""
-    world, handle = World(rank, 2, store, {}), BoundedStore(store, LONG)
-    return SignalThread(world, handle, answer, abort, look, alone())
+    world, handle = World(rank, 2, store, {}), TimeoutStore(store, LONG)
+    return ControlThread(world, handle, answer, abort, look, alone())
 
 
 def call_of(rank: int) -> dict[str, object]:
-    return {"label": "group/1", "sequence": rank, "text": f"verb of {rank}"}
+    return {"label": "group/1", "sequence": rank, "text": f"collective of {rank}"}
 
 
 def until(is_so) -> bool:
@@ -173,8 +173,8 @@ def test_a_signal_thread_watches_the_store_by_descriptors_of_any_number() -> Non
         while not opened or opened[-1] < 1100:
             opened.append(os.dup(0))
         server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        handle = BoundedStore(server, LONG)
-        thread = SignalThread(
+        handle = TimeoutStore(server, LONG)
+        thread = ControlThread(
             World(0, 2, server, {}), handle, list, lambda message: None, lambda: None, alone()
         )
         assert handle.is_served
@@ -250,9 +250,9 @@ def test_a_signal_whose_sender_could_not_ring_is_found_a_little_later(
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     aborted: list[str] = []
     alarms: list[str] = []
-    set_bare = BoundedStore.set_bare
+    set_bare = TimeoutStore.set_bare
 
-    def noted(store: BoundedStore, key: str) -> tuple[str, int] | None:
+    def noted(store: TimeoutStore, key: str) -> tuple[str, int] | None:
         if threading.current_thread().name == "meshdist-signals":  # about to make an alarm
             alarms.append(key)
         return set_bare(store, key)
@@ -260,14 +260,14 @@ def test_a_signal_whose_sender_could_not_ring_is_found_a_little_later(
     def has_alarms(number: int) -> bool:
         return until(lambda: len(alarms) == number) and not time.sleep(0.3)  # which has rung
 
-    monkeypatch.setattr(BoundedStore, "set_bare", noted)
+    monkeypatch.setattr(TimeoutStore, "set_bare", noted)
     thread = thread_of(server.clone(), 0, list, lambda message: aborted.append(message["reason"]))
     try:
         assert has_alarms(1)
         post(World(1, 2, server, {}), {"kind": "abort", "reason": "no ring"})
         assert until(lambda: aborted == ["no ring"])
         assert has_alarms(2)
-        handle = BoundedStore(server.clone(), LONG)
+        handle = TimeoutStore(server.clone(), LONG)
         post(World(1, 2, server, {}, handle=handle), {"kind": "abort", "reason": "rung"})
         assert until(lambda: aborted == ["no ring", "rung"])
         handle.close()

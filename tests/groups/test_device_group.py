@@ -55,7 +55,7 @@ def calls_of(case: str, rank: int, group: md.ProcessGroup):
         "dtype": lambda: md.all_reduce(low, group=group),
         "op": lambda: md.all_reduce(ones(2), op, group=group),
         "root": lambda: md.broadcast(ones(2), rank, group=group),
-        "verb": lambda: md.all_reduce(ones(2), group=group) if is_first else md.barrier(group),
+        "operation": lambda: md.all_reduce(ones(2), group=group) if is_first else md.barrier(group),
         "rooted and not": lambda: (
             md.reduce(ones(2), 0, group=group) if is_first else md.all_reduce(ones(2), group=group)
         ),
@@ -85,7 +85,7 @@ CASES = {
     "dtype": ("all_reduce((2,) int32, SUM)", "all_reduce((2,) float32, SUM)"),
     "op": ("all_reduce((2,) float32, SUM)", "all_reduce((2,) float32, MAX)"),
     "root": ("broadcast((2,) float32, root rank 0)", "broadcast((2,) float32, root rank 1)"),
-    "verb": ("all_reduce((2,) float32, SUM)", "barrier()"),
+    "operation": ("all_reduce((2,) float32, SUM)", "barrier()"),
     "rooted and not": (
         "reduce((2,) float32, SUM, root rank 0)",
         "all_reduce((2,) float32, SUM)",
@@ -135,7 +135,7 @@ def test_every_way_to_differ_is_told_on_both_members(
         shown = CASES[case]
         results = [outcome[case] for outcome in outcomes]
         for first, again, total in results:
-            assert first[0] == again[0] == "AgreementError", (case, first, again)
+            assert first[0] == again[0] == "MismatchError", (case, first, again)
             assert first[2] == again[2] == results[0][0][2], case
             assert first[3] < SOON_S and again[3] < SOON_S, (case, first[3], again[3])
             assert total == 2.0
@@ -162,9 +162,11 @@ def test_what_is_expected_is_said(pool: Pool) -> None:
         return [told(calls_of(case, rank, md.new_group(timeout=LONG)))[1] for case in cases]
 
     for size, splits, message in pool.run(program, 2):
-        common = "expected: the same verb, dtype, number of elements, op and root on every member"
+        common = (
+            "expected: the same collective, dtype, number of elements, op and root on every member"
+        )
         assert common in size
-        assert "fix:      make every member call the same verbs in the same order" in size
+        assert "fix:      make every member call the same collectives in the same order" in size
         assert "what one member takes as the other sends it" in splits
         assert "expected: equal dtype and number of elements on both sides" in message
         assert "fix:      receive into a tensor like the one that is sent" in message
@@ -186,7 +188,7 @@ def test_one_of_several_differs_and_all_tell_the_same(pool: Pool, size: int) -> 
     outcomes = pool.run(program, size, size)
     for place, odd in enumerate((0, size - 1)):
         results = [outcome[place] for outcome in outcomes]
-        assert {result[0] for result in results} == {"AgreementError"}
+        assert {result[0] for result in results} == {"MismatchError"}
         assert len({result[2] for result in results}) == 1
         assert max(result[3] for result in results) < SOON_S
         assert "disagree about their call 2" in results[0][1]
@@ -215,7 +217,7 @@ def test_an_axis_is_named_and_other_axes_work_on(pool: Pool) -> None:
     assert [outcome[1:] for outcome in outcomes] == [(2.0, 4.0)] * 4
     for rank in (1, 3):
         kind, text, found, _ = outcomes[rank][0]
-        assert kind == "AgreementError"
+        assert kind == "MismatchError"
         assert "where:    axis 'dp' of DeviceMesh(dp=2, tp=2), ranks 1, 3; rank " in text
         assert f"raised on rank {rank}, call 1 on axis 'dp' of DeviceMesh(dp=2, tp=2): " in text
         assert "rank 1: all_reduce((1,) float32, SUM)" in found
@@ -236,7 +238,7 @@ def test_meshes_that_share_a_communicator_count_their_calls_together(pool: Pool)
         return told(calls[md.get_rank()])
 
     for kind, text, _, _ in pool.run(program, 2):
-        assert kind == "AgreementError"
+        assert kind == "MismatchError"
         assert "disagree about their call 7" in text
 
 
@@ -262,7 +264,7 @@ def test_overlapping_groups_in_one_order_work_and_in_two_orders_are_told(pool: P
 
     outcomes = pool.run(program, 3)
     assert [total for total, _ in outcomes] == [100.0, 140.0, 100.0]
-    assert {result[0] for _, result in outcomes} == {"AgreementError"}
+    assert {result[0] for _, result in outcomes} == {"MismatchError"}
     assert len({result[2] for _, result in outcomes}) == 1
     assert "disagree about their call 21" in outcomes[0][1][1]
 
@@ -283,7 +285,7 @@ def test_async_calls_that_differ_raise_where_the_later_one_starts(pool: Pool) ->
         return told(rest)
 
     first, second = pool.run(program, 2)
-    assert first[0] == second[0] == "AgreementError"
+    assert first[0] == second[0] == "MismatchError"
     assert first[2] == second[2]
     assert "their call 6" in first[1]
 
@@ -366,9 +368,9 @@ def test_without_shared_memory_everything_works_and_a_timeout_still_tells(pool: 
         from tests.inner import get_world
 
         registry = get_registry(get_world())
-        registry.header_tables.close()
+        registry.fingerprint_tables.close()
         group = md.new_group(timeout=timedelta(seconds=1))
-        assert group.open_channel("cpu").header_table is None
+        assert group.open_device_group("cpu").fingerprint_table is None
         x = ones(2)
         md.all_reduce(x, group=group)
         assert x.tolist() == [2.0, 2.0]
@@ -401,7 +403,7 @@ def test_without_shared_memory_everything_works_and_a_timeout_still_tells(pool: 
 def test_a_member_without_shared_words_is_asked_for_them_once(pool: Pool, tmp_path: Path) -> None:
     def program(rank: int, path: str) -> tuple[float, int, bool]:
         from meshdist.groups import host_comparison
-        from tests.inner import BoundedStore
+        from tests.inner import TimeoutStore
 
         make_shared_words = host_comparison.make_shared_words
         if rank == 1:
@@ -414,34 +416,34 @@ def test_a_member_without_shared_words_is_asked_for_them_once(pool: Pool, tmp_pa
         md.all_reduce(x)
         md.barrier()
         asked: list[str] = []
-        ask = BoundedStore.ask
+        ask = TimeoutStore.ask
 
-        def counted(store: BoundedStore, request: Any) -> Any:
+        def counted(store: TimeoutStore, request: Any) -> Any:
             asked.append(threading.current_thread().name)
             return ask(store, request)
 
-        with mock.patch.object(BoundedStore, "ask", counted):
+        with mock.patch.object(TimeoutStore, "ask", counted):
             for _ in range(100):
                 md.all_reduce(x, md.ReduceOp.MAX)
-        header_table = md.group.WORLD.open_channel("cpu").header_table
+        fingerprint_table = md.group.WORLD.open_device_group("cpu").fingerprint_table
         md.destroy_process_group()
-        return x.item(), asked.count(threading.current_thread().name), header_table is None
+        return x.item(), asked.count(threading.current_thread().name), fingerprint_table is None
 
     assert pool.call(program, 2, str(tmp_path / "store")) == [(2.0, 0, False), (2.0, 0, True)]
 
 
 def test_full_shared_words_leave_a_group_without_headers_that_works(pool: Pool) -> None:
     def program() -> tuple[bool, float]:
-        from tests.inner import shared_words
+        from tests.inner import shared_flags
 
-        most = 0 if md.get_rank() == 1 else shared_words.TOTAL_WORDS
-        with mock.patch.object(shared_words, "TOTAL_WORDS", most):
+        most = 0 if md.get_rank() == 1 else shared_flags.TOTAL_WORDS
+        with mock.patch.object(shared_flags, "TOTAL_WORDS", most):
             group = md.new_group()
             x = ones(1)
             for _ in range(100):
                 md.all_reduce(x, md.ReduceOp.MAX, group=group)
             md.all_reduce(x, group=group)
-        return group.open_channel("cpu").header_table is None, x.item()
+        return group.open_device_group("cpu").fingerprint_table is None, x.item()
 
     assert pool.run(program, 2) == [(False, 2.0), (True, 2.0)]
 
@@ -512,9 +514,13 @@ def test_ranks_of_one_host_share_memory_and_those_of_two_do_not(pool: Pool, tmp_
             x = ones(1)
             md.all_reduce(x, group=group)
             assert x.item() == group.size()
-            channel = group.open_channel("cpu")
-            sees_all = None if channel.header_table is None else channel.header_table.sees_all()
-            found.append((sees_all, channel.spans_hosts))
+            device_group = group.open_device_group("cpu")
+            sees_all = (
+                None
+                if device_group.fingerprint_table is None
+                else device_group.fingerprint_table.sees_all()
+            )
+            found.append((sees_all, device_group.spans_hosts))
         return found
 
     expected = [(True, False), (None, True), (False, True)]
@@ -527,10 +533,10 @@ def test_across_hosts_calls_are_compared_by_a_round_at_detail(pool: Pool, tmp_pa
         torch.distributed.set_debug_level(torch.distributed.DebugLevel.DETAIL)
         rank = md.get_rank()
         found = []
-        for case in ("size", "dtype", "op", "root", "verb", "list", "splits"):
+        for case in ("size", "dtype", "op", "root", "operation", "list", "splits"):
             group = md.new_group([0, 1], timeout=LONG)
             if rank < 2:
-                assert group.open_channel("cpu").header_table is None
+                assert group.open_device_group("cpu").fingerprint_table is None
                 found.append((case, told(calls_of(case, rank, group))))
         # Equal calls, uneven ones among them, pass.
         x, y = ones(3), ones(1)
@@ -547,7 +553,7 @@ def test_across_hosts_calls_are_compared_by_a_round_at_detail(pool: Pool, tmp_pa
     assert [outcome[1:] for outcome in outcomes] == [[[3.0] * 3, True]] * 3
     first, second = outcomes[0][0], outcomes[1][0]
     for (case, mine), (_, theirs) in zip(first, second, strict=True):
-        assert mine[0] == theirs[0] == "AgreementError", (case, mine, theirs)
+        assert mine[0] == theirs[0] == "MismatchError", (case, mine, theirs)
         assert mine[2] == theirs[2]
         for rank, line in enumerate(mine[2].splitlines()):
             assert line.startswith(f"rank {rank}: {CASES[case][rank]} at ")
@@ -575,13 +581,15 @@ def test_a_member_that_destroys_its_world_leaves_the_others_their_own(pool: Pool
     def program() -> str:
         x = ones(2)
         md.all_reduce(x)
-        header_table = md.group.WORLD.open_channel("cpu").header_table
-        assert header_table is not None
+        fingerprint_table = md.group.WORLD.open_device_group("cpu").fingerprint_table
+        assert fingerprint_table is not None
         if md.get_rank() == 0:
             md.destroy_process_group()
             return ""
         time.sleep(0.3)
-        assert header_table.find_behind(2048, False) is None  # who has left is awaited by nobody
+        assert (
+            fingerprint_table.find_behind(2048, False) is None
+        )  # who has left is awaited by nobody
         error = error_of(lambda: md.all_reduce(ones(5)))
         return type(error).__name__
 
@@ -622,7 +630,7 @@ def two_calls() -> None:
 def test_every_call_is_logged_at_trace_level(caplog: pytest.LogCaptureFixture) -> None:
     md.simulate(two_calls, 2)
     assert caplog.records == []
-    with caplog.at_level(TRACE, "meshdist.verbs"):
+    with caplog.at_level(TRACE, "meshdist.operations"):
         md.simulate(two_calls, 2)
     line = two_calls.__code__.co_firstlineno
     said = sorted(record.getMessage() for record in caplog.records)
@@ -640,5 +648,5 @@ def test_every_call_is_logged_at_trace_level(caplog: pytest.LogCaptureFixture) -
         ]
     )
     assert {(record.name, record.levelname) for record in caplog.records} == {
-        ("meshdist.verbs", "TRACE")
+        ("meshdist.operations", "TRACE")
     }

@@ -10,26 +10,31 @@ import pytest
 import torch
 
 import meshdist as md
-from meshdist.checking.calls import GroupFacts, Note, get_call, get_message
-from meshdist.groups.failure_diagnosis import STORE_LOST, Explainer, OtherMembers, explained_opening
+from meshdist.checking.calls import CallRecord, GroupFacts, get_call, get_message
+from meshdist.groups.failure_diagnosis import (
+    STORE_LOST,
+    FailureDiagnosis,
+    PeerStatus,
+    explained_opening,
+)
 from tests.inner import (
+    BackendAborted,
+    BackendFailure,
+    BackendTimeout,
+    BackendUnsupported,
     Interrupted,
     MemberGaveUp,
     MemberLost,
-    MembersDisagree,
-    MessageMisfit,
+    MessageMismatch,
+    RanksMismatch,
     Recorder,
-    WireAborted,
-    WireFailure,
-    WireRefused,
-    WireTimeout,
 )
 
 FACTS = GroupFacts("a group", (4, 6), 0, "label", "gloo", timedelta(seconds=9))
 FIELDS = ("summary", "where", "expected", "found", "fix")
 
 
-class Others(OtherMembers):
+class Others(PeerStatus):
     """Notes what the explainer asks and tells them, in order."""
 
     def __init__(self, **answers: Any) -> None:
@@ -53,7 +58,7 @@ class Others(OtherMembers):
     def give_up(self, reason: str) -> None:
         self.asked.append(reason)
 
-    def report(self, call: Note, but: int | None = None) -> str:
+    def report(self, call: CallRecord, but: int | None = None) -> str:
         self.asked.append("report" if but is None else f"report without {but}")
         return self.answers.get("report", "")
 
@@ -64,29 +69,33 @@ class Others(OtherMembers):
     def ending(self, member: int) -> str:
         return self.answers.get("ending", "")
 
-    def find_first_failure(self, call: Note, text: str) -> str:
+    def find_first_failure(self, call: CallRecord, text: str) -> str:
         self.asked.append(f"first: {text}")
         return self.answers.get("first", "")
 
     def agree_on_error(
-        self, disagreement: dict[str, str], mine: Note | None, about: dict[str, Any]
+        self, disagreement: dict[str, str], mine: CallRecord | None, about: dict[str, Any]
     ) -> dict[str, str]:
         self.asked.append((mine, about))
         return {**disagreement, "found": disagreement["found"] or "both calls"}
 
 
-def explained(failure: WireFailure, verb: str = "all_reduce", **answers: Any) -> tuple[Any, Others]:
-    """The error of a call of ``verb`` that failed so, and the members after it."""
+def explained(
+    failure: BackendFailure, operation: str = "all_reduce", **answers: Any
+) -> tuple[Any, Others]:
+    """The error of a call of ``operation`` that failed so, and the members after it."""
     recorder, others = Recorder(), Others(**answers)
-    if verb in ("send", "recv"):
-        recorder.note(FACTS, get_message(verb, torch.ones(2), 1, 5))
+    if operation in ("send", "recv"):
+        recorder.note(FACTS, get_message(operation, torch.ones(2), 1, 5))
     else:
-        recorder.note(FACTS, get_call(verb, torch.ones(2)))
-    return Explainer(FACTS, recorder, others).explain(failure), others
+        recorder.note(FACTS, get_call(operation, torch.ones(2)))
+    return FailureDiagnosis(FACTS, recorder, others).explain(failure), others
 
 
 def test_a_timeout_tells_what_the_others_do_before_the_group_breaks() -> None:
-    error, others = explained(WireTimeout("late"), report="rank 6: did not arrive", first="it was")
+    error, others = explained(
+        BackendTimeout("late"), report="rank 6: did not arrive", first="it was"
+    )
     assert isinstance(error, md.CollectiveTimeoutError)
     assert error.summary == "all_reduce on a group was not finished within 9 s"
     assert error.where.startswith("rank 4, call 1 on a group: all_reduce((2,) float32) at ")
@@ -97,20 +106,20 @@ def test_a_timeout_tells_what_the_others_do_before_the_group_breaks() -> None:
 
 
 def test_a_timeout_has_the_callers_limit_and_some_reason() -> None:
-    failure = WireTimeout("late")
+    failure = BackendTimeout("late")
     failure.limit = timedelta(seconds=2)
     error, _ = explained(failure, report=STORE_LOST, first=STORE_LOST)
     assert "within 2 s" in error.summary and error.found == STORE_LOST
-    error, _ = explained(WireTimeout("late"), "recv")
+    error, _ = explained(BackendTimeout("late"), "recv")
     assert error.found == "late"
     assert error.expected == "rank 6 to send (2,) float32 to this rank under tag 5"
     assert "a message meets a receive of its tag" in error.fix
 
 
 def test_a_failure_tells_which_members_are_silent() -> None:
-    error, others = explained(WireFailure("reset"), silent="rank 6: gives no answer")
+    error, others = explained(BackendFailure("reset"), silent="rank 6: gives no answer")
     assert isinstance(error, md.BackendError)
-    assert error.summary == "all_reduce on a group failed on wire 'gloo'"
+    assert error.summary == "all_reduce on a group failed on backend 'gloo'"
     assert error.found == "reset\nrank 6: gives no answer"
     assert others.asked == [
         "silent",
@@ -120,7 +129,7 @@ def test_a_failure_tells_which_members_are_silent() -> None:
 
 
 def test_a_failure_that_names_nobody_tells_what_the_others_do() -> None:
-    error, others = explained(WireFailure("reset"), report="rank 6: did not arrive")
+    error, others = explained(BackendFailure("reset"), report="rank 6: did not arrive")
     assert error.found == "reset\nrank 6: did not arrive"
     assert others.asked == ["silent", "first: reset", "report", "all_reduce failed before: reset"]
 
@@ -152,10 +161,10 @@ def test_a_member_that_gave_up_is_named_where_it_does_not_say_why() -> None:
 
 def test_what_interrupts_a_call_is_raised_as_it_is_and_told_to_the_others() -> None:
     others = Others()
-    explainer = Explainer(FACTS, Recorder(), others)
+    diagnosis = FailureDiagnosis(FACTS, Recorder(), others)
     struck = KeyError("no data")
     with pytest.raises(KeyError) as caught:
-        explainer.explain(Interrupted(struck))
+        diagnosis.explain(Interrupted(struck))
     assert caught.value is struck
     (reason,) = others.asked
     assert reason.startswith("gave up in call 0 on a group: an earlier call")
@@ -175,106 +184,110 @@ def test_what_interrupts_a_call_is_raised_as_it_is_and_told_to_the_others() -> N
     ],
 )
 def test_an_abort_gives_its_reason(answers: dict[str, Any], found: str) -> None:
-    error, _ = explained(WireAborted("freed"), **answers)
+    error, _ = explained(BackendAborted("freed"), **answers)
     assert isinstance(error, md.AbortedError)
     assert (error.summary, error.found) == ("all_reduce on a group was aborted", found)
     assert error.fix == "make a new group or mesh on the ranks that are left"
 
 
 def test_an_abort_without_a_store_says_how_to_end_in_order() -> None:
-    error, _ = explained(WireAborted("freed"), first=STORE_LOST, report=STORE_LOST)
+    error, _ = explained(BackendAborted("freed"), first=STORE_LOST, report=STORE_LOST)
     assert error.found == STORE_LOST and "end last" in error.fix
 
 
 def test_any_failure_of_an_aborted_group_is_its_abort() -> None:
-    error, _ = explained(WireFailure("reset"), abort={"rank": 6, "reason": "no data"})
+    error, _ = explained(BackendFailure("reset"), abort={"rank": 6, "reason": "no data"})
     assert isinstance(error, md.AbortedError)
     fields = dict.fromkeys(FIELDS, "theirs")
-    error, _ = explained(WireTimeout("late"), abort={"rank": 6, "disagreement": fields})
-    assert isinstance(error, md.AgreementError)
+    error, _ = explained(BackendTimeout("late"), abort={"rank": 6, "disagreement": fields})
+    assert isinstance(error, md.MismatchError)
     assert error.where.startswith("theirs\nraised on rank 4, call 1 on a group")
 
 
 def test_a_group_closed_by_another_thread_is_not_broken() -> None:
-    error, others = explained(WireFailure("closed"), is_closed=True)
+    error, others = explained(BackendFailure("closed"), is_closed=True)
     assert "let the calls of all threads end" in error.fix
     assert others.asked == []
 
 
 def test_calls_that_differ_are_agreed_upon() -> None:
-    error, others = explained(MembersDisagree("other verb", None))
-    assert isinstance(error, md.AgreementError)
+    error, others = explained(RanksMismatch("other collective", None))
+    assert isinstance(error, md.MismatchError)
     assert error.summary == "the members of a group disagree about their call 1"
     assert error.found == "both calls" and "\nraised on rank 4, call 1" in error.where
     ((mine, about),) = others.asked
-    assert mine.call.verb == "all_reduce" and about == {"sequence": 1}
-    _, others = explained(MembersDisagree("other verb", 7))
+    assert mine.call.operation == "all_reduce" and about == {"sequence": 1}
+    _, others = explained(RanksMismatch("other collective", 7))
     assert others.asked == [(None, {"sequence": 7})]
 
 
 def test_calls_whose_tensors_lie_differently_are_told_how_they_may_lie() -> None:
     recorder = Recorder()
     recorder.note(FACTS, get_call("all_reduce", torch.ones(2), layouts=(((2,), (3,)),)))
-    failure = MembersDisagree("other layout", None)
-    error: Any = Explainer(FACTS, recorder, Others()).explain(failure)
+    failure = RanksMismatch("other layout", None)
+    error: Any = FailureDiagnosis(FACTS, recorder, Others()).explain(failure)
     assert error.expected.endswith("one layout in memory: x.contiguous() gives the usual one")
     assert "layout" not in explained(failure)[0].expected
 
 
 def test_what_the_comparison_finds_goes_before_the_failure() -> None:
-    error, others = explained(WireTimeout("late"), compare_again=MembersDisagree("", 1))
-    assert isinstance(error, md.AgreementError)
+    error, others = explained(BackendTimeout("late"), compare_again=RanksMismatch("", 1))
+    assert isinstance(error, md.MismatchError)
     assert others.asked[0][1] == {"sequence": 1}
 
 
 @pytest.mark.parametrize(
     ("failure", "about"),
     [
-        (MembersDisagree("", 1, (False, 1, 5)), {"message": [True, 0, 5, 1], "asked": [1]}),
-        (MembersDisagree("", 1, (False, 1, 5), 8), {"note": 8, "asked": [1]}),
-        (MembersDisagree("", None, (False, 1, 5), 8), {"note": 8, "asked": [1]}),
-        (MessageMisfit("too long"), {"message": [True, 0, 5, 1], "asked": [1]}),
+        (RanksMismatch("", 1, (False, 1, 5)), {"message": [True, 0, 5, 1], "asked": [1]}),
+        (RanksMismatch("", 1, (False, 1, 5), 8), {"note": 8, "asked": [1]}),
+        (RanksMismatch("", None, (False, 1, 5), 8), {"note": 8, "asked": [1]}),
+        (MessageMismatch("too long"), {"message": [True, 0, 5, 1], "asked": [1]}),
     ],
 )
-def test_messages_that_differ_ask_their_peer(failure: WireFailure, about: dict[str, Any]) -> None:
+def test_messages_that_differ_ask_their_peer(
+    failure: BackendFailure, about: dict[str, Any]
+) -> None:
     error, others = explained(failure, "recv")
     assert error.summary == "a message does not fit the tensor that receives it"
     assert error.where.startswith("a group, tag 5\nraised on rank 4, recv(")
     assert error.found == (str(failure) or "both calls")
     ((mine, asked),) = others.asked
-    assert mine.call.verb == "recv" and asked == about
+    assert mine.call.operation == "recv" and asked == about
 
 
 def test_a_misfit_that_members_do_not_compare_is_a_failure() -> None:
-    with mock.patch.object(Others, "compare_misfits", False):
-        error, _ = explained(MessageMisfit("too long"), "recv")
+    with mock.patch.object(Others, "compare_mismatches", False):
+        error, _ = explained(MessageMismatch("too long"), "recv")
     assert isinstance(error, md.BackendError)
 
 
 def test_a_call_that_is_forgotten_has_no_name() -> None:
-    explainer = Explainer(FACTS, Recorder(), Others())
-    assert explainer.explain(WireFailure("reset"), 99).summary.startswith("an earlier call on ")
+    diagnosis = FailureDiagnosis(FACTS, Recorder(), Others())
+    assert diagnosis.explain(BackendFailure("reset"), 99).summary.startswith("an earlier call on ")
 
 
 @pytest.mark.parametrize(
     ("failure", "kind", "found", "fix"),
     [
-        (WireRefused("no"), md.BackendError, "no", "another backend, for example 'gloo'"),
-        (WireTimeout("late"), md.CollectiveTimeoutError, "late\nrank 6 is silent", "none has"),
-        (WireFailure("reset"), md.BackendError, "reset\nrank 6 is silent", "make this call"),
+        (BackendUnsupported("no"), md.BackendError, "no", "another backend, for example 'gloo'"),
+        (BackendTimeout("late"), md.CollectiveTimeoutError, "late\nrank 6 is silent", "none has"),
+        (BackendFailure("reset"), md.BackendError, "reset\nrank 6 is silent", "make this call"),
         (MemberLost("has ended", 1), md.BackendError, "rank 6 has ended", "none has exited"),
     ],
 )
-def test_a_group_that_is_not_opened(failure: WireFailure, kind: type, found: str, fix: str) -> None:
-    wire: Any = mock.Mock(replacement="")
-    wire.name = "shm"
+def test_a_group_that_is_not_opened(
+    failure: BackendFailure, kind: type, found: str, fix: str
+) -> None:
+    backend: Any = mock.Mock(replacement="")
+    backend.name = "shm"
     silent = "" if isinstance(failure, MemberLost) else "rank 6 is silent"
     told: list[str] = []
-    opening = explained_opening("a group", (4, 6), wire, "rank 4", lambda: silent, told.append)
+    opening = explained_opening("a group", (4, 6), backend, "rank 4", lambda: silent, told.append)
     with pytest.raises(md.BackendError) as caught, opening:
         raise failure
     error = caught.value
     assert type(error) is kind
     assert told == [str(failure)]
-    assert error.summary == "a group could not be opened on wire 'shm'"
+    assert error.summary == "a group could not be opened on backend 'shm'"
     assert (error.where, error.found) == ("rank 4", found) and fix in error.fix

@@ -1,4 +1,4 @@
-"""The methods of process groups: each is its verb, in every form that torch's method has."""
+"""The methods of process groups: each is its collective, in every form that torch's method has."""
 
 from __future__ import annotations
 
@@ -16,39 +16,39 @@ import meshdist as md
 from tests.pool import Pool
 
 MINUTE = timedelta(minutes=1)
-WIRES: dict[str, Callable[..., list[Any]]] = {
+BACKENDS: dict[str, Callable[..., list[Any]]] = {
     "shm": lambda pool, program: pool.run(program, 2, backend="shm"),
     "gloo": lambda pool, program: pool.run(program, 2),
     "simulated": lambda pool, program: md.simulate(program, 2),
 }
-ON_ALL_WIRES = pytest.mark.parametrize("wire", WIRES)
+ON_ALL_BACKENDS = pytest.mark.parametrize("backend", BACKENDS)
 
 
 def options(kind: str, **fields: Any) -> Any:
-    """Torch's options of a verb."""
+    """Torch's options of a collective."""
     made = getattr(torch._C._distributed_c10d, kind)()
     for name, value in fields.items():
         setattr(made, name, value)
     return made
 
 
-def run(wire: str, pool: Pool, program: Callable[[], Any]) -> list[Any]:
-    return WIRES[wire](pool, program)
+def run(backend: str, pool: Pool, program: Callable[[], Any]) -> list[Any]:
+    return BACKENDS[backend](pool, program)
 
 
-@ON_ALL_WIRES
-def test_a_view_is_reduced_and_nothing_outside_it(wire: str, pool: Pool) -> None:
+@ON_ALL_BACKENDS
+def test_a_view_is_reduced_and_nothing_outside_it(backend: str, pool: Pool) -> None:
     def program() -> list[float]:
         whole = torch.zeros(10)
         whole[::2] = 1
         md.group.WORLD.allreduce([whole[::2]]).wait()
         return whole.tolist()
 
-    assert run(wire, pool, program) == [[2.0, 0.0] * 5] * 2
+    assert run(backend, pool, program) == [[2.0, 0.0] * 5] * 2
 
 
-@ON_ALL_WIRES
-def test_an_expanded_tensor_is_refused_by_a_method_that_writes(wire: str, pool: Pool) -> None:
+@ON_ALL_BACKENDS
+def test_an_expanded_tensor_is_rejected_by_a_method_that_writes(backend: str, pool: Pool) -> None:
     def program() -> str:
         world = md.group.WORLD
         with pytest.raises(md.ArgumentError) as found:
@@ -56,12 +56,12 @@ def test_an_expanded_tensor_is_refused_by_a_method_that_writes(wire: str, pool: 
         world.barrier().wait()  # the group lives
         return str(found.value)
 
-    for text in run(wire, pool, program):
+    for text in run(backend, pool, program):
         assert text.startswith("all_reduce cannot write into tensor")
 
 
-@ON_ALL_WIRES
-def test_every_form_of_every_reduction(wire: str, pool: Pool) -> None:
+@ON_ALL_BACKENDS
+def test_every_form_of_every_reduction(backend: str, pool: Pool) -> None:
     def program() -> list[Any]:
         world, rank = md.group.WORLD, md.get_rank()
         found = []
@@ -96,7 +96,7 @@ def test_every_form_of_every_reduction(wire: str, pool: Pool) -> None:
         add(world.reduce_scatter_single(x := mine()[:1], mine(), least), x)
         return found
 
-    for rank, found in enumerate(run(wire, pool, program)):
+    for rank, found in enumerate(run(backend, pool, program)):
         own, of_max, of_sum = [1.0 + rank, 2.0 + 2 * rank], [2.0, 4.0], [3.0, 6.0]
         both = [of_sum, of_sum, 3.0, 3.0, *[of_max, of_max, 2.0, 2.0] * 3]
         expected: list[Any] = [[x] for x in [*both, of_max, [1.0, 2.0]]]
@@ -108,8 +108,8 @@ def test_every_form_of_every_reduction(wire: str, pool: Pool) -> None:
         assert found == expected
 
 
-@ON_ALL_WIRES
-def test_every_form_of_every_move(wire: str, pool: Pool) -> None:
+@ON_ALL_BACKENDS
+def test_every_form_of_every_move(backend: str, pool: Pool) -> None:
     def program() -> list[Any]:
         world, rank = md.group.WORLD, md.get_rank()
         found = []
@@ -157,7 +157,7 @@ def test_every_form_of_every_move(wire: str, pool: Pool) -> None:
         return found
 
     zero, one = [0, 1], [10, 11]
-    for rank, found in enumerate(run(wire, pool, program)):
+    for rank, found in enumerate(run(backend, pool, program)):
         other = [one, zero][rank]
         expected: list[Any] = [[one]] * 3 + [[zero, one]] * 3
         expected += [[zero, [100, 101], one, [110, 111]], [zero + one]]
@@ -177,8 +177,8 @@ def test_numpy_arrays_too() -> None:
     assert md.simulate(program, 2) == [[2.0, 2.0]] * 2
 
 
-@ON_ALL_WIRES
-def test_a_method_meets_the_verb_of_the_same_meaning(wire: str, pool: Pool) -> None:
+@ON_ALL_BACKENDS
+def test_a_method_meets_the_collective_of_the_same_meaning(backend: str, pool: Pool) -> None:
     def program() -> list[Any]:
         world, rank = md.group.WORLD, md.get_rank()
         x, y = torch.ones(2), torch.full((2,), float(rank))
@@ -196,11 +196,11 @@ def test_a_method_meets_the_verb_of_the_same_meaning(wire: str, pool: Pool) -> N
         return [one.tolist() for one in (x, y, *into)]
 
     ones, twos = [1.0, 1.0], [2.0, 2.0]
-    assert run(wire, pool, program) == [[twos, ones, ones, ones], [twos, twos, ones, ones]]
+    assert run(backend, pool, program) == [[twos, ones, ones, ones], [twos, twos, ones, ones]]
 
 
-@ON_ALL_WIRES
-def test_torchs_own_verbs_take_a_group_of_ours(wire: str, pool: Pool) -> None:
+@ON_ALL_BACKENDS
+def test_torchs_own_collectives_take_a_group_of_ours(backend: str, pool: Pool) -> None:
     """As hooks written for torch call them; there is no world of torch's."""
 
     def program() -> list[Any]:
@@ -230,7 +230,7 @@ def test_torchs_own_verbs_take_a_group_of_ours(wire: str, pool: Pool) -> None:
         return [*found, x.tolist()]
 
     one, two, three = [1.0, 2.0], [2.0, 4.0], [3.0, 6.0]
-    for rank, found in enumerate(run(wire, pool, program)):
+    for rank, found in enumerate(run(backend, pool, program)):
         expected = [[three], [two], [one, two], [two], [[3.0 + 2 * rank, 6.0 + 2 * rank]]]
         assert found == [False, 2, *expected, three]
 
@@ -274,7 +274,7 @@ def test_a_timeout_of_its_own_bounds_the_waits(pool: Pool) -> None:
         (lambda group: group.broadcast(torch.ones(1), 0, -MINUTE), "timeout must be positive"),
     ],
 )
-def test_what_is_wrong_is_refused(call: Callable[[Any], Any], text: str) -> None:
+def test_what_is_wrong_is_rejected(call: Callable[[Any], Any], text: str) -> None:
     def program() -> str:
         with pytest.raises(md.MeshdistError) as found:
             call(md.group.WORLD)
@@ -284,8 +284,8 @@ def test_what_is_wrong_is_refused(call: Callable[[Any], Any], text: str) -> None
         assert text in told
 
 
-@pytest.mark.parametrize("wire", WIRES)
-def test_empty_lists_raise_with_what_to_pass(wire: str, pool: Pool) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_empty_lists_raise_with_what_to_pass(backend: str, pool: Pool) -> None:
     def program() -> list[str]:
         group = md.init_device_mesh("cpu", (2,)).get_group()
         root = {"root": group.rank()}  # each rank as the root: nothing is sent
@@ -304,12 +304,12 @@ def test_empty_lists_raise_with_what_to_pass(wire: str, pool: Pool) -> None:
             texts.append(str(caught.value))
         return texts
 
-    for texts in run(wire, pool, program):
-        for text, verb in zip(
+    for texts in run(backend, pool, program):
+        for text, operation in zip(
             texts, ("all_gather", "reduce_scatter", "gather", "scatter"), strict=False
         ):
             assert text == (
-                f"{verb}: 0 lists of tensors, one for each device of this process\n"
+                f"{operation}: 0 lists of tensors, one for each device of this process\n"
                 "  expected: one list\n"
                 "  fix:      pass [tensors], with one for each rank"
             )

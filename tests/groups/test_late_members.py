@@ -13,7 +13,7 @@ from torch.distributed import HashStore
 
 import meshdist as md
 from meshdist.errors import ArgumentError
-from meshdist.groups.peer_status import WAIT_NOTICE_VARIABLE, LateMembers
+from meshdist.groups.peer_status import WAIT_NOTICE_VARIABLE, LatePeers
 from tests.inner import World
 from tests.pool import Pool
 
@@ -37,7 +37,7 @@ def waits() -> list[str]:
     with logged() as lines:
         x, rank = torch.ones(4), md.get_rank()
         md.all_reduce(x)
-        time.sleep(0.6)  # no rank is in a verb
+        time.sleep(0.6)  # no rank is in a collective
         if rank == 2:
             time.sleep(1.2)
         md.all_reduce(x, async_op=True).wait()
@@ -101,7 +101,9 @@ def meant() -> list[tuple[str, int]]:
         x = torch.ones(4)
         md.barrier()
         for seconds in (None, 0.7, "as ever"):
-            context = contextlib.nullcontext() if seconds == "as ever" else md.wait_notice(seconds)
+            context = (
+                contextlib.nullcontext() if seconds == "as ever" else md.stall_warning(seconds)
+            )
             moments.append(time.monotonic())
             if md.get_rank() == 1:
                 time.sleep(1.2)
@@ -124,7 +126,7 @@ def test_a_wait_of_no_number_of_seconds() -> None:
     def program() -> list[str]:
         found = []
         for given in ("soon", 0, -1.0, float("inf"), float("nan")):
-            with pytest.raises(ArgumentError) as error, md.wait_notice(given):  # type: ignore[arg-type]
+            with pytest.raises(ArgumentError) as error, md.stall_warning(given):  # type: ignore[arg-type]
                 raise AssertionError
             found.append(str(error.value))
         return found
@@ -147,5 +149,5 @@ def test_a_wrong_number_of_seconds(text: str, monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(
         md.errors.ArgumentError, match=f"{WAIT_NOTICE_VARIABLE} is {text!r}"
     ) as caught:
-        LateMembers(World(0, 1, HashStore(), {}))
+        LatePeers(World(0, 1, HashStore(), {}))
     assert caught.value.expected == "after how many seconds a wait is told of, as in 30; 0: never"

@@ -15,17 +15,17 @@ import torch
 from torch.distributed import HashStore
 
 import meshdist as md
-from meshdist.checking.calls import Call, GroupFacts, Note
+from meshdist.checking.calls import Call, CallRecord, GroupFacts
 from meshdist.error_text import ranks_text
 from meshdist.groups import peer_status
 from meshdist.groups.control_messages import Endings, last_call_text
 from meshdist.groups.failure_diagnosis import STORE_LOST
-from meshdist.groups.peer_status import MembersOfWorld, silent_ranks
+from meshdist.groups.peer_status import WorldPeers, silent_ranks
 from tests.inner import World
 from tests.load import is_within
 
 FACTS = GroupFacts("a group", (0, 1, 2), 0)
-CALL = Note(3, FACTS, Call("all_reduce", (torch.Size([2]), torch.float32)))
+CALL = CallRecord(3, FACTS, Call("all_reduce", (torch.Size([2]), torch.float32)))
 FIELDS = {"summary": "they differ", "where": "a group", "expected": "", "found": "", "fix": "mend"}
 
 ABOUT = {"sequence": 4}
@@ -73,15 +73,15 @@ def members(
     rank: int = 0,
     origin: str = "env://",
     ranks: tuple[int, ...] = (0, 1, 2),
-) -> MembersOfWorld:
+) -> WorldPeers:
     world = World(rank, len(ranks), store or HashStore(), {}, origin=origin)
     opened: Any = mock.Mock(label="label", is_closed=False, recorder=mock.Mock(sequence=4))
-    return MembersOfWorld(world, GroupFacts("a group", ranks, rank), opened)
+    return WorldPeers(world, GroupFacts("a group", ranks, rank), opened)
 
 
 def test_the_last_call_of_a_rank() -> None:
     assert last_call_text(None) == "gives no answer: it has ended or is stopped"
-    assert last_call_text(answer()) == "runs, and has called no verb"  # type: ignore[arg-type]
+    assert last_call_text(answer()) == "runs, and has called no collective"  # type: ignore[arg-type]
     two: Any = answer(("a", 1), ("b", 2))
     assert last_call_text(two) == "last call 2 on b"
     assert last_call_text({**two, "now": "x.py:3 in f"}) == "last call 2 on b; now at x.py:3 in f"
@@ -94,10 +94,10 @@ def test_a_report_says_which_members_have_arrived(asked: Asked) -> None:
     )
     asked.answers = {1: answer(("label", 2)), 2: answer()}
     assert members().report(CALL) == (
-        "rank 1: did not arrive; last call 2 on label\nrank 2: did not arrive; has called no verb"
+        "rank 1: did not arrive; last call 2 on label\nrank 2: did not arrive; has called no collective"
     )
     message = CALL._replace(call=replace(CALL.call, peer=1, tag=0), number=1)
-    assert members().report(message).splitlines()[1] == "rank 2: has called no verb"
+    assert members().report(message).splitlines()[1] == "rank 2: has called no collective"
     asked.answers = LOST
     assert members().report(CALL) == f"{STORE_LOST}: rank 0 does not answer"
 
@@ -199,7 +199,9 @@ def test_ranks_that_are_seen_to_be_stopped_are_not_asked(
     monkeypatch.setattr(Endings, "is_stopped", lambda self, rank: rank == 2)
     asked.answers = {1: answer()}
     told = "is stopped, by SIGSTOP or a debugger"
-    assert members().report(CALL) == (f"rank 1: did not arrive; has called no verb\nrank 2: {told}")
+    assert members().report(CALL) == (
+        f"rank 1: did not arrive; has called no collective\nrank 2: {told}"
+    )
     assert [call[0] for call in asked.calls] == [(0, 1)]  # one member asks for all
     assert members().silent() == f"rank 2 {told}"
 

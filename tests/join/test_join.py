@@ -286,7 +286,7 @@ def test_ranks_that_differ_before_any_joins_raise_as_outside(run: Run) -> None:
                 for _ in range(2):
                     counter.step()
                     md.all_reduce(torch.ones(1 + md.get_rank()))
-        except md.errors.AgreementError as error:
+        except md.errors.MismatchError as error:
             return str(error)
         return "no error"
 

@@ -264,7 +264,7 @@ def test_a_launcher_that_may_open_too_few_files_raises_its_limit_or_says_so(
         ({"place": JobPlace(master_port=65536)}, "65536 is no port", "--master-port"),
     ],
 )
-def test_what_cannot_be_started_is_refused(
+def test_what_cannot_be_started_is_rejected(
     arguments: dict[str, object], summary: str, where: str | None
 ) -> None:
     with pytest.raises(LaunchError) as caught:
@@ -341,12 +341,12 @@ def test_one_mistake_on_ranks_of_a_mesh_is_one_report(capfd: pytest.CaptureFixtu
 TOGETHER = """
 import os, time
 rank = int(os.environ["RANK"])
-def call(verb):
+def call(operation):
     raise ValueError(f"the members of a group disagree about their call 1\\n"
         f"  where:    the world, ranks 0-3; rank {first} saw it before it sent any data\\n"
-        f"            raised on rank {rank}, call 1 on the world: {verb}\\n"
+        f"            raised on rank {rank}, call 1 on the world: {operation}\\n"
         "  found:    rank 0: send\\n            ranks 1-3: recv\\n"
-        "  fix:      make every member call the same verbs")
+        "  fix:      make every member call the same collectives")
 first = 2
 time.sleep(0.2)
 if rank == 0:

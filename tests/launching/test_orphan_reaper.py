@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 
 from meshdist.launching.child_processes import Guard
-from meshdist.launching.orphan_reaper import MARK, Family, mark_value
+from meshdist.launching.orphan_reaper import MARK, ProcessTree, mark_value
 from tests.inner import Deadline, wait_until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -77,10 +77,10 @@ def test_the_mark_is_inherited_beyond_sessions_and_parents(start: Start) -> None
     assert parent.wait(10) == 0
     start(SLEEP, "/other")
     start(SLEEP)
-    family = Family(OURS)
-    assert family.members() == [orphan]
-    family.kill()
-    assert family.members() == []
+    process_tree = ProcessTree(OURS)
+    assert process_tree.members() == [orphan]
+    process_tree.kill()
+    assert process_tree.members() == []
     assert not is_alive(orphan)
 
 
@@ -88,11 +88,11 @@ def test_a_started_process_counts_with_its_children_even_without_the_mark(start:
     stranger = start(SLEEP)
     parent = start([sys.executable, "-c", PARENT, "bare"])
     child = child_of(parent, start)
-    family = Family(OURS)
-    assert family.members() == []
-    family.add(parent.pid)
-    assert family.members() == sorted([parent.pid, child])
-    family.kill()
+    process_tree = ProcessTree(OURS)
+    assert process_tree.members() == []
+    process_tree.add(parent.pid)
+    assert process_tree.members() == sorted([parent.pid, child])
+    process_tree.kill()
     assert parent.wait(10) == -9
     assert wait_until(lambda: not is_alive(child), Deadline(10))
     assert is_alive(stranger.pid)
@@ -109,17 +109,17 @@ def test_the_session_of_a_started_process_counts_when_parents_have_gone(start: S
     )
     leader = start([sys.executable, "-c", f"import os; os.setsid()\n{code}"])
     orphan = child_of(leader, start)
-    family = Family(OURS)
-    family.add(leader.pid)
+    process_tree = ProcessTree(OURS)
+    process_tree.add(leader.pid)
     deadline = time.monotonic() + 5
-    while len(family.members()) > 2 and time.monotonic() < deadline:
+    while len(process_tree.members()) > 2 and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert family.members() == sorted([leader.pid, orphan])
+    assert process_tree.members() == sorted([leader.pid, orphan])
 
 
 def test_a_number_that_now_belongs_to_somebody_else_does_not_count(start: Start) -> None:
     stranger = start(SLEEP)
-    path, family, open_file = f"/proc/{stranger.pid}/stat", Family(OURS), open
+    path, process_tree, open_file = f"/proc/{stranger.pid}/stat", ProcessTree(OURS), open
     name, _, text = Path(path).read_text().rpartition(")")
     fields = text.split()
     fields[19] = str(int(fields[19]) - 1)  # of a process that started earlier
@@ -129,19 +129,19 @@ def test_a_number_that_now_belongs_to_somebody_else_does_not_count(start: Start)
         return io.BytesIO(earlier) if file == path else open_file(file, *how)
 
     with mock.patch("builtins.open", open_earlier):
-        family.add(stranger.pid)
-        assert family.members() == [stranger.pid]
-    assert family.members() == []
+        process_tree.add(stranger.pid)
+        assert process_tree.members() == [stranger.pid]
+    assert process_tree.members() == []
 
 
 def test_a_launch_inside_a_launch_belongs_to_both(start: Start) -> None:
     inner = start(SLEEP, mark_value(mark_value(None, f"outer{OURS}"), f"inner{OURS}"))
     deadline = time.monotonic() + 5
-    while not Family(f"inner{OURS}").members() and time.monotonic() < deadline:
+    while not ProcessTree(f"inner{OURS}").members() and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert Family(f"outer{OURS}").members() == [inner.pid]
-    assert Family(f"inner{OURS}").members() == [inner.pid]
-    assert Family("inn").members() == []
+    assert ProcessTree(f"outer{OURS}").members() == [inner.pid]
+    assert ProcessTree(f"inner{OURS}").members() == [inner.pid]
+    assert ProcessTree("inn").members() == []
 
 
 def test_a_dismissed_guard_harms_nobody(start: Start) -> None:

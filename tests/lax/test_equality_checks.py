@@ -180,7 +180,7 @@ def test_the_argument_is_left_as_it_is() -> None:
     ]
 
 
-def test_bad_arguments_are_refused() -> None:
+def test_bad_arguments_are_rejected() -> None:
     def program() -> Any:
         mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
         texts = []

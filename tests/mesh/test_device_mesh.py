@@ -1,4 +1,4 @@
-"""DeviceMesh on simulated ranks, against short loops over coordinates; and what it refuses."""
+"""DeviceMesh on simulated ranks, against short loops over coordinates; and what it rejects."""
 
 from __future__ import annotations
 
@@ -162,8 +162,8 @@ def test_overlapping_factorisations_share_equal_communicators() -> None:
         one = md.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         two = md.init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "etp"))
         shared = (
-            one.get_group("tp").open_channel("cpu").communicator
-            is two.get_group("etp").open_channel("cpu").communicator
+            one.get_group("tp").open_device_group("cpu").communicator
+            is two.get_group("etp").open_device_group("cpu").communicator
         )
         private = md.init_device_mesh(
             "cpu",
@@ -171,8 +171,8 @@ def test_overlapping_factorisations_share_equal_communicators() -> None:
             mesh_dim_names=("dp", "tp"),
             axis_options={"tp": md.AxisOptions(private=True)},
         )
-        own = private.get_group("tp").open_channel("cpu").communicator
-        assert own is not one.get_group("tp").open_channel("cpu").communicator
+        own = private.get_group("tp").open_device_group("cpu").communicator
+        assert own is not one.get_group("tp").open_device_group("cpu").communicator
         one.close()
         x = torch.ones(1)
         md.all_reduce(x, group=two["etp"])
@@ -291,7 +291,7 @@ def test_meshes_are_equal_when_one_can_take_the_others_place() -> None:
             mesh_with(names=("dp", "cp")),
             mesh_with(backend="gloo"),
             mesh_with(timeout=minute),
-            mesh_with(options="of the wire"),
+            mesh_with(options="of the backend"),
             mesh_with(private=True),
             mesh.transpose("tp", "dp"),
         ]
@@ -313,16 +313,16 @@ def test_a_mesh_of_groups_has_their_options_also_on_axes_derived_from_it(pool: P
         whole = md.new_group(backend="gloo", timeout=timedelta(seconds=50))
         mesh = md.DeviceMesh.from_group(whole, "cpu", mesh_dim_names=("dp",))
         split = mesh.unflatten("dp", (2, 2), ("a", "b"))
-        wires = [md.get_backend(one) for one in (mesh, split["a"], split["b"])]
+        backends = [md.get_backend(one) for one in (mesh, split["a"], split["b"])]
         plain = md.init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
         again = md.DeviceMesh.from_group(whole, "cpu", mesh_dim_names=("dp",))
-        return mesh == plain, mesh == again, wires, split.get_group("a").timeout.total_seconds()
+        return mesh == plain, mesh == again, backends, split.get_group("a").timeout.total_seconds()
 
     assert pool.run(program, 4, backend="shm") == [(False, True, ["gloo"] * 3, 50.0)] * 4
 
 
 @pytest.mark.parametrize("given", ["backend_override", "axis_options"])
-def test_simulated_ranks_have_one_wire_whatever_an_axis_names(given: str) -> None:
+def test_simulated_ranks_have_one_backend_whatever_an_axis_names(given: str) -> None:
     def program():
         value = "nccl" if given == "backend_override" else md.AxisOptions(backend="nccl")
         mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",), **{given: {"dp": value}})
@@ -342,8 +342,8 @@ def test_a_pickled_mesh_works_in_another_process(pool: Pool) -> None:
         copy, part = pickle.loads(store.get("meshes"))
         assert copy == mesh and hash(copy) == hash(mesh) and copy is not mesh
         assert copy.get_coordinate() == mesh.get_coordinate()  # this rank's, not the sender's
-        assert copy["tp"].get_group().open_channel("cpu").communicator is (
-            mesh["tp"].get_group().open_channel("cpu").communicator
+        assert copy["tp"].get_group().open_device_group("cpu").communicator is (
+            mesh["tp"].get_group().open_device_group("cpu").communicator
         )
         # A slice is the sender's slice: the ranks beside it are not in it.
         assert part.mesh.tolist() == [0, 2]
@@ -365,9 +365,9 @@ def test_timeouts_belong_to_the_caller_of_a_shared_communicator() -> None:
             md.init_device_mesh("cpu", (2,), timeout=timedelta(seconds=seconds))
             for seconds in (5, 50)
         ]
-        channels = [mesh.get_group().open_channel("cpu") for mesh in meshes]
-        assert channels[0].communicator is channels[1].communicator
-        return [channel.timeout.total_seconds() for channel in channels]
+        device_groups = [mesh.get_group().open_device_group("cpu") for mesh in meshes]
+        assert device_groups[0].communicator is device_groups[1].communicator
+        return [device_group.timeout.total_seconds() for device_group in device_groups]
 
     assert md.simulate(program, 2) == [[5.0, 50.0]] * 2
 
@@ -470,21 +470,21 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("case", range(len(REFUSED)))
-def test_refused_on_every_rank_before_anything_is_sent(case: int) -> None:
+def test_rejected_on_every_rank_before_anything_is_sent(case: int) -> None:
     call, kind, text = REFUSED[case]
 
     def program():
         with pytest.raises(kind, match=text):
             call()
-        return "refused"
+        return "rejected"
 
-    assert md.simulate(program, 4) == ["refused"] * 4
+    assert md.simulate(program, 4) == ["rejected"] * 4
 
 
 def test_meshes_that_differ_between_ranks_raise_on_every_rank_and_show_both() -> None:
     def program():
         names = ("dp", "tp") if md.get_rank() else ("tp", "dp")
-        with pytest.raises(md.AgreementError) as caught:
+        with pytest.raises(md.MismatchError) as caught:
             md.init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
         return str(caught.value)
 

@@ -38,7 +38,7 @@ def test_what_is_derived_from_a_planned_mesh_is_planned() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
-def test_cuda_without_a_gpu_is_refused() -> None:
+def test_cuda_without_a_gpu_is_rejected() -> None:
     with pytest.raises(md.BackendError) as caught:
         md.simulate(lambda: md.init_device_mesh("cuda", (2, 1)), 2)
     assert str(caught.value).startswith("a 'cuda' mesh needs a GPU, and torch sees none")

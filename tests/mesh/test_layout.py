@@ -442,7 +442,7 @@ mesh shape () is empty
             lambda: Layout.from_shape((2, 1.5)),
             KindError,
             """\
-mesh shape (2, 1.5): sizes are whole numbers
+mesh shape (2, 1.5): sizes are integers
   expected: such as (2, 4)""",
         ),
         (
@@ -474,7 +474,7 @@ the mesh names rank 5, which the world lacks
             lambda: Layout.from_ranks([0.0, 1.0]),
             KindError,
             """\
-the ranks of a mesh are whole numbers
+the ranks of a mesh are integers
   expected: integers
   found:    an array of float64""",
         ),
@@ -803,7 +803,7 @@ sizes and strides of a layout are 1 or more
             lambda: Layout((4, 1)),
             KindError,
             """\
-the modes of an axis are pairs of whole numbers (size, stride)
+the modes of an axis are pairs of integers (size, stride)
   found:    4""",
         ),
         (
@@ -824,12 +824,12 @@ def test_errors_say_what_is_wrong_and_how_to_mend_it(call, kind, text):
     assert text_of(kind, call) == text
 
 
-def test_ranks_on_an_accelerator_are_refused_with_a_reason():
+def test_ranks_on_an_accelerator_are_rejected_with_a_reason():
     class Remote:
         def __array__(self, dtype=None, copy=None):
             raise TypeError("cannot convert a device tensor")
 
     assert text_of(KindError, lambda: Layout.from_ranks(Remote())) == (
-        "the ranks of a mesh are an array of whole numbers on the CPU\n"
+        "the ranks of a mesh are an array of integers on the CPU\n"
         "  found:    Remote: cannot convert a device tensor"
     )

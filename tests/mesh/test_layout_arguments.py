@@ -33,7 +33,7 @@ def test_sizes_become_a_tuple_of_python_ints():
     assert sizes == (2, -1)
     assert all(type(size) is int for size in sizes)
     assert checked_sizes(4, "mesh shape") == (4,)
-    with pytest.raises(KindError, match=r"mesh shape '24': sizes are whole numbers"):
+    with pytest.raises(KindError, match=r"mesh shape '24': sizes are integers"):
         checked_sizes("24", "mesh shape")
 
 

@@ -69,7 +69,7 @@ ERRORS = {
     "P({'a'})": (TypeError, "cannot take {'a'} as a dim's entry"),
 }
 
-# JAX takes these as entries, and refuses or ignores them later; here each is refused at once.
+# JAX takes these as entries, and rejects or ignores them later; here each is rejected at once.
 REFUSED = {
     "P(1)": "found:    a int",
     "P(True)": "cannot take True as a dim's entry",

@@ -91,7 +91,7 @@ def test_damage_raises_one_error_with_a_column_inside(
 
 
 def check_outcome(text: str) -> None:
-    """A text is a pattern, whose print parses to it, or refused with all that is promised."""
+    """A text is a pattern, whose print parses to it, or rejected with all that is promised."""
     error = None
     try:
         pattern = parse(text)
@@ -110,7 +110,7 @@ def check_outcome(text: str) -> None:
 
 
 @given(st.text(max_size=12))
-def test_any_text_is_a_pattern_or_refused(text: str) -> None:
+def test_any_text_is_a_pattern_or_rejected(text: str) -> None:
     check_outcome(text)
 
 

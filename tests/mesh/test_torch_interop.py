@@ -63,7 +63,7 @@ def test_ranks_that_differ_are_told_before_torch_waits(pool: Pool) -> None:
     def program() -> str:
         shape = (1, 2) if md.get_rank() else (2, 1)
         first, second = (md.init_device_mesh("cpu", one) for one in ((1, 2), (2, 1)))
-        with pytest.raises(md.AgreementError) as caught:
+        with pytest.raises(md.MismatchError) as caught:
             (first if shape == (1, 2) else second).to_torch()
         return str(caught.value)
 
@@ -85,9 +85,9 @@ def test_in_the_default_world(is_offered: bool, monkeypatch: pytest.MonkeyPatch)
         dist.all_reduce(x, group=theirs.get_group())
         return dist.get_backend_config(), x.item()
 
-    wire = "shm" if is_offered else "gloo"
+    backend = "shm" if is_offered else "gloo"
     with Pool() as fresh:  # whose workers know only what this test offers
-        assert fresh.run(program, 2, backend=None) == [(f"cpu:{wire}", 2.0)] * 2
+        assert fresh.run(program, 2, backend=None) == [(f"cpu:{backend}", 2.0)] * 2
 
 
 def test_fully_sharded_training_on_our_mesh(pool: Pool) -> None:

@@ -44,7 +44,7 @@ def reserved() -> int:
 
 
 def forbid_more() -> None:
-    """Let the kernel refuse to reserve more than the first parts, in this process."""
+    """Let the kernel reject to reserve more than the first parts, in this process."""
     start, end = mapping()
     begin = end - (native.segment_bytes(2, SLOT, RING) - first_bytes())
     libc = ctypes.CDLL(None, use_errno=True)

@@ -216,7 +216,7 @@ def unlike(c: Any) -> dict[str, Any]:
     return found
 
 
-def test_unlike_messages_are_refused_and_the_rest_goes_on() -> None:
+def test_unlike_messages_are_rejected_and_the_rest_goes_on() -> None:
     mismatch = native.STATUSES["MISMATCH"]
     sender, receiver = run_ranks(2, unlike)
     assert receiver == {SMALL: mismatch, LARGE: mismatch}

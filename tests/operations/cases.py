@@ -2,7 +2,7 @@
 
 A case that failed is run alone by
 
-    python -m tests.operations.cases gloo "Case(verb='all_reduce', size=2, op='SUM')"
+    python -m tests.operations.cases gloo "Case(collective='all_reduce', size=2, op='SUM')"
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 import meshdist as md
 from tests.mpi_job import job_of
 from tests.operations import oracle
-from tests.operations.plans import VERBS, Call, Case, plan
+from tests.operations.plans import OPERATIONS, Call, Case, plan
 from tests.two_hosts import two_hosts_of
 
 SIZES = (1, 2, 3, 4)
@@ -34,12 +34,12 @@ SEED = 2026
 
 
 def every_case(size: int, libraries: Sequence[str] = LIBRARIES) -> Iterator[Case]:
-    """Every verb, library, dtype, op and shape, even and uneven; the rest is drawn for each."""
-    names = list(VERBS)
+    """Every collective, library, dtype, op and shape, even and uneven; the rest is drawn for each."""
+    names = list(OPERATIONS)
     for name, library, dtype in product(names, libraries, oracle.DTYPES):
         if dtype == "bfloat16" and library in ("numpy", "cupy"):
             continue
-        for op in oracle.OPS if VERBS[name].reduces else (None,):
+        for op in oracle.OPS if OPERATIONS[name].reduces else (None,):
             for shape, is_uneven in product(SHAPES, (False, True)):
                 if is_legal(name, shape, is_uneven):
                     yield completed(name, size, library, dtype, op, shape, is_uneven)
@@ -47,17 +47,17 @@ def every_case(size: int, libraries: Sequence[str] = LIBRARIES) -> Iterator[Case
 
 def is_legal(name: str, shape: tuple[int, ...], is_uneven: bool) -> bool:
     """Whether there is such a case: a scalar cannot be uneven or cut."""
-    verb = VERBS[name]
+    operation = OPERATIONS[name]
     if is_uneven:
-        return verb.can_be_uneven and len(shape) > 0
-    return len(shape) >= verb.least_dims
+        return operation.can_be_uneven and len(shape) > 0
+    return len(shape) >= operation.least_dims
 
 
 def completed(name: str, size: int, library: str, dtype: str, op: Any, *more: Any) -> Case:
     """A case with layout, root and form drawn; the same draw whenever the rest is the same."""
     shape, is_uneven = more
     draw = random.Random(repr((SEED, name, size, library, dtype, op, more)))
-    verb = VERBS[name]
+    operation = OPERATIONS[name]
     return Case(
         name,
         size,
@@ -67,33 +67,34 @@ def completed(name: str, size: int, library: str, dtype: str, op: Any, *more: An
         shape,
         draw.choice(LAYOUTS),
         is_uneven,
-        draw.choice(verb.forms),
-        draw.randrange(size) if verb.root else None,
-        bool(verb.root) and draw.random() < 0.5,
-        verb.takes_async and draw.random() < 0.5,
+        draw.choice(operation.forms),
+        draw.randrange(size) if operation.root else None,
+        bool(operation.root) and draw.random() < 0.5,
+        operation.takes_async and draw.random() < 0.5,
     )
 
 
 @cache
-def cases_by_verb(
+def cases_by_operation(
     size: int, libraries: tuple[str, ...] = LIBRARIES
 ) -> Mapping[tuple[str, str | None], Sequence[Case]]:
-    """``every_case`` by verb and op."""
+    """``every_case`` by collective and op."""
     found: dict[tuple[str, str | None], list[Case]] = {}
     for case in every_case(size, libraries):
-        found.setdefault((case.verb, case.op), []).append(case)
+        found.setdefault((case.operation, case.op), []).append(case)
     return found
 
 
-def sample(size: int, num_per_verb: int, libraries: tuple[str, ...] = LIBRARIES) -> list[Case]:
-    """Some cases of every verb and op, the same at every call; neighbours are of different verbs.
+def sample(size: int, num_per_operation: int, libraries: tuple[str, ...] = LIBRARIES) -> list[Case]:
+    """Some cases of every collective and op, the same at every call; neighbours are of different
+    collectives.
 
-    A third of ``num_per_verb``, at least one, for each op of those that reduce.
+    A third of ``num_per_operation``, at least one, for each op of those that reduce.
     """
     draw = random.Random(SEED + size)
     chosen = []
-    for (_, op), cases in cases_by_verb(size, libraries).items():
-        wanted = num_per_verb if op is None else max(1, num_per_verb // 3)
+    for (_, op), cases in cases_by_operation(size, libraries).items():
+        wanted = num_per_operation if op is None else max(1, num_per_operation // 3)
         chosen += draw.sample(cases, min(wanted, len(cases)))
     draw.shuffle(chosen)
     return chosen
@@ -107,7 +108,7 @@ class Outcome:
     """What one member saw.
 
     Args:
-        kind: "held" when the verb went through, "refused", or "failed".
+        kind: "held" when the collective went through, "rejected", or "failed".
         text: the error's.
         arrays: the arguments afterwards, in NumPy.
         is_rest_untouched: whether memory between the elements of arrays is as before.
@@ -189,9 +190,9 @@ def perform(case: Case, group: Any = None, ranks: Sequence[int] | None = None) -
     arguments = Arguments(case, plan(case, members)[index])
     kind, text = "held", ""
     try:
-        RUNS.get(case.verb, run_verb)(case, arguments.values, group, members)
+        RUNS.get(case.operation, run_operation)(case, arguments.values, group, members)
     except md.DtypeError as error:
-        kind, text = "refused", str(error)
+        kind, text = "rejected", str(error)
     except Exception:
         kind, text = "failed", traceback.format_exc()
     return Outcome(kind, text, arguments.back(), arguments.are_gaps_untouched())
@@ -215,30 +216,30 @@ def reduce_op(name: str, index: int, dtype: str) -> Any:
     return getattr(md.ReduceOp, name)
 
 
-def run_verb(case: Case, values: dict[str, Any], group: Any, members: list[int]) -> None:
-    result = start_verb(case, values, group, members)
+def run_operation(case: Case, values: dict[str, Any], group: Any, members: list[int]) -> None:
+    result = start_operation(case, values, group, members)
     if case.is_async:
-        finish_verb(case, result)
+        finish_operation(case, result)
     else:
-        assert result is None, f"{case.verb} gave {result!r}"
+        assert result is None, f"{case.operation} gave {result!r}"
 
 
-def start_verb(case: Case, values: dict[str, Any], group: Any, members: list[int]) -> Any:
+def start_operation(case: Case, values: dict[str, Any], group: Any, members: list[int]) -> Any:
     more: dict[str, Any] = {}
-    verb = VERBS[case.verb]
+    operation = OPERATIONS[case.operation]
     if case.op is not None:
         more["op"] = reduce_op(case.op, members.index(md.get_rank()), case.dtype)
-    if verb.root is not None:
+    if operation.root is not None:
         assert case.root is not None
         if case.is_root_global:
-            more[verb.root] = members[case.root]
+            more[operation.root] = members[case.root]
         else:
-            more[f"group_{verb.root}"] = case.root
-    return getattr(md, case.verb)(**values, **more, group=group, async_op=case.is_async)
+            more[f"group_{operation.root}"] = case.root
+    return getattr(md, case.operation)(**values, **more, group=group, async_op=case.is_async)
 
 
-def finish_verb(case: Case, work: Any) -> None:
-    assert isinstance(work, md.Work), f"{case.verb} gave {work!r}, not a Work"
+def finish_operation(case: Case, work: Any) -> None:
+    assert isinstance(work, md.Work), f"{case.operation} gave {work!r}, not a Work"
     assert work.wait() is True
     assert work.is_completed()
     assert work.is_success()
@@ -300,11 +301,11 @@ RUNS: dict[str, Callable[[Case, dict[str, Any], Any, list[int]], None]] = {
 def complaint(case: Case, outcomes: Sequence[Outcome], ranks: Sequence[int] | None = None) -> str:
     """What is wrong with the members' outcomes of ``case``; empty when nothing is."""
     wrong = []
-    must_refuse = case.op is not None and not oracle.has_meaning(case.op, case.dtype)
+    must_reject = case.op is not None and not oracle.has_meaning(case.op, case.dtype)
     for member, (call, outcome) in enumerate(zip(plan(case, ranks), outcomes, strict=True)):
-        wanted = {**call.arguments, **({} if must_refuse else call.expected)}
+        wanted = {**call.arguments, **({} if must_reject else call.expected)}
         tell = []
-        if outcome.kind != ("refused" if must_refuse else "held"):
+        if outcome.kind != ("rejected" if must_reject else "held"):
             tell.append(f"{outcome.kind}: {outcome.text}")
         for name, array in wanted.items():
             if not is_equal(outcome.arrays[name], array, case):
@@ -328,20 +329,20 @@ def is_equal(found: Any, wanted: Any, case: Case) -> bool:
     return bool(np.allclose(found, wanted, rtol=tolerance, atol=0.0, equal_nan=True))
 
 
-def judge(wire: str, cases: Sequence[Case], by_rank: Sequence[Sequence[Outcome]]) -> None:
+def judge(backend: str, cases: Sequence[Case], by_rank: Sequence[Sequence[Outcome]]) -> None:
     """Raise AssertionError with the first cases that went wrong, each ready to be pasted."""
     told = []
     num_done = min(len(outcomes) for outcomes in by_rank)
     for number, case in enumerate(cases[:num_done]):
         text = complaint(case, [outcomes[number] for outcomes in by_rank])
         if text:
-            told.append(f'python -m tests.operations.cases {wire} "{case!r}"\n{text}')
+            told.append(f'python -m tests.operations.cases {backend} "{case!r}"\n{text}')
     if num_done < len(cases):
         told.append(f"only {num_done} of {len(cases)} cases were run")
     assert not told, f"{len(told)} cases went wrong\n" + "\n".join(told[:5])
 
 
-# -- wires ----------------------------------------------------------------------------------------
+# -- backends --------------------------------------------------------------------------------------
 
 OnRanks = Callable[..., list[Any]]
 
@@ -378,7 +379,7 @@ def on_two_hosts_by_gloo(pool: Any, fn: Callable[..., Any], size: int, *args: An
     return two_hosts_of(pool).run(fn, size, *args, timeout_s=120.0, backend="gloo", hosts=hosts)
 
 
-WIRES: dict[str, OnRanks] = {
+BACKENDS: dict[str, OnRanks] = {
     "simulated": on_simulated_ranks,
     "gloo": on_gloo_processes,
     "shm": on_shm_processes,
@@ -387,23 +388,23 @@ WIRES: dict[str, OnRanks] = {
     "two hosts": on_two_hosts,
     "gloo on two hosts": on_two_hosts_by_gloo,
 }
-"""wire -> runs ``fn(*args)`` on ``size`` ranks over it; a new wire is one more line.
+"""backend -> runs ``fn(*args)`` on ``size`` ranks over it; a new backend is one more line.
 
 Tests over two hosts are marked ``soak``; tests/test_over_two_hosts.py has a sample of them.
 """
 
 
-def run_cases(wire: str, cases: Sequence[Case], pool: Any) -> None:
+def run_cases(backend: str, cases: Sequence[Case], pool: Any) -> None:
     """Run and judge cases of one world size, as one batch."""
-    judge(wire, cases, WIRES[wire](pool, perform_all, cases[0].size, list(cases)))
+    judge(backend, cases, BACKENDS[backend](pool, perform_all, cases[0].size, list(cases)))
 
 
-def main(wire: str, text: str) -> None:
+def main(backend: str, text: str) -> None:
     from tests.pool import Pool
 
     case = eval(text, {"Case": Case})
     with Pool() as pool:
-        run_cases(wire, [case], pool)
+        run_cases(backend, [case], pool)
     print("as it should be")
 
 

@@ -1,4 +1,4 @@
-"""What every verb must leave behind, in NumPy: short loops over the members of a group.
+"""What every collective must leave behind, in NumPy: short loops over the members of a group.
 
 Each function takes one array (or list of arrays) per member, in group order, and returns one per
 member. Nothing here imports torch or meshdist, so nothing of what is tested decides what is right.
@@ -26,7 +26,7 @@ EPSILON = {"float16": 2**-10, "bfloat16": 2**-7, "float32": 2**-23, "complex64":
 
 
 def has_meaning(op: str, dtype: str) -> bool:
-    """Whether ``op`` can reduce ``dtype``; elsewhere the verbs must refuse."""
+    """Whether ``op`` can reduce ``dtype``; elsewhere the collectives must reject."""
     if op in BITWISE:
         return dtype in (*SIGNED, *UNSIGNED, "bool")
     if op == "AVG":
@@ -44,7 +44,7 @@ def dtype_in_numpy(dtype: str) -> str:
 def values(rank: int, shape: Sequence[int], dtype: str, slot: int = 0) -> Array:
     """Different on every rank and in every slot; sums are exact in every dtype.
 
-    Whole numbers come near both ends of their range, so that sums wrap and the order of unsigned
+    Integers come near both ends of their range, so that sums wrap and the order of unsigned
     ones shows.
     """
     count = int(np.prod(shape))
@@ -64,7 +64,7 @@ def values(rank: int, shape: Sequence[int], dtype: str, slot: int = 0) -> Array:
 
 
 def factor(index: int, dtype: str) -> float | int:
-    """What member ``index`` multiplies its summand by in PREMUL_SUM; exact in ``dtype``."""
+    """What member ``index`` multiplies its partial sum by in PREMUL_SUM; exact in ``dtype``."""
     if dtype in REAL or dtype in COMPLEX:
         return (0.5, 2.0, 1.5, 1.0)[index % 4]
     return (2, 3, 1, 2)[index % 4]

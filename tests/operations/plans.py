@@ -1,7 +1,8 @@
-"""What each member hands to a verb, and what it must hold afterwards, for one case of the table.
+"""What each member hands to a collective, and what it must hold afterwards, for one case of the
+table.
 
-A plan is one ``Call`` per member: the verb's arguments by torch's names, arrays as NumPy, and what
-those that the verb writes must become. All other arguments must stay as they are.
+A plan is one ``Call`` per member: the collective's arguments by torch's names, arrays as NumPy, and
+what those that the collective writes must become. All other arguments must stay as they are.
 """
 
 from __future__ import annotations
@@ -18,17 +19,17 @@ from tests.operations.oracle import Array
 
 @dataclass(frozen=True)
 class Case:
-    """One call of one verb; its repr can be pasted.
+    """One call of one collective; its repr can be pasted.
 
     Args:
         shape: of one member's array; uneven cases change its first dim.
         layout: how arrays lie in memory: "plain", "strided" or "turned".
-        form: one of the verb's ways to be called, see ``VERBS``.
+        form: one of the collective's ways to be called, see ``OPERATIONS``.
         root: the root as a group rank.
         is_root_global: whether the root is given as a global rank.
     """
 
-    verb: str
+    operation: str
     size: int
     library: str = "torch"
     dtype: str = "float32"
@@ -51,8 +52,8 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Verb:
-    """How a verb can be called.
+class OperationSpec:
+    """How a collective can be called.
 
     Args:
         plan: makes the members' calls of a case.
@@ -78,7 +79,7 @@ def plan(case: Case, ranks: Sequence[int] | None = None) -> list[Call]:
 
     Arrays differ by global rank, so that what another group's member wrote is told apart.
     """
-    return VERBS[case.verb].plan(case, list(range(case.size)) if ranks is None else ranks)
+    return OPERATIONS[case.operation].plan(case, list(range(case.size)) if ranks is None else ranks)
 
 
 def given(case: Case, rank: int, slot: int = 0, shape: Sequence[int] | None = None) -> Array:
@@ -269,25 +270,27 @@ _BLOCKS = ("joined", "stacked")
 _OFF_ROOT = ("none", "empty")
 _SPLITS = ("none", "empty", "given")
 
-VERBS = {
-    "all_reduce": Verb(_all_reduce, reduces=True),
-    "all_reduce_coalesced": Verb(_all_reduce_coalesced, reduces=True),
-    "reduce": Verb(_reduce, reduces=True, root="dst"),
-    "broadcast": Verb(_broadcast, root="src"),
-    "all_gather": Verb(_all_gather, can_be_uneven=True),
-    "all_gather_into_tensor": Verb(_all_gather_into_tensor, forms=_BLOCKS),
-    "all_gather_single": Verb(_all_gather_into_tensor, forms=_BLOCKS),
-    "all_gather_coalesced": Verb(_all_gather_coalesced),
-    "gather": Verb(_gather, root="dst", forms=_OFF_ROOT),
-    "scatter": Verb(_scatter, root="src", forms=_OFF_ROOT),
-    "reduce_scatter": Verb(_reduce_scatter, reduces=True, can_be_uneven=True),
-    "reduce_scatter_tensor": Verb(_reduce_scatter_tensor, reduces=True, forms=_BLOCKS),
-    "reduce_scatter_single": Verb(_reduce_scatter_tensor, reduces=True, forms=_BLOCKS),
-    "all_to_all": Verb(_all_to_all, can_be_uneven=True),
-    "all_to_all_single": Verb(_all_to_all_single, forms=_SPLITS, least_dims=1, can_be_uneven=True),
-    # Not verbs, but ways to shift arrays by one member with messages, see ``runs``.
-    "send and recv": Verb(_shift, can_be_uneven=True, takes_async=False),
-    "recv from anyone": Verb(_shift, can_be_uneven=True, takes_async=False),
-    "isend and irecv": Verb(_shift, can_be_uneven=True, takes_async=False),
-    "batch_isend_irecv": Verb(_shift, can_be_uneven=True, takes_async=False),
+OPERATIONS = {
+    "all_reduce": OperationSpec(_all_reduce, reduces=True),
+    "all_reduce_coalesced": OperationSpec(_all_reduce_coalesced, reduces=True),
+    "reduce": OperationSpec(_reduce, reduces=True, root="dst"),
+    "broadcast": OperationSpec(_broadcast, root="src"),
+    "all_gather": OperationSpec(_all_gather, can_be_uneven=True),
+    "all_gather_into_tensor": OperationSpec(_all_gather_into_tensor, forms=_BLOCKS),
+    "all_gather_single": OperationSpec(_all_gather_into_tensor, forms=_BLOCKS),
+    "all_gather_coalesced": OperationSpec(_all_gather_coalesced),
+    "gather": OperationSpec(_gather, root="dst", forms=_OFF_ROOT),
+    "scatter": OperationSpec(_scatter, root="src", forms=_OFF_ROOT),
+    "reduce_scatter": OperationSpec(_reduce_scatter, reduces=True, can_be_uneven=True),
+    "reduce_scatter_tensor": OperationSpec(_reduce_scatter_tensor, reduces=True, forms=_BLOCKS),
+    "reduce_scatter_single": OperationSpec(_reduce_scatter_tensor, reduces=True, forms=_BLOCKS),
+    "all_to_all": OperationSpec(_all_to_all, can_be_uneven=True),
+    "all_to_all_single": OperationSpec(
+        _all_to_all_single, forms=_SPLITS, least_dims=1, can_be_uneven=True
+    ),
+    # Not collectives, but ways to shift arrays by one member with messages, see ``runs``.
+    "send and recv": OperationSpec(_shift, can_be_uneven=True, takes_async=False),
+    "recv from anyone": OperationSpec(_shift, can_be_uneven=True, takes_async=False),
+    "isend and irecv": OperationSpec(_shift, can_be_uneven=True, takes_async=False),
+    "batch_isend_irecv": OperationSpec(_shift, can_be_uneven=True, takes_async=False),
 }

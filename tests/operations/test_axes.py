@@ -1,4 +1,5 @@
-"""Every verb on mesh axes: of 2-D and 3-D meshes, flattened, permuted, overlapping, of a part.
+"""Every collective on mesh axes: of 2-D and 3-D meshes, flattened, permuted, overlapping, of a
+part.
 
 What a group's members are comes from NumPy alone: the ranks that share all other coordinates, in
 the order of their coordinates along the group's own axes.
@@ -15,14 +16,14 @@ import numpy as np
 import pytest
 
 import meshdist as md
-from tests.operations.cases import SEED, WIRES, Outcome, cases_by_verb, complaint, perform
+from tests.operations.cases import BACKENDS, SEED, Outcome, cases_by_operation, complaint, perform
 from tests.operations.plans import Case
 from tests.pool import Pool
 
 
 @dataclass(frozen=True)
 class Place:
-    """Some axes of one arrangement of ranks: where a verb is called.
+    """Some axes of one arrangement of ranks: where a collective is called.
 
     Args:
         ranks: the mesh's ranks, nested.
@@ -98,13 +99,15 @@ def test_the_oracle_s_groups() -> None:
     assert PLACES_OF_EIGHT["outer axes of 2 x 2 x 2"].members_with(3) == [2, 3, 6, 7]
 
 
-def cases_of(size: int, num_per_verb: int, name: str = "") -> list[Case]:
-    """Some cases of every verb for groups of ``size`` members; others for each ``name``."""
+def cases_of(size: int, num_per_operation: int, name: str = "") -> list[Case]:
+    """Some cases of every collective for groups of ``size`` members; others for each ``name``."""
     draw = random.Random(f"{SEED} {size} {name}")
-    by_verb: dict[str, list[Case]] = {}
-    for (verb, _), cases in cases_by_verb(size).items():
-        by_verb.setdefault(verb, []).extend(cases)
-    return [case for cases in by_verb.values() for case in draw.sample(cases, num_per_verb)]
+    by_operation: dict[str, list[Case]] = {}
+    for (operation, _), cases in cases_by_operation(size).items():
+        by_operation.setdefault(operation, []).extend(cases)
+    return [
+        case for cases in by_operation.values() for case in draw.sample(cases, num_per_operation)
+    ]
 
 
 def on_axes(place: Place, cases: list[Case]) -> list[Outcome] | None:
@@ -150,31 +153,34 @@ def size_of(place: Place) -> int:
 
 
 @pytest.mark.parametrize(
-    "wire",
-    [pytest.param(wire, marks=[pytest.mark.soak] if wire == "mpi" else []) for wire in WIRES],
+    "backend",
+    [
+        pytest.param(backend, marks=[pytest.mark.soak] if backend == "mpi" else [])
+        for backend in BACKENDS
+    ],
 )
-def test_every_verb_on_axes(wire: str, pool: Pool) -> None:
+def test_every_collective_on_axes(backend: str, pool: Pool) -> None:
     calls = [(place, cases_of(size_of(place), 1, name)) for name, place in PLACES.items()]
-    found = WIRES[wire](pool, on_many_axes, 4, calls)
+    found = BACKENDS[backend](pool, on_many_axes, 4, calls)
     for (place, cases), *outcomes in zip(calls, *found, strict=True):
         judge_groups(place, cases, outcomes)
 
 
 @pytest.mark.parametrize("name", PLACES_OF_EIGHT)
-def test_every_verb_on_axes_of_three(name: str) -> None:
+def test_every_collective_on_axes_of_three(name: str) -> None:
     place = PLACES_OF_EIGHT[name]
     cases = cases_of(size_of(place), 1, name)
     judge_groups(place, cases, md.simulate(on_axes, 8, args=(place, cases)))
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", [*PLACES, *PLACES_OF_EIGHT])
-def test_many_cases_on_axes(wire: str, name: str, pool: Pool) -> None:
+def test_many_cases_on_axes(backend: str, name: str, pool: Pool) -> None:
     place = {**PLACES, **PLACES_OF_EIGHT}[name]
     cases = cases_of(size_of(place), 40, name)
     num_ranks = 4 if name in PLACES else 8
-    judge_groups(place, cases, WIRES[wire](pool, on_axes, num_ranks, place, cases))
+    judge_groups(place, cases, BACKENDS[backend](pool, on_axes, num_ranks, place, cases))
 
 
 # -- other ways to come to a group ----------------------------------------------------------------
@@ -216,10 +222,10 @@ def on_all_derived(by_kind: dict[str, list[Case]]) -> dict[str, tuple[list[int],
     return {kind: on_derived(kind, cases) for kind, cases in by_kind.items()}
 
 
-@pytest.mark.parametrize("wire", WIRES)
-def test_every_verb_on_derived_groups(wire: str, pool: Pool) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_collective_on_derived_groups(backend: str, pool: Pool) -> None:
     by_kind = {kind: cases_of(len(lists[0]), 1, kind) for kind, lists in DERIVED.items()}
-    found = WIRES[wire](pool, on_all_derived, 4, by_kind)
+    found = BACKENDS[backend](pool, on_all_derived, 4, by_kind)
     for kind, cases in by_kind.items():
         for members in DERIVED[kind]:
             assert [found[member][kind][0] for member in members] == [members] * len(members)
@@ -229,7 +235,7 @@ def test_every_verb_on_derived_groups(wire: str, pool: Pool) -> None:
 
 
 def on_two_factorisations(cases: list[Case], doubled: list[Case]) -> list[list[Outcome]]:
-    """dp x tp and ep x etp over one world: verbs of both in turn."""
+    """dp x tp and ep x etp over one world: collectives of both in turn."""
     first = md.init_device_mesh("cpu", (2, 2), mesh_dim_names=DP_TP)
     second = md.DeviceMesh("cpu", [[0, 3], [1, 2]], mesh_dim_names=("ep", "etp"))
     rank = md.get_rank()
@@ -242,11 +248,11 @@ def on_two_factorisations(cases: list[Case], doubled: list[Case]) -> list[list[O
     return found
 
 
-@pytest.mark.parametrize("wire", WIRES)
-def test_overlapping_factorisations_of_one_world(wire: str, pool: Pool) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_overlapping_factorisations_of_one_world(backend: str, pool: Pool) -> None:
     cases = cases_of(2, 1)
     doubled = [replace(case, size=4) for case in cases]
-    found = WIRES[wire](pool, on_two_factorisations, 4, cases, doubled)
+    found = BACKENDS[backend](pool, on_two_factorisations, 4, cases, doubled)
     groups = [[[0, 2], [1, 3]], [[0, 3], [1, 2]], [[0, 3, 1, 2]]]
     for which, lists in enumerate(groups):
         for members in lists:

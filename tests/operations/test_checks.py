@@ -1,6 +1,6 @@
-"""What every verb refuses before anything is sent, and what members notice about each other.
+"""What every collective rejects before anything is sent, and what members notice about each other.
 
-A refusal leaves the group as it was: each is followed by an all_reduce of the same group.
+A rejection leaves the group as it was: each is followed by an all_reduce of the same group.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import meshdist as md
-from tests.operations.cases import WIRES
+from tests.operations.cases import BACKENDS
 from tests.pool import Pool
 
 F, I = torch.float32, torch.int64  # noqa: E741
@@ -32,27 +32,37 @@ def on_root(value: Any, elsewhere: Any = None) -> Any:
 Refusal = tuple[str, type[Exception], Callable[[], Any]]
 
 
-def about_roots(verb: str, role: str, call: Callable[..., Any], is_required: bool) -> list[Refusal]:
-    missing: list[Refusal] = [(f"{verb} without {role}", ValueError, call)]
+def about_roots(
+    operation: str, role: str, call: Callable[..., Any], is_required: bool
+) -> list[Refusal]:
+    missing: list[Refusal] = [(f"{operation} without {role}", ValueError, call)]
     return [
         *(missing if is_required else []),
-        (f"{verb} with both", ValueError, lambda: call(**{role: 0, f"group_{role}": 0})),
-        (f"{verb} outside", md.NotInGroupError, lambda: call(**{role: 5})),
-        (f"{verb} outside the group", md.NotInGroupError, lambda: call(**{f"group_{role}": 2})),
-        (f"{verb} below zero", md.NotInGroupError, lambda: call(**{f"group_{role}": -1})),
-        (f"{verb} with a word", TypeError, lambda: call(**{f"group_{role}": "0"})),
-        (f"{verb} with a float", TypeError, lambda: call(**{role: 0.0})),
-        (f"{verb} with a truth", TypeError, lambda: call(**{role: False})),
+        (f"{operation} with both", ValueError, lambda: call(**{role: 0, f"group_{role}": 0})),
+        (f"{operation} outside", md.NotInGroupError, lambda: call(**{role: 5})),
+        (
+            f"{operation} outside the group",
+            md.NotInGroupError,
+            lambda: call(**{f"group_{role}": 2}),
+        ),
+        (f"{operation} below zero", md.NotInGroupError, lambda: call(**{f"group_{role}": -1})),
+        (f"{operation} with a word", TypeError, lambda: call(**{f"group_{role}": "0"})),
+        (f"{operation} with a float", TypeError, lambda: call(**{role: 0.0})),
+        (f"{operation} with a truth", TypeError, lambda: call(**{role: False})),
     ]
 
 
-def about_ops(verb: str, call: Callable[[Any, torch.dtype], Any]) -> list[Refusal]:
+def about_ops(operation: str, call: Callable[[Any, torch.dtype], Any]) -> list[Refusal]:
     return [
-        (f"{verb} with a word", TypeError, lambda: call("sum", F)),
-        (f"{verb} with a class", TypeError, lambda: call(torch.distributed.ReduceOp, F)),
-        (f"{verb} of bits of floats", md.DtypeError, lambda: call(md.ReduceOp.BXOR, F)),
-        (f"{verb} AVG of bool", md.DtypeError, lambda: call(md.ReduceOp.AVG, torch.bool)),
-        (f"{verb} MAX of complex", md.DtypeError, lambda: call(md.ReduceOp.MAX, torch.complex64)),
+        (f"{operation} with a word", TypeError, lambda: call("sum", F)),
+        (f"{operation} with a class", TypeError, lambda: call(torch.distributed.ReduceOp, F)),
+        (f"{operation} of bits of floats", md.DtypeError, lambda: call(md.ReduceOp.BXOR, F)),
+        (f"{operation} AVG of bool", md.DtypeError, lambda: call(md.ReduceOp.AVG, torch.bool)),
+        (
+            f"{operation} MAX of complex",
+            md.DtypeError,
+            lambda: call(md.ReduceOp.MAX, torch.complex64),
+        ),
     ]
 
 
@@ -292,16 +302,17 @@ OF_OUTSIDERS: dict[str, Callable[[], Any]] = {
     "recv_object_list": lambda: md.recv_object_list([None], 0, group=OUTSIDE),
 }
 REFUSALS += [
-    (f"{verb} of an outsider", md.NotInGroupError, call) for verb, call in OF_OUTSIDERS.items()
+    (f"{operation} of an outsider", md.NotInGroupError, call)
+    for operation, call in OF_OUTSIDERS.items()
 ]
 
 
 def is_named(name: str, text: str) -> bool:
-    """Whether a refusal tells which verb it is about, or what it is about is no verb."""
+    """Whether a rejection tells which collective it is about, or what it is about is no collective."""
     return any(word in text for word in (name.split()[0], "is not a reduction", "tag"))
 
 
-def refused_one_after_the_other(cases: list[Refusal]) -> list[str]:
+def rejected_one_after_the_other(cases: list[Refusal]) -> list[str]:
     """Make each call, and an all_reduce behind it; return what was wrong."""
     wrong = []
     for name, kind, call in cases:
@@ -324,12 +335,12 @@ def refused_one_after_the_other(cases: list[Refusal]) -> list[str]:
 
 
 @pytest.mark.parametrize("case", REFUSALS, ids=[name for name, _, _ in REFUSALS])
-def test_refused_before_anything_is_sent(case: Refusal) -> None:
-    assert md.simulate(refused_one_after_the_other, 2, args=([case],)) == [[], []]
+def test_rejected_before_anything_is_sent(case: Refusal) -> None:
+    assert md.simulate(rejected_one_after_the_other, 2, args=([case],)) == [[], []]
 
 
-def test_refused_before_anything_is_sent_by_processes(pool: Pool) -> None:
-    assert pool.run(refused_one_after_the_other, 2, REFUSALS) == [[], []]
+def test_rejected_before_anything_is_sent_by_processes(pool: Pool) -> None:
+    assert pool.run(rejected_one_after_the_other, 2, REFUSALS) == [[], []]
 
 
 # -- what members notice about each other ---------------------------------------------------------
@@ -341,7 +352,7 @@ DISAGREEMENTS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
         lambda: md.all_reduce(ones(4)),
         lambda: md.all_reduce(ones(4), op=md.ReduceOp.MAX),
     ),
-    "verbs": (lambda: md.all_reduce(ones(4)), lambda: md.broadcast(ones(4), 0)),
+    "operations": (lambda: md.all_reduce(ones(4)), lambda: md.broadcast(ones(4), 0)),
     "roots": (lambda: md.broadcast(ones(4), 0), lambda: md.broadcast(ones(4), 1)),
     "roots of reduce": (lambda: md.reduce(ones(4), 0), lambda: md.reduce(ones(4), 1)),
     "sizes of gather": (
@@ -376,14 +387,14 @@ DISAGREEMENTS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
 }
 
 
-def disagreeing(name: str, wire: str) -> str:
+def disagreeing(name: str, backend: str) -> str:
     call = DISAGREEMENTS[name][md.get_rank()]
-    if wire == "gloo across hosts" or wire.endswith(
+    if backend == "gloo across hosts" or backend.endswith(
         "two hosts"
     ):  # across hosts calls are compared at this level alone
         md.set_debug_level(md.DebugLevel.DETAIL)
     try:
-        with pytest.raises(md.AgreementError) as caught:
+        with pytest.raises(md.MismatchError) as caught:
             call()
     finally:
         md.set_debug_level(md.DebugLevel.OFF)
@@ -391,9 +402,9 @@ def disagreeing(name: str, wire: str) -> str:
 
 
 @pytest.mark.parametrize("name", DISAGREEMENTS)
-@pytest.mark.parametrize("wire", WIRES)
-def test_members_that_call_different_things_all_raise(wire: str, name: str, pool: Pool) -> None:
-    texts = WIRES[wire](pool, disagreeing, 2, name, wire)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_members_that_call_different_things_all_raise(backend: str, name: str, pool: Pool) -> None:
+    texts = BACKENDS[backend](pool, disagreeing, 2, name, backend)
     for text in texts:
         assert "rank 0" in text and "rank 1" in text, text
 
@@ -402,7 +413,7 @@ def sizes_of_a_message() -> str:
     group = md.new_group()
     told = ""
     if md.get_rank() == 0:
-        with suppress(md.AgreementError):  # where the receiver came first
+        with suppress(md.MismatchError):  # where the receiver came first
             md.isend(ones(3), 1, group)
     else:
         with pytest.raises(md.MeshdistError) as caught:
@@ -412,7 +423,9 @@ def sizes_of_a_message() -> str:
     return told
 
 
-@pytest.mark.parametrize("wire", [wire for wire in WIRES if wire != "gloo across hosts"])
-def test_a_receiver_notices_a_message_of_another_size(wire: str, pool: Pool) -> None:
-    text = WIRES[wire](pool, sizes_of_a_message, 2)[1]
+@pytest.mark.parametrize(
+    "backend", [backend for backend in BACKENDS if backend != "gloo across hosts"]
+)
+def test_a_receiver_notices_a_message_of_another_size(backend: str, pool: Pool) -> None:
+    text = BACKENDS[backend](pool, sizes_of_a_message, 2)[1]
     assert "(3,)" in text and "(2,)" in text

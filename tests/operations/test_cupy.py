@@ -1,4 +1,4 @@
-"""Every verb on CuPy arrays: CuPy's stream goes on with them behind torch's, read or written.
+"""Every collective on CuPy arrays: CuPy's stream goes on with them behind torch's, read or written.
 
 On a CPU a stand-in plays CuPy and the streams; the tests at the end have both, on a GPU.
 """
@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import meshdist as md
-from meshdist.operation_table import OBJECT_VERBS, VERBS
+from meshdist.operation_table import OBJECT_OPERATIONS, OPERATIONS
 from tests.stand_in_cupy import StandInArray, StandInCupy
 
 Make = Callable[[int], Any]
@@ -66,7 +66,7 @@ COLLECTIVES: dict[str, Callable[[Make], dict[str, Any]]] = {
     },
     "all_to_all_single": lambda make: {"output": whole(make), "input": whole(make)},
 }
-"""What each rank gives a verb whose root is rank 0, made by ``make(num_elements)``."""
+"""What each rank gives a collective whose root is rank 0, made by ``make(num_elements)``."""
 
 
 def neighbours() -> tuple[int, int]:
@@ -91,27 +91,27 @@ MESSAGES = {"isend and irecv": start_messages, "batch_isend_irecv": start_batch}
 STARTED = [*COLLECTIVES, *MESSAGES]
 
 
-def start(verb: str, make: Make) -> list[md.Work]:
-    if verb in MESSAGES:
-        return MESSAGES[verb](make)
-    return [getattr(md, verb)(**COLLECTIVES[verb](make), async_op=True)]
+def start(operation: str, make: Make) -> list[md.Work]:
+    if operation in MESSAGES:
+        return MESSAGES[operation](make)
+    return [getattr(md, operation)(**COLLECTIVES[operation](make), async_op=True)]
 
 
-def do(verb: str, make: Make) -> None:
-    """Call a verb that blocks."""
-    if verb == "send and recv":
+def do(operation: str, make: Make) -> None:
+    """Call a collective that blocks."""
+    if operation == "send and recv":
         calls = [lambda: md.send(make(2), 1), lambda: md.recv(make(2), 1)]
         if md.get_rank() == 1:
             calls = [lambda: md.recv(make(2), 0), lambda: md.send(make(2), 0)]
         for call in calls:
             call()
     else:
-        getattr(md, verb)(**COLLECTIVES[verb](make))
+        getattr(md, operation)(**COLLECTIVES[operation](make))
 
 
-def test_no_verb_is_forgotten() -> None:
+def test_no_collective_is_forgotten() -> None:
     here = {*COLLECTIVES, *MESSAGES, "send", "recv", "isend", "irecv"} - {"isend and irecv"}
-    assert here == VERBS.keys() - OBJECT_VERBS - {"barrier", "monitored_barrier"}
+    assert here == OPERATIONS.keys() - OBJECT_OPERATIONS - {"barrier", "monitored_barrier"}
 
 
 # -- with a stand-in ------------------------------------------------------------------------------
@@ -127,7 +127,7 @@ class Maker:
     """Makes arrays of a rank, and keeps them.
 
     Args:
-        is_strided: whether they have gaps, so that the verb works on copies.
+        is_strided: whether they have gaps, so that the collective works on copies.
     """
 
     def __init__(self, cupy: StandInCupy, is_strided: bool = False) -> None:
@@ -150,14 +150,14 @@ class Maker:
 
 
 @pytest.mark.parametrize("is_strided", [False, True])
-@pytest.mark.parametrize("verb", [*COLLECTIVES, "send and recv"])
-def test_cupys_stream_waits_at_the_end_of_a_verb(
-    verb: str, is_strided: bool, stand_in: StandInCupy
+@pytest.mark.parametrize("operation", [*COLLECTIVES, "send and recv"])
+def test_cupys_stream_waits_at_the_end_of_a_collective(
+    operation: str, is_strided: bool, stand_in: StandInCupy
 ) -> None:
     def program() -> None:
         make = Maker(stand_in, is_strided)
         with stand_in.streams(torchs=11, cupys=21):
-            do(verb, make)
+            do(operation, make)
         make.check([(21, 11)])
         final = {x.device.id: x.host.tolist() for x in make.arrays}
         waits = [one for one in stand_in.waits if one.device in final]
@@ -175,19 +175,19 @@ ENDS = {
 }
 
 
-@pytest.mark.parametrize("verb", STARTED)
+@pytest.mark.parametrize("operation", STARTED)
 def test_every_wait_orders_the_streams_that_are_current_there(
-    verb: str, stand_in: StandInCupy
+    operation: str, stand_in: StandInCupy
 ) -> None:
     def program() -> None:
         for end, is_strided in product(ENDS, (False, True)):
-            if verb not in MESSAGES or end != "get_future":  # messages have no future
+            if operation not in MESSAGES or end != "get_future":  # messages have no future
                 start_and_end(end, is_strided)
 
     def start_and_end(end: str, is_strided: bool) -> None:
         make = Maker(stand_in, is_strided)
         with stand_in.streams(torchs=11, cupys=21):
-            works = start(verb, make)
+            works = start(operation, make)
         make.check([])
         with stand_in.streams(torchs=12, cupys=22):
             for work in works:
@@ -201,15 +201,15 @@ def test_every_wait_orders_the_streams_that_are_current_there(
     md.simulate(program, 2)
 
 
-@pytest.mark.parametrize("verb", COLLECTIVES)
-def test_a_wait_orders_this_threads_streams_though_another_ended_the_verb(
-    verb: str, stand_in: StandInCupy
+@pytest.mark.parametrize("operation", COLLECTIVES)
+def test_a_wait_orders_this_threads_streams_though_another_ended_the_collective(
+    operation: str, stand_in: StandInCupy
 ) -> None:
     md.init_process_group("gloo", store=md.HashStore(), rank=0, world_size=1)
     try:
         make = Maker(stand_in)
         with stand_in.streams(torchs=11, cupys=21):
-            (work,) = start(verb, make)
+            (work,) = start(operation, make)
             torch._C.Future.wait(work.get_future())  # the watcher's thread ends it
             make.check([])
             work.wait()
@@ -218,10 +218,10 @@ def test_a_wait_orders_this_threads_streams_though_another_ended_the_verb(
         md.destroy_process_group()
 
 
-def test_a_verb_that_fails_hands_nothing_back(stand_in: StandInCupy) -> None:
+def test_a_collective_that_fails_hands_nothing_back(stand_in: StandInCupy) -> None:
     def program() -> None:
         make = Maker(stand_in)
-        with pytest.raises(md.AgreementError), stand_in.streams(torchs=11, cupys=21):
+        with pytest.raises(md.MismatchError), stand_in.streams(torchs=11, cupys=21):
             md.all_reduce(make(1 + md.get_rank()))
         make.check([])
 
@@ -245,14 +245,14 @@ LAX = {
 }
 
 
-@pytest.mark.parametrize("verb", LAX)
-def test_results_of_lax_come_behind_torchs_stream(verb: str, stand_in: StandInCupy) -> None:
+@pytest.mark.parametrize("operation", LAX)
+def test_results_of_lax_come_behind_torchs_stream(operation: str, stand_in: StandInCupy) -> None:
     def program() -> None:
         make = Maker(stand_in)
         mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
         with stand_in.streams(torchs=11 + 10 * md.get_rank(), cupys=12 + 10 * md.get_rank()):
             tree = {"x": make(2), "y": [make(2)]}
-            results = getattr(md.lax, verb)(tree, "tp", **LAX[verb], mesh=mesh)
+            results = getattr(md.lax, operation)(tree, "tp", **LAX[operation], mesh=mesh)
         make.check([])
         assert type(results["x"]) is type(results["y"][0]) is stand_in.ndarray
 
@@ -276,7 +276,7 @@ def test_a_ragged_result_comes_behind_torchs_stream(stand_in: StandInCupy) -> No
     assert sorted(stand_in.taken_in) == [(12, 11), (22, 21)]
 
 
-def test_lax_has_no_other_verbs_on_arrays() -> None:
+def test_lax_has_no_other_collectives_on_arrays() -> None:
     assert set(md.lax.__all__) == {*LAX, "ragged_all_to_all", "axis_index", "axis_size"}
 
 
@@ -322,19 +322,19 @@ def end_behind_the_watcher(work: md.Work, cupy: Any) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("end", [None, end_twice, end_behind_the_watcher])
-@pytest.mark.parametrize("verb", INTO_TENSORS)
-def test_cupys_stream_does_not_overtake_a_verb_that_reads(
-    verb: str, end: Callable[[md.Work, Any], None] | None, tmp_path: Path
+@pytest.mark.parametrize("operation", INTO_TENSORS)
+def test_cupys_stream_does_not_overtake_a_collective_that_reads(
+    operation: str, end: Callable[[md.Work, Any], None] | None, tmp_path: Path
 ) -> None:
     with alone_over_nccl(tmp_path) as cupy:
         x = cupy.ones(NUM_ELEMENTS, cupy.float32)
         out = torch.zeros(NUM_ELEMENTS, device="cuda")
         torch.cuda._sleep(200_000_000)
-        call = INTO_TENSORS[verb](out, x)
+        call = INTO_TENSORS[operation](out, x)
         if end is None:
-            getattr(md, verb)(**call)
+            getattr(md, operation)(**call)
         else:
-            end(getattr(md, verb)(**call, async_op=True), cupy)
+            end(getattr(md, operation)(**call, async_op=True), cupy)
         x.fill(0)
     assert bool((out == 1).all())
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import meshdist as dist
-from tests.operations.cases import WIRES
+from tests.operations.cases import BACKENDS
 from tests.pool import Pool
 
 I64, C64 = torch.int64, torch.complex64
@@ -38,14 +38,15 @@ def complex_row(rank: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    "wire", [pytest.param(one, marks=[pytest.mark.soak] if one == "mpi" else []) for one in WIRES]
+    "backend",
+    [pytest.param(one, marks=[pytest.mark.soak] if one == "mpi" else []) for one in BACKENDS],
 )
-def test_documented_examples(wire: str, pool: Pool) -> None:
+def test_documented_examples(backend: str, pool: Pool) -> None:
     """All examples of one world size are one program, so that few worlds are made."""
     for size in sorted({size for size, _, _ in EXAMPLES.values()}):
         of_size = {name: one for name, one in EXAMPLES.items() if one[0] == size}
         programs = {name: program for name, (_, program, _) in of_size.items()}
-        found = WIRES[wire](pool, run_all, size, programs)
+        found = BACKENDS[backend](pool, run_all, size, programs)
         for name, (_, _, wanted) in of_size.items():
             assert [one[name] for one in found] == wanted, name
 

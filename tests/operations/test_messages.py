@@ -1,4 +1,4 @@
-"""Point to point on both wires: plain, from any source, by tag, to oneself, in batches."""
+"""Point to point on both backends: plain, from any source, by tag, to oneself, in batches."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import meshdist as md
-from tests.operations.cases import WIRES
+from tests.operations.cases import BACKENDS
 from tests.pool import Pool
 
 
@@ -29,9 +29,9 @@ def everyone_to_everyone() -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("wire", WIRES)
-def test_send_and_recv_between_all_pairs(wire: str, pool: Pool) -> None:
-    found = WIRES[wire](pool, everyone_to_everyone, 4)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_send_and_recv_between_all_pairs(backend: str, pool: Pool) -> None:
+    found = BACKENDS[backend](pool, everyone_to_everyone, 4)
     for rank, numbers in enumerate(found):
         assert numbers == [10.0 * source + rank for source in range(4) if source != rank]
 
@@ -50,11 +50,11 @@ def from_any_source(dtype: torch.dtype, num_messages: int) -> list[tuple[int, An
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.complex64])
-@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_recv_from_any_source_keeps_each_sender_s_order(
-    wire: str, dtype: torch.dtype, pool: Pool
+    backend: str, dtype: torch.dtype, pool: Pool
 ) -> None:
-    found = WIRES[wire](pool, from_any_source, 4, dtype, 5)[0]
+    found = BACKENDS[backend](pool, from_any_source, 4, dtype, 5)[0]
     for sender in (1, 2, 3):
         assert [x for source, x in found if source == sender] == [
             sender * 100 + number for number in range(5)
@@ -79,9 +79,9 @@ def with_tags() -> list[Any]:
     return [found, md.recv(x, tag=50), x.item()]
 
 
-@pytest.mark.parametrize("wire", WIRES)
-def test_tags_match_sends_to_receives(wire: str, pool: Pool) -> None:
-    assert WIRES[wire](pool, with_tags, 2)[1] == [[4.0, 3.0, 2.0, 1.0, 0.0], 0, 50.0]
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_tags_match_sends_to_receives(backend: str, pool: Pool) -> None:
+    assert BACKENDS[backend](pool, with_tags, 2)[1] == [[4.0, 3.0, 2.0, 1.0, 0.0], 0, 50.0]
 
 
 def all_pairs_at_once(dtype: torch.dtype) -> list[Any]:
@@ -99,11 +99,11 @@ def all_pairs_at_once(dtype: torch.dtype) -> list[Any]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.complex128])
-@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_isend_and_irecv_between_all_pairs_and_oneself(
-    wire: str, dtype: torch.dtype, pool: Pool
+    backend: str, dtype: torch.dtype, pool: Pool
 ) -> None:
-    found = WIRES[wire](pool, all_pairs_at_once, 3, dtype)
+    found = BACKENDS[backend](pool, all_pairs_at_once, 3, dtype)
     for rank, numbers in enumerate(found):
         wanted = torch.tensor([peer * 10 + rank for peer in range(3)]).to(dtype)
         assert numbers == wanted.tolist()
@@ -127,9 +127,11 @@ def ring(order: str) -> float:
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("order", ["sends first", "receives first"])
-@pytest.mark.parametrize("wire", WIRES)
-def test_batch_of_a_ring(wire: str, order: str, size: int, pool: Pool) -> None:
-    assert WIRES[wire](pool, ring, size, order) == [float((r - 1) % size) for r in range(size)]
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_batch_of_a_ring(backend: str, order: str, size: int, pool: Pool) -> None:
+    assert BACKENDS[backend](pool, ring, size, order) == [
+        float((r - 1) % size) for r in range(size)
+    ]
 
 
 def batches() -> list[Any]:
@@ -151,9 +153,9 @@ def batches() -> list[Any]:
     return [x.item() for x in received]
 
 
-@pytest.mark.parametrize("wire", WIRES)
-def test_batch_without_rank_zero_in_order_and_by_tag(wire: str, pool: Pool) -> None:
-    found = WIRES[wire](pool, batches, 3)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_batch_without_rank_zero_in_order_and_by_tag(backend: str, pool: Pool) -> None:
+    found = BACKENDS[backend](pool, batches, 3)
     assert found == [[], [20.0, 21.0, 22.0, 23.0], [10.0, 11.0, 12.0, 13.0]]
 
 
@@ -177,6 +179,6 @@ def batch_in_a_group() -> list[Any]:
     return [x.item(), y.item()]
 
 
-@pytest.mark.parametrize("wire", WIRES)
-def test_batch_in_a_group_by_global_rank_and_by_place(wire: str, pool: Pool) -> None:
-    assert WIRES[wire](pool, batch_in_a_group, 3) == [[2.0, 12.0], [], [0.0, 10.0]]
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_batch_in_a_group_by_global_rank_and_by_place(backend: str, pool: Pool) -> None:
+    assert BACKENDS[backend](pool, batch_in_a_group, 3) == [[2.0, 12.0], [], [0.0, 10.0]]

@@ -1,4 +1,4 @@
-"""Objects on both wires: in the world and in a subgroup, of any size, roots by either name."""
+"""Objects on both backends: in the world and in a subgroup, of any size, roots by either name."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import meshdist as md
-from tests.operations.cases import WIRES
+from tests.operations.cases import BACKENDS
 from tests.pool import Pool
 
 MEMBERS = [3, 0, 2]
@@ -35,9 +35,9 @@ def gathered_everywhere() -> list[Any]:
     return [world, part]
 
 
-@pytest.mark.parametrize("wire", WIRES)
-def test_all_gather_object(wire: str, pool: Pool) -> None:
-    for rank, (world, part) in enumerate(WIRES[wire](pool, gathered_everywhere, 4)):
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_all_gather_object(backend: str, pool: Pool) -> None:
+    for rank, (world, part) in enumerate(BACKENDS[backend](pool, gathered_everywhere, 4)):
         assert world == [thing(r) for r in range(4)]
         assert part == ([thing(r) for r in MEMBERS] if rank in MEMBERS else ["?"] * 3)
 
@@ -58,9 +58,9 @@ def gathered_at_one() -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("wire", WIRES)
-def test_gather_object(wire: str, pool: Pool) -> None:
-    found = WIRES[wire](pool, gathered_at_one, 4)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_gather_object(backend: str, pool: Pool) -> None:
+    found = BACKENDS[backend](pool, gathered_at_one, 4)
     everything = [thing(r) for r in range(4)]
     assert [one[:3] for one in found] == [
         [everything, None, None],
@@ -88,9 +88,9 @@ def broadcasted() -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("wire", WIRES)
-def test_broadcast_object_list(wire: str, pool: Pool) -> None:
-    for rank, found in enumerate(WIRES[wire](pool, broadcasted, 4)):
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_broadcast_object_list(backend: str, pool: Pool) -> None:
+    for rank, found in enumerate(BACKENDS[backend](pool, broadcasted, 4)):
         assert found[:3] == [[thing(1), thing(2), source] for source in (1, 3, 0)]
         assert found[3:] == ([[2]] if rank in MEMBERS else [])
 
@@ -113,9 +113,9 @@ def scattered() -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("wire", WIRES)
-def test_scatter_object_list(wire: str, pool: Pool) -> None:
-    for rank, found in enumerate(WIRES[wire](pool, scattered, 4)):
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_scatter_object_list(backend: str, pool: Pool) -> None:
+    for rank, found in enumerate(BACKENDS[backend](pool, scattered, 4)):
         assert found[:3] == [[thing(rank), "kept"]] * 3
         assert found[3:] == ([[rank * 2]] if rank in MEMBERS else [])
 
@@ -135,9 +135,9 @@ def sent() -> list[Any]:
     return []
 
 
-@pytest.mark.parametrize("wire", WIRES)
-def test_send_and_recv_object_list(wire: str, pool: Pool) -> None:
-    assert WIRES[wire](pool, sent, 3)[1] == [[thing(1), thing(3)], ["any"], [0, 0]]
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_send_and_recv_object_list(backend: str, pool: Pool) -> None:
+    assert BACKENDS[backend](pool, sent, 3)[1] == [[thing(1), thing(3)], ["any"], [0, 0]]
 
 
 def arrays_as_objects() -> list[Any]:
@@ -147,7 +147,7 @@ def arrays_as_objects() -> list[Any]:
     return [[tensor.tolist(), array.tolist()] for tensor, array in found]
 
 
-@pytest.mark.parametrize("wire", WIRES)
-def test_tensors_and_arrays_are_objects_too(wire: str, pool: Pool) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_tensors_and_arrays_are_objects_too(backend: str, pool: Pool) -> None:
     wanted = [[[0, 0], [0, 0, 0]], [[1, 1], [1, 1, 1]]]
-    assert WIRES[wire](pool, arrays_as_objects, 2) == [wanted, wanted]
+    assert BACKENDS[backend](pool, arrays_as_objects, 2) == [wanted, wanted]

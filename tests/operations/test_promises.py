@@ -1,4 +1,5 @@
-"""Promises about verbs that are not about their values alone: precision, modes, order, futures."""
+"""Promises about collectives that are not about their values alone: precision, modes, order,
+futures."""
 
 from __future__ import annotations
 
@@ -15,11 +16,11 @@ import torch
 
 import meshdist as md
 from meshdist.dtypes import DTYPES
-from tests.operations.cases import WIRES, complaint, finish_verb, perform
-from tests.operations.plans import VERBS, Case
+from tests.operations.cases import BACKENDS, complaint, finish_operation, perform
+from tests.operations.plans import OPERATIONS, Case
 from tests.pool import Pool
 
-ASYNC = [name for name, verb in VERBS.items() if verb.takes_async]
+ASYNC = [name for name, operation in OPERATIONS.items() if operation.takes_async]
 
 
 NARROW = (torch.float16, torch.bfloat16)
@@ -58,16 +59,16 @@ def narrow_sums() -> list[str]:
         parts = [part(dtype, count, member) for member in range(size)]
         mine, (low, high) = parts[rank], rounded_once(parts, op, by)
 
-        def check(verb: str, x: torch.Tensor, start: int = 0) -> None:
+        def check(operation: str, x: torch.Tensor, start: int = 0) -> None:
             least, most = (end[start : start + len(x)] for end in (low, high))
             bad = int((~((least <= x) & (x <= most))).sum())
             if bad:
-                wrong.append(f"{verb} of {count} {dtype}, {op}: {bad} are not right")
+                wrong.append(f"{operation} of {count} {dtype}, {op}: {bad} are not right")
 
         md.all_reduce(x := mine.clone(), op)
         check("all_reduce", x)
         work = md.all_reduce(y := mine.clone(), op, async_op=True)
-        md.barrier()  # another verb meanwhile
+        md.barrier()  # another collective meanwhile
         assert work is not None and work.wait()
         if not torch.equal(x, y):
             wrong.append(f"all_reduce in flight of {count} {dtype}, {op}: other bits")
@@ -92,21 +93,21 @@ def narrow_sums() -> list[str]:
 
 
 @pytest.mark.parametrize("size", [2, 3, pytest.param(5, marks=pytest.mark.soak)])
-@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_narrow_floats_are_added_in_float32_and_rounded_once(
-    wire: str, size: int, pool: Pool
+    backend: str, size: int, pool: Pool
 ) -> None:
-    assert WIRES[wire](pool, narrow_sums, size) == [[]] * size
+    assert BACKENDS[backend](pool, narrow_sums, size) == [[]] * size
 
 
 def cases_of_each(**more: Any) -> list[Case]:
-    """One plain case for each verb."""
+    """One plain case for each collective."""
     cases = []
-    for name, verb in VERBS.items():
-        settings: dict[str, Any] = {"size": 3, "form": verb.forms[0], **more}
-        if verb.reduces:
+    for name, operation in OPERATIONS.items():
+        settings: dict[str, Any] = {"size": 3, "form": operation.forms[0], **more}
+        if operation.reduces:
             settings["op"] = "SUM"
-        if verb.root:
+        if operation.root:
             settings["root"] = 1
         cases.append(Case(name, **settings))
     return cases
@@ -117,10 +118,10 @@ def in_inference_mode(cases: list[Case]) -> list[Any]:
         return [perform(case) for case in cases]
 
 
-@pytest.mark.parametrize("wire", WIRES)
-def test_every_verb_in_inference_mode(wire: str, pool: Pool) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_collective_in_inference_mode(backend: str, pool: Pool) -> None:
     cases = [*cases_of_each(), *cases_of_each(layout="strided")]
-    found = WIRES[wire](pool, in_inference_mode, 3, cases)
+    found = BACKENDS[backend](pool, in_inference_mode, 3, cases)
     for number, case in enumerate(cases):
         assert not complaint(case, [one[number] for one in found]), repr(case)
 
@@ -132,20 +133,20 @@ def without_gradients(cases: list[Case]) -> list[Any]:
 
 @pytest.mark.parametrize("layout", ["strided", "turned"])
 @pytest.mark.parametrize("library", ["torch", "numpy"])
-@pytest.mark.parametrize("wire", WIRES)
-def test_every_verb_takes_non_contiguous_arrays(
-    wire: str, library: str, layout: str, pool: Pool
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_collective_takes_non_contiguous_arrays(
+    backend: str, library: str, layout: str, pool: Pool
 ) -> None:
     cases = cases_of_each(shape=(2, 3), layout=layout, library=library)
-    found = WIRES[wire](pool, without_gradients, 3, cases)
+    found = BACKENDS[backend](pool, without_gradients, 3, cases)
     for number, case in enumerate(cases):
         assert not complaint(case, [one[number] for one in found]), repr(case)
 
 
-@pytest.mark.parametrize("wire", WIRES)
-def test_every_verb_takes_tensors_without_elements(wire: str, pool: Pool) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_collective_takes_tensors_without_elements(backend: str, pool: Pool) -> None:
     cases = cases_of_each(shape=(0, 2))
-    found = WIRES[wire](pool, without_gradients, 3, cases)
+    found = BACKENDS[backend](pool, without_gradients, 3, cases)
     for number, case in enumerate(cases):
         assert not complaint(case, [one[number] for one in found]), repr(case)
 
@@ -162,9 +163,9 @@ def of_one_element() -> list[Any]:
     return [[int(x) for x in each] for each in lists]
 
 
-@pytest.mark.parametrize("wire", WIRES)
-def test_views_of_one_element_are_gathered(wire: str, pool: Pool) -> None:
-    assert WIRES[wire](pool, of_one_element, 2) == [[[0, 5], [1, 5]]] * 2
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_views_of_one_element_are_gathered(backend: str, pool: Pool) -> None:
+    assert BACKENDS[backend](pool, of_one_element, 2) == [[[0, 5], [1, 5]]] * 2
 
 
 def premultiplied_inference_tensors() -> list[Any]:
@@ -176,14 +177,14 @@ def premultiplied_inference_tensors() -> list[Any]:
     return [x.tolist(), y.tolist()]
 
 
-@pytest.mark.parametrize("wire", WIRES)
-def test_inference_tensors_are_premultiplied_outside_their_mode(wire: str, pool: Pool) -> None:
-    found = WIRES[wire](pool, premultiplied_inference_tensors, 2)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_inference_tensors_are_premultiplied_outside_their_mode(backend: str, pool: Pool) -> None:
+    found = BACKENDS[backend](pool, premultiplied_inference_tensors, 2)
     assert found == [[[4.0, 4.0], [4.0]]] * 2
 
 
 def every_work() -> dict[str, md.Work]:
-    """One Work of every verb that gives one, on two ranks."""
+    """One Work of every collective that gives one, on two ranks."""
     rank = md.get_rank()
     x = torch.ones(2)
 
@@ -218,7 +219,7 @@ def every_work() -> dict[str, md.Work]:
         ),
     }
     assert sorted(calls) == sorted(ASYNC)
-    return {verb: call() for verb, call in calls.items()}
+    return {operation: call() for operation, call in calls.items()}
 
 
 def behind_a_barrier() -> list[str]:
@@ -228,12 +229,12 @@ def behind_a_barrier() -> list[str]:
     end = time.monotonic() + 5
     while time.monotonic() < end and not all(work.is_completed() for work in works.values()):
         time.sleep(0.001)
-    return [verb for verb, work in works.items() if not work.is_completed()]
+    return [operation for operation, work in works.items() if not work.is_completed()]
 
 
-@pytest.mark.parametrize("wire", WIRES)
-def test_a_barrier_is_behind_every_earlier_verb(wire: str, pool: Pool) -> None:
-    assert WIRES[wire](pool, behind_a_barrier, 2) == [[], []]
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_barrier_is_behind_every_earlier_collective(backend: str, pool: Pool) -> None:
+    assert BACKENDS[backend](pool, behind_a_barrier, 2) == [[], []]
 
 
 def barrier_in_vain(way: str) -> str:
@@ -256,23 +257,23 @@ def test_a_barrier_that_a_member_misses_names_it(way: str, pool: Pool) -> None:
 
 
 def futures() -> dict[str, Any]:
-    """What each verb's future holds, and what a chained callback made of it."""
+    """What each collective's future holds, and what a chained callback made of it."""
     found: dict[str, Any] = {}
-    for verb, work in every_work().items():
+    for operation, work in every_work().items():
         future = work.get_future()
         counted = future.then(lambda done: len(done.value()))
         value = future.wait()
-        found[verb] = (type(value).__name__, counted.wait() == len(value), future.done())
-        finish_verb(Case(verb, 2), work)
+        found[operation] = (type(value).__name__, counted.wait() == len(value), future.done())
+        finish_operation(Case(operation, 2), work)
         assert work.exception() is None
         with pytest.raises(RuntimeError):
             work.source_rank()
     return found
 
 
-@pytest.mark.parametrize("wire", WIRES)
-def test_every_verb_has_a_future_that_chains(wire: str, pool: Pool) -> None:
-    assert WIRES[wire](pool, futures, 2) == [dict.fromkeys(ASYNC, ("list", True, True))] * 2
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_collective_has_a_future_that_chains(backend: str, pool: Pool) -> None:
+    assert BACKENDS[backend](pool, futures, 2) == [dict.fromkeys(ASYNC, ("list", True, True))] * 2
 
 
 def rooted_results() -> list[Any]:
@@ -288,9 +289,11 @@ def rooted_results() -> list[Any]:
     return [first, work.result()[0] is y, [id(one) for one in gathered] == own]
 
 
-@pytest.mark.parametrize("wire", WIRES)
-def test_rooted_verbs_have_their_tensor_as_result_on_every_rank(wire: str, pool: Pool) -> None:
-    assert WIRES[wire](pool, rooted_results, 2) == [[[2.0, 2.0], True, True]] * 2
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_rooted_collectives_have_their_tensor_as_result_on_every_rank(
+    backend: str, pool: Pool
+) -> None:
+    assert BACKENDS[backend](pool, rooted_results, 2) == [[[2.0, 2.0], True, True]] * 2
 
 
 def sparse() -> str:
@@ -301,9 +304,9 @@ def sparse() -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("wire", WIRES)
-def test_sparse_tensors_are_refused(wire: str, pool: Pool) -> None:
-    for text in WIRES[wire](pool, sparse, 2):
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_sparse_tensors_are_rejected(backend: str, pool: Pool) -> None:
+    for text in BACKENDS[backend](pool, sparse, 2):
         assert text.startswith("all_reduce cannot take a sparse tensor as tensor")
 
 
@@ -320,10 +323,10 @@ def read_only() -> list[str]:
     return told
 
 
-@pytest.mark.parametrize("wire", WIRES)
-def test_read_only_arrays_are_read_and_never_written(wire: str, pool: Pool) -> None:
-    for refused, out in WIRES[wire](pool, read_only, 2):
-        assert "read-only" in refused
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_read_only_arrays_are_read_and_never_written(backend: str, pool: Pool) -> None:
+    for rejected, out in BACKENDS[backend](pool, read_only, 2):
+        assert "read-only" in rejected
         assert out == "[1.0, 1.0, 1.0, 1.0]"
 
 
@@ -339,9 +342,9 @@ def in_place() -> list[Any]:
     return [x.tolist(), mine.tolist(), whole.tolist()]
 
 
-@pytest.mark.parametrize("wire", WIRES)
-def test_what_is_sent_may_lie_where_the_result_comes_to(wire: str, pool: Pool) -> None:
-    for rank, (exchanged, scattered, gathered) in enumerate(WIRES[wire](pool, in_place, 3)):
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_is_sent_may_lie_where_the_result_comes_to(backend: str, pool: Pool) -> None:
+    for rank, (exchanged, scattered, gathered) in enumerate(BACKENDS[backend](pool, in_place, 3)):
         expected = np.arange(3000).reshape(3, 1000)[rank] + 10_000 * np.arange(3)[:, None]
         assert exchanged == expected.ravel().tolist()
         assert scattered == [2 * rank, 2 * rank + 1]
@@ -360,9 +363,9 @@ def roots_of_other_kinds() -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("wire", WIRES)
-def test_whole_numbers_of_any_library_name_ranks_and_splits(wire: str, pool: Pool) -> None:
-    assert WIRES[wire](pool, roots_of_other_kinds, 2) == [[1.0] * 6] * 2
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_integers_of_any_library_name_ranks_and_splits(backend: str, pool: Pool) -> None:
+    assert BACKENDS[backend](pool, roots_of_other_kinds, 2) == [[1.0] * 6] * 2
 
 
 FLOATS = [one for one in DTYPES if one.is_floating_point]
@@ -411,11 +414,11 @@ def extremes_with_nan() -> list[str]:
 
 
 @pytest.mark.parametrize("size", [2, 3, pytest.param(5, marks=pytest.mark.soak)])
-@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_the_smallest_and_largest_are_nan_whichever_member_has_one(
-    wire: str, size: int, pool: Pool
+    backend: str, size: int, pool: Pool
 ) -> None:
-    assert WIRES[wire](pool, extremes_with_nan, size) == [[]] * size
+    assert BACKENDS[backend](pool, extremes_with_nan, size) == [[]] * size
 
 
 def extremes_given_up() -> list[Any]:
@@ -435,7 +438,7 @@ def extremes_given_up() -> list[Any]:
     return x.tolist()
 
 
-@pytest.mark.parametrize("wire", WIRES)
-def test_floats_of_a_failed_min_are_floats(wire: str, pool: Pool) -> None:
-    for found in WIRES[wire](pool, extremes_given_up, 2):
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_floats_of_a_failed_min_are_floats(backend: str, pool: Pool) -> None:
+    for found in BACKENDS[backend](pool, extremes_given_up, 2):
         np.testing.assert_allclose(found, [1.5, -2.5, 0.0, 3e38])

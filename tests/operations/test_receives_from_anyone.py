@@ -16,7 +16,7 @@ import torch
 import meshdist as md
 from tests.inner import deadlines
 from tests.load import is_within
-from tests.operations.cases import WIRES
+from tests.operations.cases import BACKENDS
 from tests.pool import Pool
 
 PROCESSES = {"shm": ("shm", ""), "gloo": ("gloo", ""), "gloo across hosts": ("gloo", "ABABA")}
@@ -70,11 +70,11 @@ def one_is_killed(how: str, folder: str) -> tuple[str, float]:
 
 @pytest.mark.parametrize("size", [2, *(pytest.param(n, marks=pytest.mark.soak) for n in (3, 5))])
 @pytest.mark.parametrize("how", RECEIVES)
-@pytest.mark.parametrize("wire", PROCESSES)
+@pytest.mark.parametrize("name", PROCESSES)
 def test_the_death_of_a_member_ends_it(
-    wire: str, how: str, size: int, pool: Pool, tmp_path: Path
+    name: str, how: str, size: int, pool: Pool, tmp_path: Path
 ) -> None:
-    backend, hosts = PROCESSES[wire]
+    backend, hosts = PROCESSES[name]
     more = {"backend": backend, "hosts": hosts[:size]}
     error, seconds = pool.outcomes(one_is_killed, size, how, str(tmp_path), **more)[0]
     assert error.startswith("BackendError: ") and "from any rank" in error
@@ -101,17 +101,17 @@ def one_after_the_other_leaves(how: str) -> tuple[int, list[float], str]:
     return sender, x.tolist(), error
 
 
-@pytest.mark.parametrize("wire", [*PROCESSES, pytest.param("mpi", marks=pytest.mark.mpi)])
-def test_it_ends_once_all_others_have_left(wire: str, pool: Pool) -> None:
-    sender, found, error = WIRES[wire](pool, one_after_the_other_leaves, 3, "waits")[0]
+@pytest.mark.parametrize("name", [*PROCESSES, pytest.param("mpi", marks=pytest.mark.mpi)])
+def test_it_ends_once_all_others_have_left(name: str, pool: Pool) -> None:
+    sender, found, error = BACKENDS[name](pool, one_after_the_other_leaves, 3, "waits")[0]
     assert (sender, found) == (2, [2.0])
     assert error.startswith("BackendError: ") and "has " in error.split("found:")[1]
 
 
 @pytest.mark.parametrize("how", ["started", pytest.param("polled", marks=pytest.mark.soak)])
 def test_a_started_receive_ends_once_all_others_have_left(how: str, pool: Pool) -> None:
-    for wire in ("gloo", "gloo across hosts"):
-        found = WIRES[wire](pool, one_after_the_other_leaves, 3, how)[0]
+    for name in ("gloo", "gloo across hosts"):
+        found = BACKENDS[name](pool, one_after_the_other_leaves, 3, how)[0]
         assert found[:2] == (2, [2.0])
         assert found[2].startswith("BackendError: ")
 
@@ -127,9 +127,9 @@ def aborted(how: str) -> str:
 
 
 @pytest.mark.parametrize("how", RECEIVES)
-@pytest.mark.parametrize("wire", [*PROCESSES, pytest.param("mpi", marks=pytest.mark.mpi)])
-def test_an_abort_ends_it(wire: str, how: str, pool: Pool) -> None:
-    error = WIRES[wire](pool, aborted, 2, how)[0]
+@pytest.mark.parametrize("name", [*PROCESSES, pytest.param("mpi", marks=pytest.mark.mpi)])
+def test_an_abort_ends_it(name: str, how: str, pool: Pool) -> None:
+    error = BACKENDS[name](pool, aborted, 2, how)[0]
     assert error.startswith("AbortedError: ") and "rank 1: enough" in error
 
 
@@ -144,9 +144,9 @@ def closed() -> str:
     return error
 
 
-@pytest.mark.parametrize("wire", [*PROCESSES, pytest.param("mpi", marks=pytest.mark.mpi)])
-def test_the_end_of_its_group_ends_it(wire: str, pool: Pool) -> None:
-    for error in WIRES[wire](pool, closed, 2):
+@pytest.mark.parametrize("name", [*PROCESSES, pytest.param("mpi", marks=pytest.mark.mpi)])
+def test_the_end_of_its_group_ends_it(name: str, pool: Pool) -> None:
+    for error in BACKENDS[name](pool, closed, 2):
         assert "irecv on group of ranks 0-1" in error and "closed" in error, error
 
 
@@ -168,9 +168,9 @@ def from_all_in_any_order(num_messages: int) -> list[tuple[int, float]]:
     return [(work.source_rank(), x[1].item()) for work, x in zip(works, taken, strict=True)]
 
 
-@pytest.mark.parametrize("wire", WIRES)
-def test_all_messages_of_all_senders_arrive(wire: str, pool: Pool) -> None:
-    found = WIRES[wire](pool, from_all_in_any_order, 4, 40)[0]
+@pytest.mark.parametrize("name", BACKENDS)
+def test_all_messages_of_all_senders_arrive(name: str, pool: Pool) -> None:
+    found = BACKENDS[name](pool, from_all_in_any_order, 4, 40)[0]
     for sender in (1, 2, 3):
         assert [x for source, x in found if source == sender] == [float(n) for n in range(40)]
 
@@ -189,10 +189,10 @@ def in_turn_with_named() -> list[float]:
     return [x.item() for x in taken]
 
 
-@pytest.mark.parametrize("wire", WIRES)
-def test_receives_of_both_kinds_share_the_messages(wire: str, pool: Pool) -> None:
-    found, expected = WIRES[wire](pool, in_turn_with_named, 2)[0], [float(i) for i in range(12)]
-    if "gloo" in wire or "hosts" in wire:  # Gloo serves those first that name their sender
+@pytest.mark.parametrize("name", BACKENDS)
+def test_receives_of_both_kinds_share_the_messages(name: str, pool: Pool) -> None:
+    found, expected = BACKENDS[name](pool, in_turn_with_named, 2)[0], [float(i) for i in range(12)]
+    if "gloo" in name or "hosts" in name:  # Gloo serves those first that name their sender
         found = sorted(found)
     assert found == expected
 
@@ -209,9 +209,9 @@ def by_tag() -> list[float]:
     return [x.item() for x in taken]
 
 
-@pytest.mark.parametrize("wire", WIRES)
-def test_it_takes_messages_of_its_tag_alone(wire: str, pool: Pool) -> None:
-    assert WIRES[wire](pool, by_tag, 2)[0] == [0.0, 1.0, 2.0]
+@pytest.mark.parametrize("name", BACKENDS)
+def test_it_takes_messages_of_its_tag_alone(name: str, pool: Pool) -> None:
+    assert BACKENDS[name](pool, by_tag, 2)[0] == [0.0, 1.0, 2.0]
 
 
 def from_itself() -> tuple[int, list[float]]:
@@ -225,10 +225,10 @@ def from_itself() -> tuple[int, list[float]]:
 
 
 @pytest.mark.parametrize("size", [1, 3])
-@pytest.mark.parametrize("wire", WIRES)
-def test_it_takes_what_its_rank_has_sent_itself(wire: str, size: int, pool: Pool) -> None:
+@pytest.mark.parametrize("name", BACKENDS)
+def test_it_takes_what_its_rank_has_sent_itself(name: str, size: int, pool: Pool) -> None:
     expected = [(me, [me + 1.0] * 2) for me in range(size)]
-    assert WIRES[wire](pool, from_itself, size) == expected
+    assert BACKENDS[name](pool, from_itself, size) == expected
 
 
 def objects() -> Any:
@@ -243,9 +243,9 @@ def objects() -> Any:
     return sorted(found)
 
 
-@pytest.mark.parametrize("wire", WIRES)
-def test_objects_from_anyone(wire: str, pool: Pool) -> None:
-    assert WIRES[wire](pool, objects, 3)[0] == [(1, [1, "x"]), (2, [2, "xx"])]
+@pytest.mark.parametrize("name", BACKENDS)
+def test_objects_from_anyone(name: str, pool: Pool) -> None:
+    assert BACKENDS[name](pool, objects, 3)[0] == [(1, [1, "x"]), (2, [2, "xx"])]
 
 
 # -- what does not fit ----------------------------------------------------------------------------
@@ -272,33 +272,33 @@ def another(sent: torch.Tensor, taken: torch.Tensor, tag: int, is_named_later: b
 @pytest.mark.parametrize(
     "tag", [0, *(pytest.param(n, marks=pytest.mark.soak) for n in (5, 8192, (1 << 30) - 3))]
 )
-@pytest.mark.parametrize("wire", ["gloo", "gloo across hosts"])
+@pytest.mark.parametrize("name", ["gloo", "gloo across hosts"])
 def test_gloo_leaves_a_message_of_another_size_until_the_timeout(
-    wire: str, tag: int, is_named_later: bool, pool: Pool
+    name: str, tag: int, is_named_later: bool, pool: Pool
 ) -> None:
     given = torch.ones(100), torch.ones(96), tag, is_named_later
-    error = WIRES[wire](pool, another, 2, *given)[0]
+    error = BACKENDS[name](pool, another, 2, *given)[0]
     assert error.startswith("CollectiveTimeoutError: "), error
     assert "recv((96,) float32" in error and "isend((100,) float32, to rank 0" in error
 
 
 @pytest.mark.parametrize(
-    "wire", ["gloo", "gloo across hosts", pytest.param("mpi", marks=pytest.mark.mpi)]
+    "name", ["gloo", "gloo across hosts", pytest.param("mpi", marks=pytest.mark.mpi)]
 )
-def test_a_message_of_another_dtype_is_left_until_the_timeout(wire: str, pool: Pool) -> None:
+def test_a_message_of_another_dtype_is_left_until_the_timeout(name: str, pool: Pool) -> None:
     x = torch.ones(4)
-    error = WIRES[wire](pool, another, 2, x, x.int(), 0, False)[0]
+    error = BACKENDS[name](pool, another, 2, x, x.int(), 0, False)[0]
     assert error.startswith("CollectiveTimeoutError: "), error
     assert "recv((4,) int32, from any rank)" in error and "isend((4,) float32, to rank 0" in error
 
 
 @pytest.mark.parametrize("count", [2, pytest.param(200, marks=pytest.mark.soak)])
-@pytest.mark.parametrize("wire", ["shm", "simulated"])
+@pytest.mark.parametrize("name", ["shm", "simulated"])
 def test_a_message_of_another_size_raises_where_it_arrives(
-    wire: str, count: int, pool: Pool
+    name: str, count: int, pool: Pool
 ) -> None:
-    error = WIRES[wire](pool, another, 2, torch.ones(count), torch.ones(96), 0, False)[0]
-    assert error.startswith("AgreementError: a message does not fit the tensor"), error
+    error = BACKENDS[name](pool, another, 2, torch.ones(count), torch.ones(96), 0, False)[0]
+    assert error.startswith("MismatchError: a message does not fit the tensor"), error
     assert "(96,)" in error
 
 
@@ -315,7 +315,7 @@ def test_mpi_raises_where_a_message_of_another_size_arrives(
     count: int, told: str, is_named_later: bool, pool: Pool
 ) -> None:
     given = torch.ones(count), torch.ones(96), 0, is_named_later
-    error = WIRES["mpi"](pool, another, 2, *given)[0]
+    error = BACKENDS["mpi"](pool, another, 2, *given)[0]
     assert error.startswith("BackendError: recv on ") and told in error, error
 
 
@@ -327,8 +327,8 @@ def nobody_sends(how: str) -> str:
 
 
 @pytest.mark.parametrize("how", RECEIVES)
-@pytest.mark.parametrize("wire", [*PROCESSES, pytest.param("mpi", marks=pytest.mark.mpi)])
-def test_a_receive_for_which_nobody_sends_times_out(wire: str, how: str, pool: Pool) -> None:
-    error = WIRES[wire](pool, nobody_sends, 2, how)[0]
+@pytest.mark.parametrize("name", [*PROCESSES, pytest.param("mpi", marks=pytest.mark.mpi)])
+def test_a_receive_for_which_nobody_sends_times_out(name: str, how: str, pool: Pool) -> None:
+    error = BACKENDS[name](pool, nobody_sends, 2, how)[0]
     assert "was not finished within 1 s" in error
     assert "any rank to send (3,) float32 to this rank under tag 0" in error

@@ -1,4 +1,4 @@
-"""Many verbs in flight at once, on groups that overlap; every result exact."""
+"""Many collectives in flight at once, on groups that overlap; every result exact."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import pytest
 import meshdist as md
 from tests.operations import oracle
 from tests.operations.cases import (
+    BACKENDS,
     SEED,
-    WIRES,
     Arguments,
     Outcome,
-    cases_by_verb,
+    cases_by_operation,
     complaint,
-    finish_verb,
-    start_verb,
+    finish_operation,
+    start_operation,
 )
-from tests.operations.plans import VERBS, Case, plan
+from tests.operations.plans import OPERATIONS, Case, plan
 from tests.pool import Pool
 
 GROUPS = {
@@ -28,16 +28,16 @@ GROUPS = {
     "tp": [[0, 1], [2, 3]],
     "world": [[0, 1, 2, 3]],
 }
-ASYNC = [name for name, verb in VERBS.items() if verb.takes_async]
+ASYNC = [name for name, operation in OPERATIONS.items() if operation.takes_async]
 
 
-def drawn(size: int, count: int, verb: str | None = None) -> list[Case]:
-    """``count`` async cases of all verbs, or of one, for groups of ``size`` members."""
-    draw = random.Random(f"{SEED} {size} {verb}")
+def drawn(size: int, count: int, operation: str | None = None) -> list[Case]:
+    """``count`` async cases of all collectives, or of one, for groups of ``size`` members."""
+    draw = random.Random(f"{SEED} {size} {operation}")
     fit = [
         replace(case, is_async=True)
-        for (name, op), cases in cases_by_verb(size).items()
-        if name in ASYNC and verb in (None, name)
+        for (name, op), cases in cases_by_operation(size).items()
+        if name in ASYNC and operation in (None, name)
         for case in cases
         if op is None or oracle.has_meaning(op, case.dtype)
     ]
@@ -47,8 +47,8 @@ def drawn(size: int, count: int, verb: str | None = None) -> list[Case]:
 def in_flight(queues: dict[str, list[Case]], is_same_order: bool) -> dict[str, list[Outcome]]:
     """Start everything, then wait for everything, each rank in an order of its own.
 
-    Verbs of one group are started in one order everywhere; the groups take turns differently on
-    every rank, or alike where ``is_same_order``.
+    Collectives of one group are started in one order everywhere; the groups take turns differently
+    on every rank, or alike where ``is_same_order``.
     """
     rank = md.get_rank()
     groups: dict[str, Any] = {"world": None}
@@ -64,12 +64,12 @@ def in_flight(queues: dict[str, list[Case]], is_same_order: bool) -> dict[str, l
         case = queues[name][place[name]]
         place[name] += 1
         arguments = Arguments(case, plan(case, members[name])[members[name].index(rank)])
-        work = start_verb(case, arguments.values, groups[name], members[name])
+        work = start_operation(case, arguments.values, groups[name], members[name])
         started.append((name, case, arguments, work))
     order = list(range(len(started)))
     random.Random(100 + rank).shuffle(order)
     for number in order:
-        finish_verb(started[number][1], started[number][3])
+        finish_operation(started[number][1], started[number][3])
     outcomes: dict[str, list[Outcome]] = {name: [] for name in queues}
     for name, _, arguments, _ in started:
         outcomes[name].append(Outcome("held", "", arguments.back(), arguments.are_gaps_untouched()))
@@ -85,7 +85,7 @@ def judge(queues: dict[str, list[Case]], found: list[dict[str, list[Outcome]]]) 
                 text = complaint(case, outcomes, members)
                 if text:
                     told.append(f"number {number} on {name}, ranks {members}: {case!r}\n{text}")
-    assert not told, f"{len(told)} verbs went wrong\n" + "\n".join(told[:5])
+    assert not told, f"{len(told)} collectives went wrong\n" + "\n".join(told[:5])
 
 
 def queues_of(count: int) -> dict[str, list[Case]]:
@@ -95,42 +95,44 @@ def queues_of(count: int) -> dict[str, list[Case]]:
 
 
 @pytest.mark.parametrize("is_same_order", [False, True])
-@pytest.mark.parametrize("wire", WIRES)
-def test_verbs_in_flight_over_three_overlapping_groups(
-    wire: str, is_same_order: bool, pool: Pool
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_collectives_in_flight_over_three_overlapping_groups(
+    backend: str, is_same_order: bool, pool: Pool
 ) -> None:
     queues = queues_of(60)
-    judge(queues, WIRES[wire](pool, in_flight, 4, queues, is_same_order))
+    judge(queues, BACKENDS[backend](pool, in_flight, 4, queues, is_same_order))
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("is_same_order", [False, True])
-@pytest.mark.parametrize("wire", WIRES)
-def test_a_thousand_verbs_in_flight_over_three_overlapping_groups(
-    wire: str, is_same_order: bool, pool: Pool
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_thousand_collectives_in_flight_over_three_overlapping_groups(
+    backend: str, is_same_order: bool, pool: Pool
 ) -> None:
     queues = queues_of(1000)
-    judge(queues, WIRES[wire](pool, in_flight, 4, queues, is_same_order))
+    judge(queues, BACKENDS[backend](pool, in_flight, 4, queues, is_same_order))
 
 
-@pytest.mark.parametrize("wire", WIRES)
-def test_eight_of_each_verb_in_flight(wire: str, pool: Pool) -> None:
-    queues = {verb: drawn(4, 8, verb) for verb in ASYNC}
-    judge_verbs(queues, WIRES[wire](pool, one_verb_at_a_time, 4, queues))
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_eight_of_each_collective_in_flight(backend: str, pool: Pool) -> None:
+    queues = {operation: drawn(4, 8, operation) for operation in ASYNC}
+    judge_operations(queues, BACKENDS[backend](pool, one_operation_at_a_time, 4, queues))
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("verb", ASYNC)
-@pytest.mark.parametrize("wire", WIRES)
-def test_a_thousand_of_each_verb_in_flight(wire: str, verb: str, pool: Pool) -> None:
-    queues = {verb: drawn(4, 1000, verb)}
-    judge_verbs(queues, WIRES[wire](pool, one_verb_at_a_time, 4, queues))
+@pytest.mark.parametrize("operation", ASYNC)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_thousand_of_each_collective_in_flight(backend: str, operation: str, pool: Pool) -> None:
+    queues = {operation: drawn(4, 1000, operation)}
+    judge_operations(queues, BACKENDS[backend](pool, one_operation_at_a_time, 4, queues))
 
 
-def one_verb_at_a_time(queues: dict[str, list[Case]]) -> dict[str, list[Outcome]]:
-    return {verb: in_flight({"world": cases}, True)["world"] for verb, cases in queues.items()}
+def one_operation_at_a_time(queues: dict[str, list[Case]]) -> dict[str, list[Outcome]]:
+    return {
+        operation: in_flight({"world": cases}, True)["world"] for operation, cases in queues.items()
+    }
 
 
-def judge_verbs(queues: dict[str, list[Case]], found: list[dict[str, list[Outcome]]]) -> None:
-    for verb, cases in queues.items():
-        judge({"world": cases}, [{"world": one[verb]} for one in found])
+def judge_operations(queues: dict[str, list[Case]], found: list[dict[str, list[Outcome]]]) -> None:
+    for operation, cases in queues.items():
+        judge({"world": cases}, [{"world": one[operation]} for one in found])

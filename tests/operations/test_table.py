@@ -1,4 +1,4 @@
-"""Every verb on every wire, array library, dtype, op, world size and shape, against NumPy."""
+"""Every collective on every backend, array library, dtype, op, world size and shape, against NumPy."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 
 import meshdist as md
 from tests.operations.cases import (
+    BACKENDS,
     LIBRARIES_ON_GPU,
     SIZES,
-    WIRES,
     every_case,
     judge,
     perform_all,
@@ -20,23 +20,23 @@ from tests.operations.cases import (
 )
 from tests.pool import Pool
 
-NUM_PER_VERB = 6
+NUM_PER_OPERATION = 6
 BATCH = 1000
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("wire", WIRES)
-def test_sample(wire: str, size: int, pool: Pool) -> None:
-    run_cases(wire, sample(size, NUM_PER_VERB), pool)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_sample(backend: str, size: int, pool: Pool) -> None:
+    run_cases(backend, sample(size, NUM_PER_OPERATION), pool)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("wire", WIRES)
-def test_all_cases(wire: str, size: int, pool: Pool) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_all_cases(backend: str, size: int, pool: Pool) -> None:
     cases = every_case(size)
     while batch := list(islice(cases, BATCH)):
-        run_cases(wire, batch, pool)
+        run_cases(backend, batch, pool)
 
 
 @pytest.mark.gpu
@@ -47,5 +47,5 @@ def test_sample_on_a_gpu(library: str, size: int) -> None:
         pytest.skip("needs a GPU")
     if library == "cupy":
         pytest.importorskip("cupy")
-    cases = sample(size, NUM_PER_VERB, (library,))
+    cases = sample(size, NUM_PER_OPERATION, (library,))
     judge("simulated", cases, md.simulate(perform_all, size, args=(cases, 0)))

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from meshdist.runtime.fork_safe_locks import ModuleLock
+from meshdist.runtime.fork_safe_locks import ForkSafeLock
 
 PACKAGE = Path(__file__).resolve().parents[2] / "meshdist"
 
@@ -34,7 +34,7 @@ def code_of_child(body: Callable[[], Any]) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def enter_twice(lock: ModuleLock) -> None:
+def enter_twice(lock: ForkSafeLock) -> None:
     for _ in range(2):
         with lock.current:
             pass
@@ -45,7 +45,7 @@ def enter_twice(lock: ModuleLock) -> None:
 def test_a_lock_that_another_thread_holds_is_open_in_a_forked_child(
     make: Callable[[], Any],
 ) -> None:
-    lock, is_held, leaves = ModuleLock(make), threading.Event(), threading.Event()
+    lock, is_held, leaves = ForkSafeLock(make), threading.Event(), threading.Event()
 
     def hold() -> None:
         with lock.current:
@@ -62,7 +62,7 @@ def test_a_lock_that_another_thread_holds_is_open_in_a_forked_child(
 
 
 def test_a_thread_that_forks_inside_leaves_in_both_processes() -> None:
-    lock = ModuleLock()
+    lock = ForkSafeLock()
     with lock.current:
         child = os.fork()
     if child == 0:

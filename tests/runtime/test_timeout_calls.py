@@ -14,21 +14,21 @@ import pytest
 
 from meshdist.runtime import timeout_calls
 from meshdist.runtime.deadlines import Deadline, wait_until
-from meshdist.runtime.timeout_calls import BoundedCall, begin_elsewhere, keep_thread
+from meshdist.runtime.timeout_calls import TimeoutCall, begin_elsewhere, keep_thread
 
 SHORT = timedelta(seconds=0.2)
 LONG = timedelta(seconds=20)
 
 
 def test_it_returns_or_raises_what_the_call_does() -> None:
-    assert BoundedCall(lambda: 7, "test").wait(LONG) == 7
+    assert TimeoutCall(lambda: 7, "test").wait(LONG) == 7
     with pytest.raises(ZeroDivisionError):
-        BoundedCall(lambda: 1 // 0, "test").wait(LONG)
+        TimeoutCall(lambda: 1 // 0, "test").wait(LONG)
 
 
 def test_a_call_that_stays_is_left_behind() -> None:
     go_on = threading.Event()
-    call = BoundedCall(go_on.wait, "test")
+    call = TimeoutCall(go_on.wait, "test")
     with pytest.raises(TimeoutError, match=r"not finished after 0.2 s"):
         call.wait(SHORT)
     go_on.set()
@@ -42,7 +42,7 @@ def test_it_lets_go_of_what_it_called() -> None:
 
     held = Held()
     alive = weakref.ref(held)
-    call = BoundedCall(held.call, "test")
+    call = TimeoutCall(held.call, "test")
     call.wait(LONG)
     del held
     end = time.monotonic() + 10
@@ -55,13 +55,13 @@ def test_it_lets_go_of_what_it_called() -> None:
 def test_at_the_interpreters_end_a_thread_that_was_kept_makes_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def refuse(_: threading.Thread) -> None:
+    def reject(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread at interpreter shutdown")
 
     keep_thread()
-    monkeypatch.setattr(threading.Thread, "start", refuse)
+    monkeypatch.setattr(threading.Thread, "start", reject)
     go_on = threading.Event()
-    call = BoundedCall(lambda: go_on.wait() and threading.current_thread().name, "test")
+    call = TimeoutCall(lambda: go_on.wait() and threading.current_thread().name, "test")
     with pytest.raises(TimeoutError):
         call.wait(SHORT)
     go_on.set()
@@ -118,13 +118,13 @@ CALLS_WITHOUT_THREADS = """
 import threading
 from meshdist.runtime.timeout_calls import await_calls_elsewhere, begin_elsewhere, keep_thread
 
-def refuse(thread):
+def reject(thread):
     raise RuntimeError("can't create new thread at interpreter shutdown")
 
 def report():
     print(threading.current_thread().name)
 
-start, threading.Thread.start = threading.Thread.start, refuse
+start, threading.Thread.start = threading.Thread.start, reject
 try:
     begin_elsewhere(report)
 except RuntimeError as error:
@@ -132,7 +132,7 @@ except RuntimeError as error:
 assert await_calls_elsewhere(60)
 threading.Thread.start = start
 keep_thread()
-threading.Thread.start = refuse
+threading.Thread.start = reject
 for _ in range(2):
     begin_elsewhere(report)
 assert await_calls_elsewhere(60)
@@ -143,6 +143,6 @@ def test_where_no_thread_can_be_started_the_kept_one_makes_calls_elsewhere() -> 
     done = subprocess.run(
         [sys.executable, "-c", CALLS_WITHOUT_THREADS], capture_output=True, text=True, timeout=60
     )
-    refused = "can't create new thread at interpreter shutdown"
-    expected = [refused, "meshdist-last-calls", "meshdist-last-calls"]
+    rejected = "can't create new thread at interpreter shutdown"
+    expected = [rejected, "meshdist-last-calls", "meshdist-last-calls"]
     assert (done.stdout.splitlines(), done.stderr) == (expected, "")

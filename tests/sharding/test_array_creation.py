@@ -207,7 +207,7 @@ def test_process_local_data() -> None:
             ArgumentError,
             ["device= is for torch tensors", "arrays of numpy"],
         ),
-        (lambda rows: md.randn(4, torch.int32, sharding=rows), DtypeError, ["no whole numbers"]),
+        (lambda rows: md.randn(4, torch.int32, sharding=rows), DtypeError, ["no integers"]),
         (lambda rows: md.randn(4, np.int32, sharding=rows), DtypeError, ["a floating dtype"]),
         (
             lambda rows: md.randn(4, generator=np.random.default_rng(), sharding=rows),
@@ -251,7 +251,7 @@ def test_process_local_data() -> None:
         ),
     ],
 )
-def test_what_is_refused(call: Any, kind: type[Exception], words: list[str]) -> None:
+def test_what_is_rejected(call: Any, kind: type[Exception], words: list[str]) -> None:
     text = error_on_mesh(lambda mesh: call(md.NamedSharding(mesh, md.P("dp"))), kind)
     for word in words:
         assert word in text, text

@@ -90,7 +90,7 @@ def test_a_weight_that_is_cut_in_the_forward(axes: tuple[str, ...]) -> None:
     assert md.simulate(program, 4) == [[1.5]] * 4
 
 
-def test_what_a_verb_gives_is_summed_as_any_operand() -> None:
+def test_what_a_collective_gives_is_summed_as_any_operand() -> None:
     def program() -> bool:
         mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
         v = torch.ones(2, dtype=torch.float64, requires_grad=True)
@@ -103,7 +103,7 @@ def test_what_a_verb_gives_is_summed_as_any_operand() -> None:
     assert md.simulate(program, 2) == [True] * 2
 
 
-def test_leaves_of_both_kinds_are_refused() -> None:
+def test_leaves_of_both_kinds_are_rejected() -> None:
     def program() -> str:
         mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
         own = torch.ones(2, 2, dtype=torch.float64, requires_grad=True)

@@ -1,4 +1,4 @@
-"""``md.einsum``: what it sends, its marks and types, what it refuses, on every wire."""
+"""``md.einsum``: what it sends, its marks and types, what it rejects, on every backend."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from torch.utils.checkpoint import checkpoint
 
 import meshdist as md
 from meshdist.errors import (
-    AgreementError,
     ArgumentError,
     AxisError,
     AxisTypeError,
@@ -22,11 +21,12 @@ from meshdist.errors import (
     GradientError,
     KindError,
     MeshdistError,
+    MismatchError,
     PatternError,
     ShapeError,
     UnequalError,
 )
-from tests.operations.cases import WIRES
+from tests.operations.cases import BACKENDS
 from tests.pool import Pool
 
 from .einsum_cases import AXES, check_in_turn, draw_case
@@ -52,8 +52,8 @@ def leaf(*shape: int) -> torch.Tensor:
 GATHER, SCATTER, SUM = "all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce"
 
 # b=2, s=4, d=4, f=8 on two ranks: the lines of a program, with the shapes of this rank's shards,
-# and verbs with their bytes, forward and backward. A profile shows the bytes of the tensors that a
-# verb is given: 64 and 128 of a gather.
+# and collectives with their bytes, forward and backward. A profile shows the bytes of the tensors
+# that a collective is given: 64 and 128 of a gather.
 TABLE: dict[str, tuple[list[tuple[str, tuple[tuple[int, ...], ...]]], list[str], list[str]]] = {
     "column": ([("b s d, d f@dp -> b s f@dp", ((2, 4, 4), (4, 4)))], [], [f"{SUM} 128"]),
     "row": ([("b s f@dp, f@dp d -> b s d", ((2, 4, 4), (4, 4)))], [f"{SUM} 128"], []),
@@ -90,7 +90,7 @@ TABLE: dict[str, tuple[list[tuple[str, tuple[tuple[int, ...], ...]]], list[str],
 }
 
 
-def verbs_under(body: Callable[[], Any]) -> tuple[list[str], Any]:
+def operations_under(body: Callable[[], Any]) -> tuple[list[str], Any]:
     with Profile(activities=CPU, acc_events=True) as profile:
         result = body()
     events = sorted(profile.events(), key=lambda event: event.time_range.start)
@@ -98,7 +98,7 @@ def verbs_under(body: Callable[[], Any]) -> tuple[list[str], Any]:
     return [f"{each[0].removeprefix('meshdist::')} {each[-2]}" for each in words], result
 
 
-def test_verbs_and_bytes_forward_and_backward(pool: Pool) -> None:
+def test_collectives_and_bytes_forward_and_backward(pool: Pool) -> None:
     def program() -> dict[str, Any]:
         mesh = mesh_of(2)
         found = {}
@@ -115,9 +115,9 @@ def test_verbs_and_bytes_forward_and_backward(pool: Pool) -> None:
                     for (text, _), w in zip(lines, weights, strict=True)
                 )
 
-            verbs_under(lambda: forward().backward())  # opens groups
-            sent, loss = verbs_under(forward)
-            found[name] = sent, verbs_under(loss.backward)[0]
+            operations_under(lambda: forward().backward())  # opens groups
+            sent, loss = operations_under(forward)
+            found[name] = sent, operations_under(loss.backward)[0]
         return found
 
     for found in pool.run(program, 2, backend="shm"):
@@ -139,7 +139,7 @@ def test_a_plan_tells_the_bytes_and_explains() -> None:
     assert "gradient of operand 1: all-reduce over dp" in plan.explain()
     assert repr(plan) == "<EinsumPlan 'b@dp s f@tp, f@tp d -> b@dp s d' at (1, 1)>"
     kept = md.plan("b {U:dp}, b d -> d {U:dp}", mesh=layout, b=2, d=2).explain()
-    assert "dp divides the summands of operand 0: the result stays unreduced" in kept
+    assert "dp divides the partial sums of operand 0: the result stays unreduced" in kept
     assert "tp divides nothing: each rank along it computes the same" in kept
 
 
@@ -167,9 +167,9 @@ def test_no_other_layout_moves_less(shape: tuple[int, ...]) -> None:
                 one for x in (case.result, *case.operands) for one in x.cuts if name in x.cuts[one]
             ]
             every.append(cutting or [None])
-            summands = [at for at, x in enumerate(case.operands) if name in x.unreduced]
-            if summands and not any(name in sum(x.cuts.values(), ()) for x in case.operands):
-                every[axis] = [*every[axis], *summands, None] if not cutting else every[axis]
+            partial_sums = [at for at, x in enumerate(case.operands) if name in x.unreduced]
+            if partial_sums and not any(name in sum(x.cuts.values(), ()) for x in case.operands):
+                every[axis] = [*every[axis], *partial_sums, None] if not cutting else every[axis]
         works = map(chooser.work, itertools.product(*every))
         prices = [
             (chooser.num_received(work), chooser.num_received(work, is_backward=True))
@@ -310,7 +310,7 @@ def test_inside_a_transform_all_is_kept() -> None:
 # -- marks and types ------------------------------------------------------------------------------
 
 
-def test_a_marked_operand_keeps_its_summands() -> None:
+def test_a_marked_operand_keeps_its_partial_sums() -> None:
     def body(mesh: Any) -> Any:
         rank = md.get_rank()
         x = torch.full((1, 2), 1.0 + rank)
@@ -446,7 +446,7 @@ def test_a_wrapper_over_the_world_or_a_group_that_is_no_axis() -> None:
         assert "DDP(module, device_mesh=mesh['dp'])" in text
 
 
-# -- what is refused ------------------------------------------------------------------------------
+# -- what is rejected ------------------------------------------------------------------------------
 
 ONES = torch.ones
 BAD: dict[str, tuple[Any, type[Exception], list[str]]] = {
@@ -592,7 +592,7 @@ BAD: dict[str, tuple[Any, type[Exception], list[str]]] = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_bad_input_is_refused_on_all_ranks(name: str) -> None:
+def test_bad_input_is_rejected_on_all_ranks(name: str) -> None:
     call, kind, words = BAD[name]
 
     def body(mesh: Any) -> str:
@@ -617,29 +617,33 @@ def test_operands_that_differ_are_found_where_parts_of_them_are_taken() -> None:
         assert "check=False" not in text
 
 
-@pytest.mark.parametrize("wire", ["simulated", "shm"])
-def test_ranks_with_different_texts_all_raise_and_show_both(pool: Pool, wire: str) -> None:
+@pytest.mark.parametrize("backend", ["simulated", "shm"])
+def test_ranks_with_different_texts_all_raise_and_show_both(pool: Pool, backend: str) -> None:
     def program() -> str:
         mesh = mesh_of(2)
         text = ("b f@dp, f@dp d -> b d", "b f@dp, d f@dp -> b d")[md.get_rank()]
         try:
             md.einsum(text, ONES(4, 2), ONES(*((2, 4), (4, 2))[md.get_rank()]), mesh=mesh)
-        except AgreementError as error:
+        except MismatchError as error:
             return str(error)
         return "no error"
 
-    found = md.simulate(program, 2) if wire == "simulated" else pool.run(program, 2, backend=wire)
+    found = (
+        md.simulate(program, 2) if backend == "simulated" else pool.run(program, 2, backend=backend)
+    )
     for text in found:
         assert "einsum 'b f@dp, f@dp d -> b d': the result" in text
         assert "einsum 'b f@dp, d f@dp -> b d': the result" in text
 
 
-# -- real wires -----------------------------------------------------------------------------------
+# -- real backends ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("wire", ["shm", "gloo"])
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
 @pytest.mark.parametrize("shape", [(3,), (2, 2)])
-def test_random_einsums_over_real_wires(pool: Pool, wire: str, shape: tuple[int, ...]) -> None:
+def test_random_einsums_over_real_backends(
+    pool: Pool, backend: str, shape: tuple[int, ...]
+) -> None:
     axes = AXES[: len(shape)]
     cases = [draw_case(70_000 + number, axes) for number in range(24)]
 
@@ -647,7 +651,7 @@ def test_random_einsums_over_real_wires(pool: Pool, wire: str, shape: tuple[int,
         mesh = mesh_of(*shape)
         check_in_turn(cases, mesh)
 
-    pool.run(program, math.prod(shape), backend=wire)
+    pool.run(program, math.prod(shape), backend=backend)
 
 
 # The text, the sizes of b, d and f, and whether the lines gather again. With sizes that some ranks
@@ -691,18 +695,18 @@ def check_uneven(size: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("wire", "size"),
+    ("backend", "size"),
     [
         pytest.param(
-            wire,
+            backend,
             size,
             marks=[]
-            if wire == "simulated" or (size == 3 and wire != "mpi")
+            if backend == "simulated" or (size == 3 and backend != "mpi")
             else [pytest.mark.soak],
         )
-        for wire in WIRES
+        for backend in BACKENDS
         for size in (1, 2, 3, 5)
     ],
 )
-def test_gradients_of_uneven_shards_on_every_wire(pool: Pool, wire: str, size: int) -> None:
-    WIRES[wire](pool, check_uneven, size, size)
+def test_gradients_of_uneven_shards_on_every_backend(pool: Pool, backend: str, size: int) -> None:
+    BACKENDS[backend](pool, check_uneven, size, size)

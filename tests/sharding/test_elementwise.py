@@ -160,7 +160,7 @@ REFUSED: list[tuple[Callable[..., Any], type[Exception], list[str]]] = [
     (
         lambda x, u: u + 1,
         AxisTypeError,
-        ["add: a number would be added to the summand", "md.full("],
+        ["add: a number would be added to the partial sum", "md.full("],
     ),
     (lambda x, u: 1 - u, AxisTypeError, ["a number would be added"]),
     (lambda x, u: torch.add(u, 1), AxisTypeError, ["a number would be added"]),
@@ -205,7 +205,9 @@ REFUSED: list[tuple[Callable[..., Any], type[Exception], list[str]]] = [
 
 
 @pytest.mark.parametrize(("make", "kind", "words"), REFUSED)
-def test_what_is_refused(make: Callable[..., Any], kind: type[Exception], words: list[str]) -> None:
+def test_what_is_rejected(
+    make: Callable[..., Any], kind: type[Exception], words: list[str]
+) -> None:
     def program(mesh: DeviceMesh) -> None:
         x = put(mesh, torch.ones(5, 4), md.P("dp"))
         make(x, put(mesh, torch.ones(5, 4), md.P("dp", unreduced={"tp"})))

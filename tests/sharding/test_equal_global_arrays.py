@@ -11,7 +11,7 @@ import torch
 from torch.distributed import DebugLevel
 
 import meshdist as md
-from tests.operations.cases import WIRES
+from tests.operations.cases import BACKENDS
 from tests.pool import Pool
 
 CALLS: dict[str, Callable[..., Any]] = {
@@ -61,21 +61,21 @@ def checked(size: int) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("wire", "size"),
+    ("backend", "size"),
     [
         pytest.param(
-            wire,
+            backend,
             size,
             marks=[]
-            if wire == "simulated" or (size == 3 and wire != "mpi")
+            if backend == "simulated" or (size == 3 and backend != "mpi")
             else [pytest.mark.soak],
         )
-        for wire in WIRES
+        for backend in BACKENDS
         for size in (1, 2, 3, 5)
     ],
 )
-def test_check_compares_on_every_wire(wire: str, size: int, pool: Pool) -> None:
-    texts = WIRES[wire](pool, checked, size, size)
+def test_check_compares_on_every_backend(backend: str, size: int, pool: Pool) -> None:
+    texts = BACKENDS[backend](pool, checked, size, size)
     if size == 1:
         assert texts == [[""] * len(CALLS)]
         return

@@ -12,7 +12,7 @@ from tests.sharding.interpreter import coordinates, run
 
 
 @given(pairs())
-def test_boxes_serve_every_change_also_those_that_verbs_could(pair):
+def test_boxes_serve_every_change_also_those_that_collectives_could(pair):
     source, target = map(bare, pair)
     if any(axis in source.free_axes for axis in target.unreduced):
         return
@@ -33,7 +33,7 @@ def test_boxes_of_one_rank() -> None:
     assert step == Exchange((3, 2), (0, 1), 4, 0, (), (), (((0, 3), (0, 2)), ((0, 3), (0, 2))))
 
 
-def test_a_sum_has_one_box_of_each_summand() -> None:
+def test_a_sum_has_one_box_of_each_partial_sum() -> None:
     mesh = (3,)
     change = change_between(placed(mesh, (4,), (), unreduced=(0,)), placed(mesh, (4,), (0,)))
     (step,) = exchange_steps(change, (1,))

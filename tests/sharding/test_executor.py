@@ -9,8 +9,8 @@ import torch
 
 import meshdist as md
 from meshdist.sharding import executor
-from meshdist.sharding.executor import Carrier
-from meshdist.sharding.steps import Exchange, Pad, Step, Take, VerbStep
+from meshdist.sharding.executor import PlanExecutor
+from meshdist.sharding.steps import CollectiveStep, Exchange, Pad, Step, Take
 from tests.sharding.reshard_cases import mesh_of
 
 
@@ -20,14 +20,14 @@ def carried(steps: list[tuple[Step, ...]], locals_: list[torch.Tensor]) -> list[
     def program() -> torch.Tensor:
         rank = md.get_rank()
         x = locals_[rank].clone()
-        found = Carrier(steps[rank], tuple(x.shape), mesh_of((len(steps),)), "a plan")(x)
+        found = PlanExecutor(steps[rank], tuple(x.shape), mesh_of((len(steps),)), "a plan")(x)
         assert torch.equal(x, locals_[rank])
         return found
 
     return md.simulate(program, len(steps))
 
 
-def test_summands_are_added_in_the_order_of_the_group() -> None:
+def test_partial_sums_are_added_in_the_order_of_the_group() -> None:
     """Of 1e8, -1e8 and 1 in float32 the sum is 1 or 0: it must be the same on every rank."""
     values = [torch.tensor([value]) for value in (1e8, -1e8, 1.0)]
     box = ((0, 1),)
@@ -64,8 +64,8 @@ def test_what_is_not_covered_is_zero() -> None:
 def test_steps_follow_one_another() -> None:
     steps: tuple[Step, ...] = (
         Take((2, 2), ((1, 3), (0, 2))),
-        VerbStep((2, 2), (0,), 2, 0, "all_reduce", (2, 2)),
-        VerbStep((2, 2), (0,), 2, 0, "all_reduce", (2, 2)),
+        CollectiveStep((2, 2), (0,), 2, 0, "all_reduce", (2, 2)),
+        CollectiveStep((2, 2), (0,), 2, 0, "all_reduce", (2, 2)),
         Pad((2, 3), ((0, 2), (1, 3))),
         Take((1, 3), ((0, 1), (0, 3))),
     )
@@ -83,16 +83,16 @@ def test_boxes_that_follow_each_other_are_received_in_place(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     found: list[tuple[bool, bool]] = []
-    run = executor.run_titled
+    run = executor.run_named
 
-    def noted(verb: str, group: Any, title: str, *given: Any) -> None:
+    def noted(operation: str, group: Any, title: str, *given: Any) -> None:
         out, tensor, *_ = given
         is_in_place = out.untyped_storage().nbytes() > out.nbytes
         is_sent_as_it_lies = tensor.untyped_storage().nbytes() > tensor.nbytes
         found.append((is_in_place, is_sent_as_it_lies))
-        run(verb, group, title, *given)
+        run(operation, group, title, *given)
 
-    monkeypatch.setattr(executor, "run_titled", noted)
+    monkeypatch.setattr(executor, "run_named", noted)
 
     def program() -> None:
         x = torch.zeros(2 - md.get_rank(), 4)
@@ -105,11 +105,11 @@ def test_boxes_that_follow_each_other_are_received_in_place(
     assert found.count((False, False)) == 2
 
 
-def test_verbs_are_entered_under_the_title() -> None:
+def test_collectives_are_entered_under_the_title() -> None:
     def program() -> str:
         mesh = mesh_of((2,))
         md.reshard(torch.ones(2, 4), "s@a d -> s d@a", mesh)
-        note = mesh.get_group("a").channels[0].recorder.find_note()
+        note = mesh.get_group("a").device_groups[0].recorder.find_note()
         assert note is not None
         return note.call.title
 

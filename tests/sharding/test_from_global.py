@@ -12,7 +12,7 @@ from hypothesis import given, strategies as st
 
 import meshdist as md
 from meshdist import DeviceMesh
-from meshdist.errors import AgreementError, ArgumentError, KindError, NotInGroupError, ShapeError
+from meshdist.errors import ArgumentError, KindError, MismatchError, NotInGroupError, ShapeError
 from meshdist.sharding import executor
 from tests.sharding.array_cases import NAMES, assemble, error_on_mesh, held, on_mesh
 from tests.stand_in_cupy import StandInCupy
@@ -77,15 +77,15 @@ def test_from_one_rank_and_from_all(case: Any) -> None:
 def test_each_element_leaves_the_root_once(spec: md.P, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once to the one rank that gets it, once more as the root's own part to its replicas."""
     sent: dict[int, int] = {}
-    run = executor.run_titled
+    run = executor.run_named
 
-    def counted(verb: str, group: Any, title: str, *given: Any) -> Any:
-        if verb == "all_to_all_single" and title.startswith("device_put"):
+    def counted(operation: str, group: Any, title: str, *given: Any) -> Any:
+        if operation == "all_to_all_single" and title.startswith("device_put"):
             *_, sizes = given
             sent[group.rank()] = sum(sizes) - sizes[group.rank()]
-        return run(verb, group, title, *given)
+        return run(operation, group, title, *given)
 
-    monkeypatch.setattr(executor, "run_titled", counted)
+    monkeypatch.setattr(executor, "run_named", counted)
 
     def program(mesh: DeviceMesh) -> Any:
         x = torch.zeros(8, 4) if md.get_rank() == 1 else None
@@ -93,10 +93,10 @@ def test_each_element_leaves_the_root_once(spec: md.P, monkeypatch: pytest.Monke
         return local.numel()
 
     on_mesh(program)
-    summands = 2 if spec.unreduced else 1
-    others = 32 if spec.unreduced and spec != md.P() else 32 - 32 * summands // 4
+    partial_sums = 2 if spec.unreduced else 1
+    others = 32 if spec.unreduced and spec != md.P() else 32 - 32 * partial_sums // 4
     assert sent == {0: 0, 1: sent[1], 2: 0, 3: 0}
-    assert sent[1] in (others, 32 - 32 * summands // 4)
+    assert sent[1] in (others, 32 - 32 * partial_sums // 4)
 
 
 def test_second_derivatives_from_a_root() -> None:
@@ -161,12 +161,12 @@ def test_arrays_of_cupy() -> None:
             ["does not hold the root, rank 4", "one of ranks 0-3"],
         ),
         (torch.zeros(4), -1, NotInGroupError, ["does not hold the root, rank -1"]),
-        (torch.zeros(4), "1", KindError, ["root must be a whole number", "'1'"]),
+        (torch.zeros(4), "1", KindError, ["root must be an integer", "'1'"]),
         (torch.zeros(()), None, ShapeError, ["entries for 1 dims"]),
         (None, None, KindError, ["device_put cannot take a NoneType as x"]),
     ],
 )
-def test_what_is_refused_on_every_rank(
+def test_what_is_rejected_on_every_rank(
     x: Any, root: Any, kind: type[Exception], words: list[str]
 ) -> None:
     def program(mesh: DeviceMesh) -> None:
@@ -177,11 +177,11 @@ def test_what_is_refused_on_every_rank(
         assert word in text, text
 
 
-def test_bool_summands_and_sharded_arrays_on_the_root_are_refused() -> None:
+def test_bool_partial_sums_and_sharded_arrays_on_the_root_are_rejected() -> None:
     def bools(mesh: DeviceMesh) -> None:
         md.device_put(torch.ones(4).bool(), md.NamedSharding(mesh, md.P(unreduced={"dp"})), root=0)
 
-    assert "bool values have no summands" in error_on_mesh(bools, ArgumentError)
+    assert "bool values have no partial sums" in error_on_mesh(bools, ArgumentError)
 
     def sharded(mesh: DeviceMesh) -> None:
         rows = md.NamedSharding(mesh, md.P("dp"))
@@ -195,10 +195,10 @@ def test_ranks_that_name_different_roots_all_raise() -> None:
         root = 1 if md.get_rank() == 3 else 0
         md.device_put(torch.zeros(4), md.NamedSharding(mesh, md.P("dp")), root=root)
 
-    assert "root" in error_on_mesh(program, AgreementError)
+    assert "root" in error_on_mesh(program, MismatchError)
 
 
-def test_a_rank_outside_the_mesh_is_refused() -> None:
+def test_a_rank_outside_the_mesh_is_rejected() -> None:
     def program() -> str:
         mesh = md.DeviceMesh("cpu", [1], mesh_dim_names=("dp",))
         sharding = md.NamedSharding(mesh, md.P("dp"))
@@ -208,5 +208,5 @@ def test_a_rank_outside_the_mesh_is_refused() -> None:
             md.device_put(torch.zeros(2), sharding, root=1)
         return str(caught.value)
 
-    refused, made = md.simulate(program, 2)
-    assert made == "(2,)" and "device_put on a mesh that does not hold this rank" in refused
+    rejected, made = md.simulate(program, 2)
+    assert made == "(2,)" and "device_put on a mesh that does not hold this rank" in rejected

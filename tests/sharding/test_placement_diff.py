@@ -58,7 +58,7 @@ def test_roles_of_axes() -> None:
         ((4, 8), ((), (0,)), ((), (0, 1)), True),
     ],
 )
-def test_verbs_need_equal_parts_only_where_data_move(shape, source, target, is_even):
+def test_collectives_need_equal_parts_only_where_data_move(shape, source, target, is_even):
     change = change_between(placed(MESH, shape, *source), placed(MESH, shape, *target))
     assert change.has_product_form == is_even
 

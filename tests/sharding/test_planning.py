@@ -1,4 +1,4 @@
-"""``md.plan``: specs, patterns, meshes and what it refuses."""
+"""``md.plan``: specs, patterns, meshes and what it rejects."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_two_meshes_over_the_same_ranks() -> None:
         )
 
 
-def test_a_device_mesh_plans_for_this_rank_with_its_wires_links() -> None:
+def test_a_device_mesh_plans_for_this_rank_with_its_backends_links() -> None:
     def program():
         mesh = md.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         plan = md.plan("a@dp b@tp -> a@tp b@dp", mesh=mesh, a=4, b=4)
@@ -120,7 +120,7 @@ def test_an_axis_that_leaves_the_host_has_another_link(monkeypatch) -> None:
     def program():
         mesh = md.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         monkeypatch.setattr(mesh.world, "hosts", (0, 0, 1, 1))
-        monkeypatch.setattr(type(mesh), "wire_of", lambda self, axis: "gloo")
+        monkeypatch.setattr(type(mesh), "backend_of", lambda self, axis: "gloo")
         return mesh_links(mesh)
 
     between, inside = (default_link("gloo", spans_hosts=spans) for spans in (True, False))
@@ -134,7 +134,7 @@ def test_all_ranks_choose_one_route() -> None:
     assert len({plan.title for plan in plans}) == 1
 
 
-# -- refusals -----------------------------------------------------------------------------------
+# -- rejections -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -212,14 +212,14 @@ def test_all_ranks_choose_one_route() -> None:
         (
             lambda: md.plan(P("dp"), P(), MESH, (8.0,)),
             KindError,
-            "plan: shape is that of the whole array, one whole number for each dim\n"
+            "plan: shape is that of the whole array, one integer for each dim\n"
             "  expected: for example shape=(8, 16)\n"
             "  found:    (8.0,)",
         ),
         (
             lambda: md.plan(P("dp"), P(), MESH, 8),
             KindError,
-            "plan: shape is that of the whole array, one whole number for each dim\n"
+            "plan: shape is that of the whole array, one integer for each dim\n"
             "  expected: for example shape=(8, 16)\n"
             "  found:    8",
         ),
@@ -239,11 +239,11 @@ def test_all_ranks_choose_one_route() -> None:
         (
             lambda: md.plan(P("dp"), P(), MESH, (8,), rank="0"),
             KindError,
-            "plan: rank must be a whole number\n  found:    '0', a str",
+            "plan: rank must be an integer\n  found:    '0', a str",
         ),
     ],
 )
-def test_bad_arguments_are_refused(call, error, text):
+def test_bad_arguments_are_rejected(call, error, text):
     with pytest.raises(error) as caught:
         call()
     assert str(caught.value) == text
@@ -261,12 +261,12 @@ def test_bad_arguments_are_refused(call, error, text):
         (lambda: md.plan("b@dp s -> b s", mesh=MESH, shape=(8,)), ShapeError),
     ],
 )
-def test_patterns_and_specs_that_do_not_fit_are_refused(call, error):
+def test_patterns_and_specs_that_do_not_fit_are_rejected(call, error):
     with pytest.raises(error):
         call()
 
 
-def test_steps_hold_whole_numbers_of_python() -> None:
+def test_steps_hold_integers_of_python() -> None:
     """Executors hand them to torch, and plans are compared and printed."""
     plan = md.plan("a@(dp,tp) b -> a b@(dp,tp)", mesh=MESH, a=13, b=11, rank=np.int64(3))
     (step,) = plan.steps

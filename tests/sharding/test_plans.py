@@ -16,7 +16,7 @@ from meshdist.mesh.placement import Placement, split_dim
 from meshdist.sharding import placement_diff, plans, routes
 from meshdist.sharding.plans import make_plan
 from meshdist.sharding.routes import Link
-from meshdist.sharding.steps import Exchange, Pad, VerbStep
+from meshdist.sharding.steps import CollectiveStep, Exchange, Pad
 from tests.sharding.cases import (
     assert_lies,
     ends_on_one_rank,
@@ -248,7 +248,7 @@ def test_values_that_become_unreduced_or_reduced_send_nothing() -> None:
         assert make_plan(start, unreduced, (1, 1)).steps == (Pad((6,), None),)
     assert make_plan(unreduced, reduced, (1, 1)).T.source == reduced.transposed()
     (summed,) = make_plan(unreduced, free, (1, 1)).steps
-    assert summed == VerbStep((6,), (1,), 2, 1, "all_reduce", (6,))
+    assert summed == CollectiveStep((6,), (1,), 2, 1, "all_reduce", (6,))
     assert make_plan(reduced, free, (1, 1)).T.steps == (Pad((6,), None),)
     assert make_plan(free, reduced, (1, 1)).T.steps == (summed,)
 
@@ -413,6 +413,6 @@ def test_equal_exchanges_between_thousands_stay_in_product_form() -> None:
     mesh = (64, 64)
     source, target = placed(mesh, (4096, 8192), (0, 1), ()), placed(mesh, (4096, 8192), (), (0, 1))
     (step,) = make_plan(source, target, (3, 5)).steps
-    assert isinstance(step, VerbStep) and step.name == "all-to-all"
+    assert isinstance(step, CollectiveStep) and step.name == "all-to-all"
     assert step.pack.view == (1, 64, 64, 2)
     assert np.prod(step.shape) == 8192

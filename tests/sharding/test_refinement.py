@@ -96,7 +96,7 @@ def test_a_transposed_mesh_has_the_same_axes() -> None:
     assert (both.layout.sizes, both.target_axes) == ((2, 4), ((1,), (0,)))
 
 
-def test_meshes_without_a_refinement_are_refused_with_the_reason() -> None:
+def test_meshes_without_a_refinement_are_rejected_with_the_reason() -> None:
     with pytest.raises(MeshError) as caught:
         refine(Layout.from_shape((2, 3), ("dp", "tp")), Layout.from_shape((3, 2), ("ep", "etp")))
     assert str(caught.value) == (
@@ -108,7 +108,7 @@ def test_meshes_without_a_refinement_are_refused_with_the_reason() -> None:
     )
 
 
-def test_meshes_over_other_ranks_are_refused() -> None:
+def test_meshes_over_other_ranks_are_rejected() -> None:
     with pytest.raises(MeshError) as caught:
         refine(Layout.from_shape((4,), ("dp",)), Layout.from_shape((2, 4), ("ep", "etp")))
     assert str(caught.value) == (
@@ -119,7 +119,7 @@ def test_meshes_over_other_ranks_are_refused() -> None:
     )
 
 
-def test_ranks_in_no_common_order_are_refused() -> None:
+def test_ranks_in_no_common_order_are_rejected() -> None:
     mesh = Layout.from_shape((4,), ("dp",))
     with pytest.raises(MeshError) as caught:
         refine(mesh, Layout.from_ranks([0, 2, 3, 1], ("ep",)))

@@ -237,7 +237,7 @@ def test_sharded_arrays_know_how_they_lie() -> None:
 # -- uneven parts without the size of the whole ---------------------------------------------------
 
 
-def uneven_text(first: int, sizes: dict[str, int], verb: str) -> str:
+def uneven_text(first: int, sizes: dict[str, int], operation: str) -> str:
     """The error of ranks that hold ``first`` and 7 - ``first`` rows; "" for none."""
     mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
     rows = 7 - first if md.get_rank() else first
@@ -247,23 +247,23 @@ def uneven_text(first: int, sizes: dict[str, int], verb: str) -> str:
         "unshard": ("b@dp d", mesh),
     }
     try:
-        if verb == "sharding":
+        if operation == "sharding":
             lies = md.NamedSharding(mesh, md.P("dp", None), shard_sizes={0: (3, 4)})
             whole = md.reshard(x, lies, md.NamedSharding(mesh, md.P(None, "dp")))
             assert whole.tolist() == [[0.0] * 2] * 3 + [[1.0] * 2] * 4
         else:
-            getattr(md, verb)(x, *rules[verb], **sizes)
-    except (md.errors.AgreementError, ShapeError) as error:
+            getattr(md, operation)(x, *rules[operation], **sizes)
+    except (md.errors.MismatchError, ShapeError) as error:
         return str(error)
     return ""
 
 
-def forgotten_size(verb: str) -> str:
-    return uneven_text(3, {}, verb)
+def forgotten_size(operation: str) -> str:
+    return uneven_text(3, {}, operation)
 
 
-def given_size(first: int, b: int, verb: str) -> str:
-    return uneven_text(first, {"b": b}, verb)
+def given_size(first: int, b: int, operation: str) -> str:
+    return uneven_text(first, {"b": b}, operation)
 
 
 def by_sharding() -> str:
@@ -273,7 +273,7 @@ def by_sharding() -> str:
 def different_patterns() -> str:
     mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
     pattern = "b@dp d -> b d@dp" if md.get_rank() else "b@dp d -> b d"
-    with pytest.raises(md.errors.AgreementError) as raised:
+    with pytest.raises(md.errors.MismatchError) as raised:
         md.reshard(torch.zeros(3 + md.get_rank(), 4), pattern, mesh)
     return raised.value.fix or ""
 
@@ -286,19 +286,19 @@ def on_two_ranks(request: pytest.FixtureRequest) -> Callable[..., list[Any]]:
     return lambda call, *args: pool.run(call, 2, *args)
 
 
-@pytest.mark.parametrize("verb", ["reshard", "unshard"])
+@pytest.mark.parametrize("operation", ["reshard", "unshard"])
 def test_uneven_parts_need_the_size_of_the_whole(
-    verb: str, on_two_ranks: Callable[..., list[Any]]
+    operation: str, on_two_ranks: Callable[..., list[Any]]
 ) -> None:
-    for text in on_two_ranks(forgotten_size, verb):
+    for text in on_two_ranks(forgotten_size, operation):
         assert "of shape (6, 4)" in text and "of shape (8, 4)" in text
         assert (
             "  fix:      where parts are uneven, give the size of the whole, the sum of all parts, "
-            "on every rank: b=...; else make every member call the same verbs" in text
+            "on every rank: b=...; else make every member call the same collectives" in text
         )
     # That size, where the larger part comes first, is right; and 7 is told to be cut so.
-    assert on_two_ranks(given_size, 4, 7, verb) == [""] * 2
-    for rank, text in enumerate(on_two_ranks(given_size, 3, 7, verb)):
+    assert on_two_ranks(given_size, 4, 7, operation) == [""] * 2
+    for rank, text in enumerate(on_two_ranks(given_size, 3, 7, operation)):
         assert f"rank {rank} holds no shard of the whole: dim 0 has size {3 + rank}" in text
         assert (
             "of a whole of shape (7, 4), whose dim 0 is cut into 4, 3, larger parts first" in text
@@ -311,10 +311,10 @@ def test_uneven_parts_in_any_order_lie_by_a_sharding(
 ) -> None:
     assert on_two_ranks(by_sharding) == [""] * 2
     for fix in on_two_ranks(different_patterns):
-        assert fix.startswith("make every member call the same verbs")
+        assert fix.startswith("make every member call the same collectives")
 
 
-# -- what is refused ------------------------------------------------------------------------------
+# -- what is rejected ------------------------------------------------------------------------------
 
 
 def refusal(kind: type[Exception], call: Callable[..., Any], size: Any = (2, 2)) -> str:
@@ -322,10 +322,10 @@ def refusal(kind: type[Exception], call: Callable[..., Any], size: Any = (2, 2))
 
     def program() -> str:
         mesh = mesh_of(size)
-        before = [group.channels[0].recorder.sequence for group in mesh.get_all_groups()]
+        before = [group.device_groups[0].recorder.sequence for group in mesh.get_all_groups()]
         with pytest.raises(kind) as found:
             call(mesh)
-        after = [group.channels[0].recorder.sequence for group in mesh.get_all_groups()]
+        after = [group.device_groups[0].recorder.sequence for group in mesh.get_all_groups()]
         assert before == after
         return str(found.value)
 
@@ -451,7 +451,7 @@ def test_shardings() -> None:
 
 
 @pytest.mark.parametrize("left", ["f d@a", "f d"])
-def test_a_tensor_that_lies_otherwise_than_the_left_side_says_is_refused(left: str) -> None:
+def test_a_tensor_that_lies_otherwise_than_the_left_side_says_is_rejected(left: str) -> None:
     """Read otherwise it is another array, of another shape: nothing else would tell."""
     whole = torch.arange(32.0).view(4, 8)
 
@@ -461,7 +461,9 @@ def test_a_tensor_that_lies_otherwise_than_the_left_side_says_is_refused(left: s
             x = md.shard(whole, "f@a d")
             assert torch.equal(md.reshard(x, "f@a d@b -> f d"), whole)  # b has one rank
             assert torch.equal(md.reshard(x, "(f g)@a d -> (f g) d", g=2), whole)
-            assert md.reshard(x, "f d {U:a} -> f d").shape == x.shape  # each rank's is its summand
+            assert (
+                md.reshard(x, "f d {U:a} -> f d").shape == x.shape
+            )  # each rank's is its partial sum
             for context in (nullcontext(), md.typed(mesh)):
                 with context, pytest.raises((ArgumentError, AxisTypeError)) as caught:
                     md.reshard(x, f"{left} -> d f")

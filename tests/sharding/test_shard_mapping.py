@@ -1,4 +1,4 @@
-"""``md.shard_map``: its arguments and results, and all that it refuses, as the user reads it."""
+"""``md.shard_map``: its arguments and results, and all that it rejects, as the user reads it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from torch.distributed import DebugLevel
 
 import meshdist as md
 from meshdist.errors import (
-    AgreementError,
     ArgumentError,
     AxisError,
     AxisTypeError,
@@ -22,6 +21,7 @@ from meshdist.errors import (
     LengthError,
     MeshdistError,
     MeshError,
+    MismatchError,
     PatternError,
     ShapeError,
     UnequalError,
@@ -188,7 +188,7 @@ def test_a_history_that_no_context_has_seen_is_taken() -> None:
     assert on_mesh(body) == [True] * 4
 
 
-def test_summands_can_be_returned() -> None:
+def test_partial_sums_can_be_returned() -> None:
     def body(mesh: Any) -> Any:
         spec = P(unreduced={"dp"})
         y = shard_map(lambda x: x.sum(0), mesh=mesh, in_specs=P("dp"), out_specs=spec)(rows())
@@ -213,10 +213,10 @@ def test_numpy_arrays_go_in_and_come_out() -> None:
     assert on_mesh(body) == [((rows() + 1).tolist(), [12.0, 16.0])] * 4
 
 
-# -- refusals -------------------------------------------------------------------------------------
+# -- rejections ------------------------------------------------------------------------------------
 
 
-def refused(kind: type[MeshdistError], call: Any) -> list[str]:
+def rejected(kind: type[MeshdistError], call: Any) -> list[str]:
     """The lines of the error that all four ranks raise, as the first rank says it."""
 
     def body(mesh: Any) -> Any:
@@ -240,7 +240,7 @@ def test_all_leaves_that_do_not_fit_are_shown() -> None:
 
     args = rows(), {"a": rows(), "b": 3, "c": "text"}
     specs = (P("pp"), P(None, None, "dp"))
-    assert refused(AxisError, lambda mesh: mapped(f, in_specs=specs)(*args)) == [
+    assert rejected(AxisError, lambda mesh: mapped(f, in_specs=specs)(*args)) == [
         "shard_map of f: arguments do not fit in_specs",
         WHERE,
         "  expected: one of 'dp', 'tp'",
@@ -287,7 +287,7 @@ ARGUMENTS: dict[str, tuple[type[MeshdistError], Any, str, str]] = {
         "argument 0, x: float32[4, 2], spec 3: shard_map takes a spec or a pattern",
         "",
     ),
-    "summands that are bool": (
+    "partial sums that are bool": (
         DtypeError,
         lambda mesh: mapped(in_specs=P(unreduced={"dp"}))(torch.ones(2, dtype=torch.bool)),
         "a tensor of booleans cannot be unreduced",
@@ -351,9 +351,9 @@ ARGUMENTS: dict[str, tuple[type[MeshdistError], Any, str, str]] = {
 
 
 @pytest.mark.parametrize("name", ARGUMENTS)
-def test_refused_arguments(name: str) -> None:
+def test_rejected_arguments(name: str) -> None:
     kind, call, found, fix = ARGUMENTS[name]
-    lines = refused(kind, call)
+    lines = rejected(kind, call)
     assert lines[:2] == ["shard_map of itself: arguments do not fit in_specs", WHERE]
     text = "\n".join(lines)
     assert found in text
@@ -365,7 +365,7 @@ def test_shards_whose_marks_contradict_their_sharding() -> None:
         local = md.annotate(torch.ones(2, 2), varying=("dp", "tp"))
         mapped()(md.ShardedArray(local, md.NamedSharding(mesh, P("dp"))))
 
-    lines = refused(AxisTypeError, call)
+    lines = rejected(AxisTypeError, call)
     assert lines[0] == (
         "shard_map of itself, argument x, of a value that is varying over 'tp', and invariant "
         "there by its pattern or spec"
@@ -408,17 +408,17 @@ RESULTS: dict[str, tuple[type[MeshdistError], Any, str, str]] = {
         "result: float32[]{V:dp}, spec 'b@dp': the pattern names 1 dims, the array has 0",
         "return y[None], to lay the ranks' own values side by side",
     ),
-    "summands": (
+    "partial_sums": (
         AxisTypeError,
         returning(lambda x: md.lax.pcast(x, "dp", to="unreduced"), out_specs=P()),
         "it is unreduced over 'dp' (size 2), which its spec leaves out",
-        "lax.psum(y, 'dp') adds the summands; or say it: P(unreduced={'dp'})",
+        "lax.psum(y, 'dp') adds the partial sums; or say it: P(unreduced={'dp'})",
     ),
-    "summands side by side": (
+    "partial sums side by side": (
         AxisTypeError,
         returning(lambda x: md.lax.pcast(x, "dp", to="unreduced")),
         "it is unreduced over 'dp' (size 2), which its spec mentions",
-        "lax.psum(y, 'dp') adds the summands",
+        "lax.psum(y, 'dp') adds the partial sums",
     ),
     "reduced": (
         AxisTypeError,
@@ -467,9 +467,9 @@ RESULTS: dict[str, tuple[type[MeshdistError], Any, str, str]] = {
 
 
 @pytest.mark.parametrize("name", RESULTS)
-def test_refused_results(name: str) -> None:
+def test_rejected_results(name: str) -> None:
     kind, call, found, fix = RESULTS[name]
-    lines = refused(kind, call)
+    lines = rejected(kind, call)
     assert lines[:2] == ["shard_map of body: results do not fit out_specs", WHERE]
     text = "\n".join(lines)
     assert found in text
@@ -489,7 +489,7 @@ def test_numbers_of_each_rank_are_laid_side_by_side_or_summed() -> None:
 
 
 def test_structures() -> None:
-    lines = refused(ArgumentError, lambda mesh: mapped(in_specs=[P("dp")])(rows()))
+    lines = rejected(ArgumentError, lambda mesh: mapped(in_specs=[P("dp")])(rows()))
     assert lines[:3] == [
         "shard_map of itself: in_specs is no tree prefix of the tuple of arguments",
         "  expected: in_specs with the structure of the tuple of arguments, or one spec in place "
@@ -497,17 +497,17 @@ def test_structures() -> None:
         "  found:    pytree structure error: different types at key path",
     ]
     assert lines[-1] == "  fix:      write a tuple of specs, one for each argument"
-    lines = refused(ArgumentError, lambda mesh: mapped(in_specs=({"a": P()},))({"b": rows()}))
+    lines = rejected(ArgumentError, lambda mesh: mapped(in_specs=({"a": P()},))({"b": rows()}))
     assert lines[3].strip() == "in_specs[0]"
     assert lines[-1].endswith("give one spec where all below it lie alike: in_specs=P(...)")
-    lines = refused(ArgumentError, lambda mesh: mapped(out_specs=(P("dp"), P()))(rows()))
+    lines = rejected(ArgumentError, lambda mesh: mapped(out_specs=(P("dp"), P()))(rows()))
     assert lines[:2] == [
         "shard_map of itself: out_specs is no tree prefix of the result",
         "  expected: out_specs with the structure of the result, or one spec in place of a part of "
         "it",
     ]
     assert lines[-1].endswith("give one spec where all below it lie alike: out_specs=P(...)")
-    assert refused(LengthError, lambda mesh: mapped(in_specs=(P(), None))(rows())) == [
+    assert rejected(LengthError, lambda mesh: mapped(in_specs=(P(), None))(rows())) == [
         "shard_map of itself: a call with 1 arguments, in_specs of 2",
         "  expected: in_specs=(P(), None)",
         "  found:    arguments x",
@@ -519,19 +519,19 @@ def test_calls_that_cannot_be_mapped() -> None:
     def by_name(mesh: Any) -> None:
         mapped()(x=rows())
 
-    assert refused(KindError, by_name) == [
+    assert rejected(KindError, by_name) == [
         "shard_map of itself: arguments are given by position",
         "  found:    x=...",
         "  fix:      bind the rest before: functools.partial(itself, x=...)",
     ]
-    lines = refused(MeshError, lambda mesh: mapped(lambda x: mapped()(x))(rows()))
+    lines = rejected(MeshError, lambda mesh: mapped(lambda x: mapped()(x))(rows()))
     assert lines == [
         "shard_map of itself inside of a function that is mapped over the same mesh",
         WHERE,
         "  expected: a call on whole arrays: there f has this rank's shards already",
         "  fix:      call itself itself there",
     ]
-    lines = refused(MeshError, lambda mesh: mapped(axis_names={"dp"})(rows()))
+    lines = rejected(MeshError, lambda mesh: mapped(axis_names={"dp"})(rows()))
     assert lines == [
         "shard_map of itself over some axes of the mesh alone",
         WHERE,
@@ -539,12 +539,12 @@ def test_calls_that_cannot_be_mapped() -> None:
         "  found:    axis_names={'dp'}",
         "  fix:      leave it out, and name no other axis in the specs: values are equal there",
     ]
-    lines = refused(KindError, lambda mesh: mapped(axis_names="dp")(rows()))
+    lines = rejected(KindError, lambda mesh: mapped(axis_names="dp")(rows()))
     assert lines[:2] == [
         "shard_map of itself: axis_names is a set of names",
         "  found:    'dp', a str",
     ]
-    lines = refused(MeshError, lambda mesh: mapped(mesh=unnamed())(rows()))
+    lines = rejected(MeshError, lambda mesh: mapped(mesh=unnamed())(rows()))
     assert lines[0] == "shard_map of itself needs a mesh with axis names"
     assert lines[-1] == "  fix:      give it names: mesh_dim_names=('dp', 'tp')"
     assert on_mesh(lambda mesh: len(mapped(mesh=mesh, axis_names={"tp", "dp"})(rows()).shape)) == (
@@ -591,7 +591,7 @@ def test_shards_that_make_no_whole() -> None:
     def f(x: Any) -> Any:
         return x[: 1 + md.lax.axis_index("dp")]
 
-    assert refused(ShapeError, lambda mesh: mapped(f)(rows())) == [
+    assert rejected(ShapeError, lambda mesh: mapped(f)(rows())) == [
         "shard_map of f: the shards of result make no whole",
         f"{WHERE}, spec P('dp',)",
         "  expected: shards of one size, since all arguments are cut evenly",
@@ -599,7 +599,7 @@ def test_shards_that_make_no_whole() -> None:
         "  fix:      say the sizes: out_specs=md.NamedSharding(mesh, P('dp',), shard_sizes={dim: "
         "sizes})",
     ]
-    lines = refused(ShapeError, lambda mesh: mapped(out_specs=P("tp"), check_vma=False)(rows(3)))
+    lines = rejected(ShapeError, lambda mesh: mapped(out_specs=P("tp"), check_vma=False)(rows(3)))
     assert lines[2:] == [
         "  expected: sizes that differ along the axes of their own dim alone",
         "  found:    ranks 0-1: (2, 2); ranks 2-3: (1, 2)",
@@ -641,11 +641,11 @@ def test_other_numbers_of_results_are_told_on_all_ranks() -> None:
         assert "rank 1: 2 arrays" in text
 
 
-def test_sizes_that_were_not_said_are_found_by_the_next_verb(pool: Pool) -> None:
+def test_sizes_that_were_not_said_are_found_by_the_next_collective(pool: Pool) -> None:
     def program() -> str:
         mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
         f = mapped(lambda x: x[: 1 + md.lax.axis_index("dp")], mesh=mesh)
-        with pytest.raises(AgreementError) as raised:
+        with pytest.raises(MismatchError) as raised:
             f(rows()).full()
         return str(raised.value)
 

@@ -1,4 +1,4 @@
-"""``ShardedArray``: what it is, what it refuses, and that nothing is sent unasked."""
+"""``ShardedArray``: what it is, what it rejects, and that nothing is sent unasked."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def test_slices_are_views_and_have_gradients() -> None:
     assert all(torch.equal(grad, expected) for grad in on_mesh(program))
 
 
-def test_slices_of_summands_are_summands() -> None:
+def test_slices_of_partial_sums_are_partial_sums() -> None:
     def program(mesh: DeviceMesh) -> Any:
         x = md.device_put(WHOLE, md.NamedSharding(mesh, md.P("dp", unreduced={"tp"})))
         return held(x[3:6])
@@ -224,7 +224,7 @@ REFUSED: list[tuple[Callable[[Any], Any], type[Exception], list[str]]] = [
     (complex, KindError, ["complex of an array"]),
     (lambda x: 3 in x, KindError, ["in of an array"]),
     (iter, KindError, ["cannot be iterated", "x.local"]),
-    (lambda x: x.sum().item(), KindError, ["item of an array", "a summand"]),
+    (lambda x: x.sum().item(), KindError, ["item of an array", "a partial sum"]),
     (lambda x: x[3], ArgumentError, ["x[3:4]"]),
     (lambda x: x.__setitem__(0, 1), KindError, ["not written in place", "x.local[...] = value"]),
     (lambda x: x.max(), AttributeError, ["has no max", "x.local.max", "x.full().max"]),
@@ -320,7 +320,7 @@ def test_scalars_have_no_length() -> None:
                 torch.zeros(2, dtype=torch.bool), md.NamedSharding(mesh, md.P(unreduced={"dp"}))
             ),
             ArgumentError,
-            ["bool values have no summands", "bool[2]{U:dp}", "int32"],
+            ["bool values have no partial sums", "bool[2]{U:dp}", "int32"],
         ),
     ],
 )  # fmt: skip

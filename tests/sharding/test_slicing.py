@@ -86,7 +86,7 @@ BOX = ((4, 8), (0, 3))
         (1.5, KindError, ["no float as an index"]),
     ],
 )
-def test_what_is_refused(index: Any, kind: type[Exception], words: list[str]) -> None:
+def test_what_is_rejected(index: Any, kind: type[Exception], words: list[str]) -> None:
     with pytest.raises(kind) as caught:
         slice_shard(index, ROWS, BOX)
     for word in words:

@@ -1,12 +1,12 @@
-"""Changes as verbs: one strided copy in, one verb, one strided copy out."""
+"""Changes as collectives: one strided copy in, one collective, one strided copy out."""
 
 from __future__ import annotations
 
 import pytest
 
-from meshdist.sharding.lowering import verb_steps
+from meshdist.sharding.lowering import operation_steps
 from meshdist.sharding.placement_diff import change_between
-from meshdist.sharding.steps import Arrangement, Pad, VerbStep
+from meshdist.sharding.steps import Arrangement, CollectiveStep, Pad
 from tests.sharding.cases import assert_lies, placed, shards, whole_array
 from tests.sharding.interpreter import coordinates, kinds_of, run
 
@@ -39,7 +39,7 @@ def test_moves(source, target, kinds):
     here, there = placed(MESH, SHAPE, *source), placed(MESH, SHAPE, *target)
     change, whole = change_between(here, there), whole_array(SHAPE)
     assert change.has_product_form
-    steps = {rank: verb_steps(change, rank) for rank in coordinates(MESH)}
+    steps = {rank: operation_steps(change, rank) for rank in coordinates(MESH)}
     assert {kinds_of(found) for found in steps.values()} >= {tuple(kinds)}
     assert sum(s.price.received for found in steps.values() for s in found) == (change.num_received)
     assert_lies(there, whole, run(steps, shards(here, whole), MESH))
@@ -58,7 +58,7 @@ def test_sums(target, kinds):
     here = placed(MESH, SHAPE, (), (), (), unreduced=(0,))
     there = placed(MESH, SHAPE, *target)
     change, whole = change_between(here, there), whole_array(SHAPE)
-    steps = {rank: verb_steps(change, rank) for rank in coordinates(MESH)}
+    steps = {rank: operation_steps(change, rank) for rank in coordinates(MESH)}
     assert tuple(kinds) in {kinds_of(found) for found in steps.values()}
     assert_lies(there, whole, run(steps, shards(here, whole), MESH))
 
@@ -67,7 +67,7 @@ def test_padding_comes_last() -> None:
     here = placed(MESH, SHAPE, (0,), (2,), ())
     there = placed(MESH, SHAPE, (), (), (), unreduced=(0,))
     change = change_between(here, there)
-    gather, pad = verb_steps(change, (1, 0, 1))
+    gather, pad = operation_steps(change, (1, 0, 1))
     assert gather.name == "all-gather"
     assert pad == Pad(SHAPE, ((12, 24), (0, 12), (0, 36)))
 
@@ -75,15 +75,15 @@ def test_padding_comes_last() -> None:
 def test_contiguous_packings_are_plain() -> None:
     """Gathers of rows, and scatters of rows, need no copies of their own."""
     mesh = (4,)
-    gather = verb_steps(
+    gather = operation_steps(
         change_between(placed(mesh, (8, 6), (0,), ()), placed(mesh, (8, 6), (), ())), (1,)
     )
     unpack = Arrangement((4, 2, 6), NONE, (0, 1, 2), (8, 6))
     assert gather == (
-        VerbStep((8, 6), (0,), 4, 1, "all_gather_into_tensor", (2, 6), unpack=unpack),
+        CollectiveStep((8, 6), (0,), 4, 1, "all_gather_into_tensor", (2, 6), unpack=unpack),
     )
     assert gather[0].unpack.is_plain
-    (scatter,) = verb_steps(
+    (scatter,) = operation_steps(
         change_between(
             placed(mesh, (8, 6), (), (), unreduced=(0,)), placed(mesh, (8, 6), (0,), ())
         ),
@@ -91,7 +91,7 @@ def test_contiguous_packings_are_plain() -> None:
     )
     assert scatter.pack == Arrangement((4, 2, 6), NONE, (0, 1, 2), (4, 2, 6))
     assert scatter.pack.is_plain
-    (swap,) = verb_steps(
+    (swap,) = operation_steps(
         change_between(placed(mesh, (8, 4), (0,), ()), placed(mesh, (8, 4), (), (0,))), (1,)
     )
     assert swap.pack == Arrangement((2, 4, 1), NONE, (1, 0, 2), (4, 2, 1))

@@ -41,8 +41,8 @@ def test_there_and_back(pool: Pool) -> None:
             )
             assert back.stride() == (7, 1)
         part = whole.chunk(2)[mesh.get_local_rank("dp")] / 2
-        summands = DTensor.from_local(part, theirs, [Shard(0), Partial()])
-        ours = md.from_dtensor(summands, mesh)
+        partial_sums = DTensor.from_local(part, theirs, [Shard(0), Partial()])
+        ours = md.from_dtensor(partial_sums, mesh)
         assert ours.sharding.spec == md.P("dp", None, unreduced={"tp"})
         assert ours.full().equal(whole)
         assert md.to_dtensor(ours, theirs).full_tensor().equal(whole)
@@ -134,7 +134,7 @@ def test_gradients_pass(pool: Pool) -> None:
         factor = distribute_tensor(torch.arange(3.0), theirs, [Replicate()])
         (dtensor * factor).sum().backward()
         assert local.grad is not None
-        md.all_reduce(local.grad)  # its summands, one on each rank
+        md.all_reduce(local.grad)  # its partial sums, one on each rank
         return [weight.grad.full_tensor().tolist(), local.grad.tolist()]
 
     assert pool.run(program, 2) == [[[[3.0, 3.0]] * 4, [0.0, 1.0, 2.0]]] * 2
@@ -184,7 +184,7 @@ def test_refusals(pool: Pool) -> None:
         assert texts[1] == "to_dtensor takes a ShardedArray\n  found:    a Tensor"
         assert texts[2].startswith("from_dtensor: torch's mesh and ours are not the same\n")
         assert "fix:      make one from the other" in texts[3]
-        assert "an average of whole numbers" in texts[4]
+        assert "an average of integers" in texts[4]
         assert "Partial('max') has no counterpart" in texts[5]
         assert "shard" in texts[6]
         assert "(1,)" in texts[6]

@@ -113,7 +113,7 @@ def test_kinds() -> None:
             ArgumentError,
             [Partial("max"), Replicate()],
             (4,),
-            "Partial('max') has no counterpart: unreduced values are summands\n"
+            "Partial('max') has no counterpart: unreduced values are partial sums\n"
             "  where:    placements [Partial(max), Replicate()] of shape (4,) on mesh "
             "(dp=2, tp=4)\n"
             "  expected: Partial('sum') or Partial('avg')\n"

@@ -120,7 +120,7 @@ def test_gradients_of_a_mean_over_uneven_shards() -> None:
         (lambda x: x.mean(), DtypeError, ["mean of int64", "x.mean(dtype=torch.float32)"]),
     ],
 )
-def test_what_is_refused(call: Any, kind: type[Exception], words: list[str]) -> None:
+def test_what_is_rejected(call: Any, kind: type[Exception], words: list[str]) -> None:
     def program(mesh: DeviceMesh) -> None:
         call(md.device_put(torch.zeros(4, 4, dtype=torch.int64), md.NamedSharding(mesh, md.P())))
 

@@ -102,7 +102,7 @@ def test_what_is_equal_is_cast_where_a_pattern_says_more() -> None:
     assert typed(body)[0] == ([1.0] * 4, ((), (), ()), [4.0, 6.0])
 
 
-def refused(body: Callable[..., Any]) -> str:
+def rejected(body: Callable[..., Any]) -> str:
     def call(mesh: Any) -> str:
         with pytest.raises(AxisTypeError) as found:
             body(mesh)
@@ -115,20 +115,20 @@ def test_kinds_that_do_not_fit() -> None:
     def given(pattern: str, **kinds: Any) -> Callable[..., Any]:
         return lambda mesh: md.reshard(md.annotate(torch.ones(2, 4), **kinds), pattern, mesh)
 
-    text = refused(given("s@a d -> s d", varying=("a", "b")))
+    text = rejected(given("s@a d -> s d", varying=("a", "b")))
     assert "reshard of a value that is varying over 'b', and invariant there" in text
     assert "found:    x: float32[2, 4]{V:a,b}" in text
     assert "write the axis where it cuts a dim, as in 'n@b'" in text
-    text = refused(given("s d -> s@a d", unreduced="a"))
+    text = rejected(given("s d -> s@a d", unreduced="a"))
     assert "unreduced over 'a', and invariant there" in text and "write {U:a} on the left" in text
-    text = refused(given("s d -> s@a d", reduced="b"))
+    text = rejected(given("s d -> s@a d", reduced="b"))
     assert "reduced over 'b', and invariant there" in text and "write {R:b} on the left" in text
-    text = refused(given("s d {U:a} -> s d"))
+    text = rejected(given("s d {U:a} -> s d"))
     assert "invariant over 'a', and unreduced there" in text
     assert "md.annotate(x, unreduced='a')" in text
 
 
-def test_what_each_rank_has_is_its_summand_where_the_pattern_says_so() -> None:
+def test_what_each_rank_has_is_its_partial_sum_where_the_pattern_says_so() -> None:
     """As for ``lax.psum``: the gradients are equal to those of one, and of the same kinds."""
 
     def body(mesh: Any) -> Any:
@@ -146,14 +146,14 @@ def test_what_each_rank_has_is_its_summand_where_the_pattern_says_so() -> None:
                 found.append((total.tolist(), grad.tolist(), kinds(total), kinds(grad)))
         return found
 
-    for first, second, by_verb in typed(body):
-        assert first == second == by_verb
+    for first, second, by_operation in typed(body):
+        assert first == second == by_operation
         assert first[2:] == (((), (), ()), (("a",), (), ()))
 
-    def cut(mesh: Any) -> Any:  # what is known to be a shard is no summand
+    def cut(mesh: Any) -> Any:  # what is known to be a shard is no partial sum
         return md.reshard(md.shard(torch.ones(2, 4), "s@a d", mesh), "s d {U:a} -> s d", mesh)
 
-    text = refused(cut)
+    text = rejected(cut)
     assert "varying over 'a', and unreduced there" in text
     assert "x carries a spec, whose axes cut its dims: write them on the left" in text
 
@@ -204,7 +204,7 @@ def test_a_parameter_keeps_the_mark_of_the_shard_that_it_is_made_from(size: int)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_a_leaf_that_is_cut_and_lacks_its_mark_is_refused(size: int) -> None:
+def test_a_leaf_that_is_cut_and_lacks_its_mark_is_rejected(size: int) -> None:
     for text in gathered(lambda shard, mesh: torch.nn.Parameter(shard.clone()), size):
         assert text.startswith(
             "reshard of a value that is invariant over 'dp', and cut there by its pattern or spec\n"
@@ -219,7 +219,7 @@ def test_a_leaf_that_is_cut_and_lacks_its_mark_is_refused(size: int) -> None:
     assert all(torch.equal(one, part) for one, part in zip(found, wanted, strict=True))
 
 
-def test_what_is_made_from_such_a_leaf_is_refused_too() -> None:
+def test_what_is_made_from_such_a_leaf_is_rejected_too() -> None:
     text = gathered(lambda shard, mesh: torch.nn.Parameter(shard.clone()), 2, lambda w: w * 1)[0]
     assert "x: float64[3, 2], made from values that are invariant over 'dp'" in text
     assert "annotate what it is made from: md.annotate(w, varying='dp')" in text
@@ -238,7 +238,7 @@ def test_meshes_that_are_no_part_of_the_contexts() -> None:
         other = md.init_device_mesh("cpu", (4,), mesh_dim_names=("c",))
         md.reshard(torch.ones(2, 4), "s@c d -> s d", other)
 
-    text = refused(body)
+    text = rejected(body)
     assert "reshard over 'c' of a mesh that is no part of the context's" in text
     assert "expected: axes of DeviceMesh(a=2, b=2)" in text
 

@@ -12,15 +12,15 @@ from hypothesis import given, strategies as st
 
 import meshdist as md
 from meshdist.errors import (
-    AgreementError,
     ArgumentError,
     AxisTypeError,
     DtypeError,
     MeshdistError,
+    MismatchError,
     ShapeError,
 )
 from meshdist.tensor_parallel import cross_entropy
-from tests.operations.cases import WIRES
+from tests.operations.cases import BACKENDS
 from tests.pool import Pool
 
 CPU = [torch.profiler.ProfilerActivity.CPU]
@@ -153,11 +153,13 @@ def losses_with_an_offset(offset: float) -> list[tuple[float, float]]:
 
 
 @pytest.mark.parametrize(
-    ("wire", "size"), [*(("simulated", n) for n in (1, 2, 3, 5)), ("gloo", 2), ("shm", 3)]
+    ("backend", "size"), [*(("simulated", n) for n in (1, 2, 3, 5)), ("gloo", 2), ("shm", 3)]
 )
 @pytest.mark.parametrize("offset", [1e4, -1e6])
-def test_a_common_offset_costs_no_digits(pool: Pool, wire: str, size: int, offset: float) -> None:
-    for errors in WIRES[wire](pool, losses_with_an_offset, size, offset):
+def test_a_common_offset_costs_no_digits(
+    pool: Pool, backend: str, size: int, offset: float
+) -> None:
+    for errors in BACKENDS[backend](pool, losses_with_an_offset, size, offset):
         for mine, torchs in errors:
             assert mine <= torchs + 4e-6  # a few roundings of a loss of about 10
 
@@ -229,7 +231,7 @@ WRONG: dict[str, tuple[Any, type[MeshdistError], str]] = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_is_refused_before_anything_is_sent(name: str) -> None:
+def test_what_is_rejected_before_anything_is_sent(name: str) -> None:
     call, kind, text = WRONG[name]
 
     def program() -> str:
@@ -244,7 +246,7 @@ def test_ranks_with_other_numbers_of_classes_all_raise() -> None:
     def program() -> str:
         mesh = mesh_of(2)
         mine = torch.zeros(2, 3 - mesh.get_local_rank())
-        with pytest.raises(AgreementError) as raised:
+        with pytest.raises(MismatchError) as raised:
             cross_entropy(mine, torch.tensor([0, 1]), mesh["tp"])
         return str(raised.value)
 
@@ -254,7 +256,7 @@ def test_ranks_with_other_numbers_of_classes_all_raise() -> None:
         assert "logits of 4 classes" in text
 
 
-def test_torchs_loss_of_cut_logits_is_refused_in_a_context() -> None:
+def test_torchs_loss_of_cut_logits_is_rejected_in_a_context() -> None:
     def program() -> tuple[bool, str]:
         mesh = mesh_of(2)
         whole, _ = draw((4,), 6, -100)

@@ -1,4 +1,4 @@
-"""``md.parallelize``: plans by names, all that it refuses and leaves unchanged, and ``explain``."""
+"""``md.parallelize``: plans by names, all that it rejects and leaves unchanged, and ``explain``."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def mesh_of(*shape: int) -> md.DeviceMesh:
 
 
 def state_of(model: nn.Module) -> Any:
-    """Return all that a refused call must leave as it was."""
+    """Return all that a rejected call must leave as it was."""
     return (
         [(name, type(module)) for name, module in model.named_modules()],
         [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()],
@@ -166,7 +166,7 @@ def test_explain_tells_what_was_done_and_what_a_plan_would_do() -> None:
         ]
 
 
-# -- what is refused ------------------------------------------------------------------------------
+# -- what is rejected ------------------------------------------------------------------------------
 
 
 def linear(*sizes: int) -> nn.Module:
@@ -484,7 +484,7 @@ def _weight_norm(layer: nn.Module) -> nn.Module:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_refused_leaves_the_model_as_it_was(name: str) -> None:
+def test_what_is_rejected_leaves_the_model_as_it_was(name: str) -> None:
     make_model, plan, kind, lines = REFUSED[name]
 
     def program() -> str:

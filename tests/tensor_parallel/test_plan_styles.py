@@ -1,4 +1,4 @@
-"""The words of plans: transformers' mean ours, torch's styles and foreign words are refused."""
+"""The words of plans: transformers' mean ours, torch's styles and foreign words are rejected."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ STYLES: dict[str, tuple[Any, str | None]] = {
 
 
 @pytest.mark.parametrize("name", STYLES)
-def test_a_style_of_torchs_is_refused_with_the_word_that_says_the_same(name: str) -> None:
+def test_a_style_of_torchs_is_rejected_with_the_word_that_says_the_same(name: str) -> None:
     style, word = STYLES[name]
     with pytest.raises(KindError) as raised:
         word_of("layers.*.up", style)

@@ -1,4 +1,4 @@
-"""How a verb of torch's groups is asked, and what of its tensors travels."""
+"""How a collective of torch's groups is asked, and what of its tensors travels."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_all_pairs_are_checked_before_the_first_is_sent(pool: Pool) -> None:
     ]
 
 
-def test_what_is_given_twice_is_refused() -> None:
+def test_what_is_given_twice_is_rejected() -> None:
     def program() -> None:
         group, x, ops = md.group.WORLD, torch.ones(2), md.ReduceOp
         for call in (

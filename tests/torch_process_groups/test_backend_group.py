@@ -1,4 +1,4 @@
-"""Every verb of torch.distributed on shm gives what Gloo gives, and what Gloo refuses."""
+"""Every collective of torch.distributed on shm gives what Gloo gives, and what Gloo rejects."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from tests.torch_process_groups.worlds import (
     reduce_scatter_single_of_torch,
 )
 
-Verb = Callable[[bool, torch.dtype], Any]
+OperationSpec = Callable[[bool, torch.dtype], Any]
 
 
 def mine(count: int, dtype: torch.dtype, shift: int = 0) -> torch.Tensor:
-    """Small whole numbers of this rank's own, so that sums are exact."""
+    """Small integers of this rank's own, so that sums are exact."""
     return (torch.arange(count) % 3 + dist.get_rank() + shift).to(dtype)
 
 
@@ -170,7 +170,7 @@ def messages(later: bool, dtype: torch.dtype) -> Any:
     return [found, batch, torch.tensor(sorted(senders))]
 
 
-VERBS: list[Verb] = [
+OPERATIONS: list[OperationSpec] = [
     all_reduce,
     reduce,
     broadcast,
@@ -188,25 +188,27 @@ VERBS: list[Verb] = [
 DTYPES = [torch.float32, torch.int64, torch.bfloat16, torch.uint8]
 
 
-def every_verb() -> dict[str, Any]:
+def every_operation() -> dict[str, Any]:
     return {
-        f"{verb.__name__} {dtype} {'later' if later else 'now'}": plain(verb(later, dtype))
-        for verb in VERBS
+        f"{operation.__name__} {dtype} {'later' if later else 'now'}": plain(
+            operation(later, dtype)
+        )
+        for operation in OPERATIONS
         for dtype in DTYPES
         for later in (False, True)
     }
 
 
 @pytest.mark.parametrize("size", [3, 4])
-def test_every_verb_gives_what_gloo_gives(size: int, pool: Pool) -> None:
-    ours, theirs = (on_torch(pool, every_verb, size, name) for name in ("shm", "gloo"))
+def test_every_collective_gives_what_gloo_gives(size: int, pool: Pool) -> None:
+    ours, theirs = (on_torch(pool, every_operation, size, name) for name in ("shm", "gloo"))
     for rank in range(size):
         assert ours[rank].keys() == theirs[rank].keys()
         for call, result in theirs[rank].items():
             assert ours[rank][call] == result, call
 
 
-def test_what_gloo_refuses(pool: Pool) -> None:
+def test_what_gloo_rejects(pool: Pool) -> None:
     def program() -> Any:
         rank, size = dist.get_rank(), dist.get_world_size()
         uneven = [torch.zeros(j + 1) for j in range(size)]
@@ -237,7 +239,7 @@ def test_tensors_that_are_not_contiguous(pool: Pool) -> None:
         outputs = [torch.zeros(2, 3).t() for _ in range(size)]
         dist.all_gather(outputs, (torch.arange(6.0).view(2, 3) * rank).t())
         conjugate = torch.tensor([1 + 2j]).conj()
-        dist.group.WORLD.allreduce(conjugate).wait()  # the front end refuses it
+        dist.group.WORLD.allreduce(conjugate).wait()  # the front end rejects it
         with torch.inference_mode():
             inferred = torch.arange(6.0).view(3, 2)
         dist.all_reduce(inferred[:, 0])
@@ -454,12 +456,12 @@ def test_messages_and_sums_of_two_threads_are_noted_as_themselves(pool: Pool) ->
     assert second == list(range(60))
 
 
-def test_all_device_types_of_a_wire_are_opened_with_the_group(pool: Pool) -> None:
+def test_all_device_types_of_a_backend_are_opened_with_the_group(pool: Pool) -> None:
     def program() -> Any:
-        from meshdist.torch_process_groups.backend_group import WireGroup
-        from tests.inner import Opening, ShmWire
+        from meshdist.torch_process_groups.backend_group import BackendGroup
+        from tests.inner import Opening, ShmBackend
 
-        class StandIn(ShmWire):
+        class StandIn(ShmBackend):
             """Notes for which device types it is opened."""
 
             device_types = frozenset({"cpu", "cuda"})
@@ -476,7 +478,7 @@ def test_all_device_types_of_a_wire_are_opened_with_the_group(pool: Pool) -> Non
                 patch.setattr(torch.cuda, "is_available", partial(bool, has_cuda))
                 keys = dist.PrefixStore(f"stand-in {has_cuda}", store)
                 opening = Opening(keys, lambda: store, ranks, rank, "cpu", timedelta(seconds=20))
-                WireGroup(StandIn(), opening).shutdown()
+                BackendGroup(StandIn(), opening).shutdown()
         return opened
 
     assert on_torch(pool, program, 2) == [["cpu", "cpu", "cuda"]] * 2
@@ -518,7 +520,7 @@ def test_sums_of_sparse_tensors(pool: Pool) -> None:
             assert gradient == [0.5, 0.5, 0.0, 0.0, 1.0]
 
 
-def test_verbs_show_in_torchs_profiler_as_those_of_its_own_backends(pool: Pool) -> None:
+def test_collectives_show_in_torchs_profiler_as_those_of_its_own_backends(pool: Pool) -> None:
     def program() -> Any:
         with torch.autograd.profiler.profile(record_shapes=True) as profile:
             dist.all_reduce(torch.ones(3, 2))
@@ -543,17 +545,17 @@ def test_verbs_show_in_torchs_profiler_as_those_of_its_own_backends(pool: Pool) 
 def test_a_call_is_compared_as_itself_though_another_thread_notes_one(pool: Pool) -> None:
     def program() -> list[float]:
         group = dist.group.WORLD._get_backend(torch.device("cpu"))
-        (channel,) = group.inner.channels
-        carrier, start = channel.communicator, channel.communicator.start
+        (device_group,) = group.inner.device_groups
+        executor, start = device_group.communicator, device_group.communicator.start
 
         def start_late(prepared: Any) -> Any:
             if dist.get_rank() == 0:  # as a message of another thread would be
                 message = get_message("isend", torch.ones(3), 1, 7)
-                channel.recorder.note(channel.group, message)
+                device_group.recorder.note(device_group.group, message)
             return start(prepared)
 
         x = torch.ones(2)
-        with mock.patch.object(carrier, "start", start_late):
+        with mock.patch.object(executor, "start", start_late):
             dist.all_reduce(x, dist._make_nccl_premul_sum(2.0))
         return x.tolist()
 

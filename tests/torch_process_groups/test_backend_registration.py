@@ -1,4 +1,4 @@
-"""How torch comes to know our wires: by an import, or by itself where the package is installed."""
+"""How torch comes to know our backends: by an import, or by itself where the package is installed."""
 
 from __future__ import annotations
 
@@ -88,18 +88,18 @@ def test_an_installed_package_is_found_by_torch(
     assert (done.stdout, done.stderr) == (told, "")
 
 
-# torch's own hook for MPI, with the shared-memory wire in the place of MPI's.
+# torch's own hook for MPI, with the shared-memory backend in the place of MPI's.
 UNDER_MPIEXEC = """
 import torch, torch.distributed as dist, warnings
 import meshdist.torch_backends
-from meshdist.backends.registry import register_wire
-from meshdist.backends.shm.communicator import ShmWire
+from meshdist.backends.registry import register_backend
+from meshdist.backends.shm.communicator import ShmBackend
 
-class StandIn(ShmWire):
+class StandIn(ShmBackend):
     name = "mpi"
 
 import meshdist.backends.capabilities
-register_wire(StandIn())
+register_backend(StandIn())
 assert dist.is_mpi_available()
 found = []
 for _ in range(2):

@@ -43,7 +43,7 @@ def without_memory() -> torch.Tensor:
 def test_calls_that_differ_are_told_on_every_rank(pool: Pool) -> None:
     def program() -> tuple[str, float]:
         rank = dist.get_rank()
-        text = caught(md.AgreementError, lambda: dist.all_reduce(torch.ones(3 + rank // 2)))
+        text = caught(md.MismatchError, lambda: dist.all_reduce(torch.ones(3 + rank // 2)))
         x = torch.ones(1)
         dist.all_reduce(x)  # the members stay in step
         return text, x.item()
@@ -57,16 +57,16 @@ def test_calls_that_differ_are_told_on_every_rank(pool: Pool) -> None:
             "  where:    group '0' (ranks 0-2); no data was moved\n"
             f"            raised on rank {rank}, call 1 on group '0' (ranks 0-2): "
             f"all_reduce(({count},) float32, SUM){where}\n"
-            "  expected: the same verb, dtype, number of elements, op and root on every member\n"
+            "  expected: the same collective, dtype, number of elements, op and root on every member\n"
             f"  found:    ranks 0-1: all_reduce((3,) float32, SUM){where}\n"
             f"            rank 2: all_reduce((4,) float32, SUM){where}\n"
-            "  fix:      make every member call the same verbs in the same order, on fitting "
+            "  fix:      make every member call the same collectives in the same order, on fitting "
             "tensors"
         )
         assert after == 3.0
 
 
-def test_what_a_handler_raises_in_a_verb_is_told_to_the_others(pool: Pool) -> None:
+def test_what_a_handler_raises_in_a_collective_is_told_to_the_others(pool: Pool) -> None:
     def program() -> str:
         if dist.get_rank() == 1:
             time.sleep(1.0)
@@ -83,7 +83,7 @@ def test_what_a_handler_raises_in_a_verb_is_told_to_the_others(pool: Pool) -> No
     assert ": KeyError: 'no data'" in told
 
 
-def test_a_negative_tag_is_refused_before_anything_is_sent(pool: Pool) -> None:
+def test_a_negative_tag_is_rejected_before_anything_is_sent(pool: Pool) -> None:
     def program() -> list[str]:
         x, told = torch.ones(2), []
         for call in (
@@ -98,19 +98,19 @@ def test_a_negative_tag_is_refused_before_anything_is_sent(pool: Pool) -> None:
     assert on_torch(pool, program, 2) == [["send: tag is -1", "recv: tag is -1"]] * 2
 
 
-def test_verbs_and_roots_that_differ_too(pool: Pool) -> None:
+def test_collectives_and_roots_that_differ_too(pool: Pool) -> None:
     def program() -> tuple[str, str]:
         rank = dist.get_rank()
         x = torch.ones(2)
-        verbs = [lambda: dist.all_reduce(x), lambda: dist.broadcast(x, 0)]
+        operations = [lambda: dist.all_reduce(x), lambda: dist.broadcast(x, 0)]
         return (
-            caught(md.AgreementError, verbs[rank]),
-            caught(md.AgreementError, lambda: dist.broadcast(x, rank)),
+            caught(md.MismatchError, operations[rank]),
+            caught(md.MismatchError, lambda: dist.broadcast(x, rank)),
         )
 
-    for verbs, roots in on_torch(pool, program, 2):
-        assert "rank 0: all_reduce((2,) float32, SUM)" in verbs
-        assert "rank 1: broadcast((2,) float32, root rank 0)" in verbs
+    for operations, roots in on_torch(pool, program, 2):
+        assert "rank 0: all_reduce((2,) float32, SUM)" in operations
+        assert "rank 1: broadcast((2,) float32, root rank 0)" in operations
         assert "rank 1: broadcast((2,) float32, root rank 1)" in roots
 
 
@@ -120,7 +120,7 @@ def test_a_message_that_does_not_fit(pool: Pool) -> None:
             dist.isend(torch.ones(3), 1, tag=4)
             dist.barrier()
             return ""
-        text = caught(md.AgreementError, lambda: dist.recv(torch.ones(2), 0, tag=4))
+        text = caught(md.MismatchError, lambda: dist.recv(torch.ones(2), 0, tag=4))
         dist.barrier()
         return text
 
@@ -142,7 +142,7 @@ def test_a_killed_member_is_an_error_on_the_others(pool: Pool) -> None:
     first, killed, last = outcomes_on_torch(pool, program, 3)
     assert isinstance(killed, Failure) and isinstance(killed.exception, WorkerLost)
     for text, seconds in (first, last):
-        assert "all_reduce on group '0' (ranks 0-2) failed on wire 'shm'" in text
+        assert "all_reduce on group '0' (ranks 0-2) failed on backend 'shm'" in text
         assert "found:    rank 1 has ended" in text
         assert is_within(seconds, 5.0)
 
@@ -380,7 +380,7 @@ def test_a_forked_child_says_nothing_for_its_parent(pool: Pool) -> None:
         ),
     ],
 )
-def test_wrong_arguments_are_refused_before_anything_is_sent(
+def test_wrong_arguments_are_rejected_before_anything_is_sent(
     call: Any, kind: type[Exception], text: str, pool: Pool
 ) -> None:
     def program() -> str:
@@ -448,4 +448,4 @@ def test_a_member_that_does_not_come_to_a_new_group(pool: Pool) -> None:
         return caught(md.CollectiveTimeoutError, lambda: dist.new_group([0, 1], timeout=limit))
 
     text = on_torch(pool, program, 2)[0]
-    assert text.startswith("group '1' (ranks 0-1) could not be opened on wire 'shm'\n")
+    assert text.startswith("group '1' (ranks 0-1) could not be opened on backend 'shm'\n")

@@ -168,8 +168,8 @@ def test_results_of_reshard_carry_theirs() -> None:
     def body(mesh: md.DeviceMesh) -> Any:
         whole = torch.arange(12.0).reshape(4, 3)
         local = md.shard(whole, "b@dp s", mesh)
-        summand = md.reshard(local, "b@dp s -> s b@dp {U:tp}", mesh)
-        texts = [str(md.typeof(each)) for each in (local, summand)]
+        partial_sum = md.reshard(local, "b@dp s -> s b@dp {U:tp}", mesh)
+        texts = [str(md.typeof(each)) for each in (local, partial_sum)]
         with md.typed(mesh):
             moved = md.reshard(local, "b@dp s -> b s@(tp,dp)", mesh, s=3)
             texts.append(str(md.typeof(moved)))

@@ -433,12 +433,12 @@ def detail() -> None:
 
 
 def refusals(body: Callable[[md.DeviceMesh], Any]) -> str:
-    def refused(mesh: md.DeviceMesh) -> str:
+    def rejected(mesh: md.DeviceMesh) -> str:
         with md.typed(mesh), pytest.raises(GradientError) as caught:
             body(mesh)
         return str(caught.value)
 
-    texts = {text.replace("rank 1 (dp=1)", "rank 0 (dp=0)") for text in on_line(refused)}
+    texts = {text.replace("rank 1 (dp=1)", "rank 0 (dp=0)") for text in on_line(rejected)}
     assert len(texts) == 1
     return texts.pop()
 

@@ -1,4 +1,5 @@
-"""JAX's verbs inside contexts: each takes and gives the kinds of the table, whatever is around."""
+"""JAX's collectives inside contexts: each takes and gives the kinds of the table, whatever is
+around."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ import torch
 
 import meshdist as md
 from meshdist import lax
-from meshdist.annotations.axis_types import CASTS, GATHERED, KINDS, VERB_KINDS
+from meshdist.annotations.axis_types import CASTS, GATHERED, KINDS, OPERATION_KINDS
 from meshdist.errors import ArgumentError, AxisTypeError
 from meshdist.typed_mode.collective_calls import kinds_over
 from tests.typed_mode.typed_cases import in_mesh, kinds, refusal, varying
@@ -50,7 +51,7 @@ def of_kind(kind: str) -> torch.Tensor:
 
 
 def outcomes(call: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, str]:
-    """The kind that a call gives for each kind that it takes; all others are refused."""
+    """The kind that a call gives for each kind that it takes; all others are rejected."""
 
     def body(mesh: md.DeviceMesh) -> dict[str, str]:
         found = {}
@@ -65,14 +66,14 @@ def outcomes(call: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, str]:
     texts: list[str] = []
     found = in_mesh(body)
     assert all("over axis 'dp' of a value that is" in text for text in texts)
-    assert all("test_verb_calls.py" in text for text in texts)
+    assert all("test_collective_calls.py" in text for text in texts)
     assert all(one == found[0] for one in found)
     return found[0]
 
 
-@pytest.mark.parametrize("verb", VERB_KINDS)
-def test_each_verb_takes_and_gives_the_kinds_of_the_table(verb: str) -> None:
-    assert outcomes(CALLS[verb]) == VERB_KINDS[verb]
+@pytest.mark.parametrize("operation", OPERATION_KINDS)
+def test_each_collective_takes_and_gives_the_kinds_of_the_table(operation: str) -> None:
+    assert outcomes(CALLS[operation]) == OPERATION_KINDS[operation]
 
 
 @pytest.mark.parametrize("to", CASTS)
@@ -124,7 +125,7 @@ def test_a_cast_over_axes_of_two_kinds() -> None:
             found = kinds(x), kinds(w.grad)
         return *found, w.grad.tolist()
 
-    # Summed over 'dp' (ranks 0 and 2, 1 and 3), a summand over 'tp'.
+    # Summed over 'dp' (ranks 0 and 2, 1 and 3), a partial sum over 'tp'.
     found = in_mesh(body)
     assert [one[:2] for one in found] == [("V:dp,tp", "U:tp")] * 4
     assert [one[2][0] for one in found] == [4.0, 6.0, 4.0, 6.0]
@@ -150,7 +151,7 @@ def test_meshes_that_are_parts_of_the_contexts() -> None:
     assert "axes of DeviceMesh(dp=2, tp=2), a slice of it, or axes flattened" in text
 
 
-def test_pytrees_are_refused_before_anything_is_sent_and_name_the_leaf() -> None:
+def test_pytrees_are_rejected_before_anything_is_sent_and_name_the_leaf() -> None:
     def body(mesh: md.DeviceMesh) -> None:
         lax.psum({"a": varying(torch.ones(2)), "b": [torch.ones(2)]}, "dp")
 
@@ -183,7 +184,7 @@ def test_ragged_exchange_joins_its_operands() -> None:
     assert in_mesh(body)[0] == ("V:dp", [1.0, 2.0], [0.0, 0.0])
 
 
-def test_the_verbs_of_a_checkpoint_are_plain_when_it_recomputes() -> None:
+def test_the_collectives_of_a_checkpoint_are_plain_when_it_recomputes() -> None:
     def body(mesh: md.DeviceMesh) -> Any:
         w = torch.ones(2, requires_grad=True)
 

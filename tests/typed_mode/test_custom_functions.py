@@ -73,7 +73,7 @@ def test_operands_are_cast_and_results_marked_by_an_apply_that_was_captured_too(
 
 
 @pytest.mark.skipif(not is_apply_bare, reason="this torch shows us a captured apply")
-def test_a_captured_apply_that_is_not_seen_is_refused() -> None:
+def test_a_captured_apply_that_is_not_seen_is_rejected() -> None:
     text = refusal(AxisTypeError, lambda mesh: captured(torch.ones((), dtype=F64), data(mesh)))
     assert text.startswith(
         "Product.apply was taken from its class before the typed context began\n"
@@ -138,7 +138,7 @@ def test_backward_hooks_of_modules_keep_each_arguments_kinds() -> None:
     assert in_mesh(body)[0] == ("", "V:dp", [2], [2.0, 2.0], [2.0, 2.0])
 
 
-def test_a_reentrant_checkpoint_is_refused() -> None:
+def test_a_reentrant_checkpoint_is_rejected() -> None:
     def body(mesh: md.DeviceMesh) -> None:
         w = torch.ones(2, requires_grad=True)
         checkpoint(lambda x: x * w, w * 2, use_reentrant=True)

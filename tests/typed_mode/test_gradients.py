@@ -192,7 +192,7 @@ def test_a_gradient_that_was_widened_does_not_reach_a_parameter() -> None:
 @pytest.mark.parametrize("foreach", [None, True, False])
 @pytest.mark.parametrize("is_all_cut", [False, True])
 @pytest.mark.parametrize("norm", [2.0, math.inf])
-def test_torchs_clipping_of_parts_is_refused(
+def test_torchs_clipping_of_parts_is_rejected(
     foreach: bool | None, is_all_cut: bool, norm: float
 ) -> None:
     def body(mesh: md.DeviceMesh) -> None:

@@ -107,7 +107,9 @@ HOOKS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
 
 @pytest.mark.parametrize("is_first", [True, False])
 @pytest.mark.parametrize("hook", HOOKS)
-def test_a_hook_by_which_an_equal_gradient_would_part_is_refused(hook: str, is_first: bool) -> None:
+def test_a_hook_by_which_an_equal_gradient_would_part_is_rejected(
+    hook: str, is_first: bool
+) -> None:
     def program() -> str:
         mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
         if not is_first:
@@ -115,9 +117,9 @@ def test_a_hook_by_which_an_equal_gradient_would_part_is_refused(hook: str, is_f
         w, x = torch.ones(3, dtype=F64, requires_grad=True), own(mesh)
         if hook != "inside":
             HOOKS[hook](w, x)
-        with md.typed(mesh), pytest.raises(AxisTypeError) as refused:
+        with md.typed(mesh), pytest.raises(AxisTypeError) as rejected:
             (HOOKS[hook](w, x) if hook == "inside" else w * w).sum().backward()
-        return str(refused.value)
+        return str(rejected.value)
 
     text = md.simulate(program, 2)[0]
     assert "<lambda> gives a gradient another type than its tensor's" in text

@@ -1,4 +1,4 @@
-"""torch's verbs inside contexts: they run as ever, and what they write has the right kinds."""
+"""torch's collectives inside contexts: they run as ever, and what they write has the right kinds."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 import meshdist as md
 from meshdist import lax
-from meshdist.operation_table import VERBS
+from meshdist.operation_table import OPERATIONS
 from tests.inner import watchers
 from tests.typed_mode.typed_cases import in_mesh, kinds, varying
 
@@ -51,7 +51,7 @@ def batched(mesh: md.DeviceMesh) -> torch.Tensor:
 
 
 def on_out(call: Callable[[Any, Any], Any], out: Callable[[], Any]) -> Callable[[Any], Any]:
-    """The output of a verb that is called with the group and an output."""
+    """The output of a collective that is called with the group and an output."""
 
     def body(mesh: md.DeviceMesh) -> Any:
         given = out()
@@ -61,8 +61,8 @@ def on_out(call: Callable[[Any, Any], Any], out: Callable[[], Any]) -> Callable[
     return body
 
 
-# By verb: what it writes over 'tp', and the kinds of that. Inputs vary over both axes; receives and
-# objects know no more of the other axes than the tensor that they are given.
+# By collective: what it writes over 'tp', and the kinds of that. Inputs vary over both axes;
+# receives and objects know no more of the other axes than the tensor that they are given.
 CASES: dict[str, tuple[Callable[[md.DeviceMesh], Any], str]] = {
     "all_reduce": (on_out(lambda g, t: md.all_reduce(t, group=g), x), "V:dp"),
     "all_reduce_coalesced": (
@@ -175,23 +175,23 @@ CASES: dict[str, tuple[Callable[[md.DeviceMesh], Any], str]] = {
 }
 
 
-def test_every_verb_is_in_the_table() -> None:
+def test_every_collective_is_in_the_table() -> None:
     silent = {"barrier", "monitored_barrier", "send", "isend", "send_object_list"}
-    assert {row.name for row in VERBS.values() if not row.writes} == silent
-    assert set(VERBS) - silent - {"recv_object_list"} == set(CASES)
+    assert {row.name for row in OPERATIONS.values() if not row.writes} == silent
+    assert set(OPERATIONS) - silent - {"recv_object_list"} == set(CASES)
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
-@pytest.mark.parametrize("verb", CASES)
-def test_what_is_written_has_the_kinds_that_the_verb_makes(verb: str) -> None:
-    call, expected = CASES[verb]
+@pytest.mark.parametrize("operation", CASES)
+def test_what_is_written_has_the_kinds_that_the_collective_makes(operation: str) -> None:
+    call, expected = CASES[operation]
 
     def body(mesh: md.DeviceMesh) -> str:
         with md.typed(mesh):
             return kinds(call(mesh))
 
     found = in_mesh(body)
-    assert found == [expected, "" if verb == "gather" else expected] * 2  # one rank gathers
+    assert found == [expected, "" if operation == "gather" else expected] * 2  # one rank gathers
 
 
 def test_objects_that_are_received() -> None:

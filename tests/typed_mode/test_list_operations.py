@@ -1,4 +1,4 @@
-"""torch's functions on lists: each item has its own type, cast and refusal."""
+"""torch's functions on lists: each item has its own type, cast and rejection."""
 
 from __future__ import annotations
 
@@ -59,12 +59,12 @@ def test_writes_in_place() -> None:
 
     assert in_mesh(body)[0] == ("V:dp", "")
 
-    def refused(mesh: md.DeviceMesh) -> None:
+    def rejected(mesh: md.DeviceMesh) -> None:
         p = torch.nn.Parameter(torch.ones(2))
         with torch.no_grad():
             torch._foreach_add_([p], [varying(torch.ones(2))])
 
-    text = refusal(AxisTypeError, refused)
+    text = refusal(AxisTypeError, rejected)
     assert text.startswith("_foreach_add_ would turn what it writes, invariant over 'dp', into var")
 
 
@@ -76,12 +76,12 @@ def test_unreduced_items() -> None:
 
     assert in_mesh(body)[0] == ["U:dp", ""]
 
-    def refused(mesh: md.DeviceMesh) -> None:
+    def rejected(mesh: md.DeviceMesh) -> None:
         p = torch.nn.Parameter(torch.ones(2))
         with torch.no_grad():
             torch._foreach_add_([p], [md.annotate(torch.ones(2), unreduced="dp")])
 
-    text = refusal(AxisTypeError, refused)
+    text = refusal(AxisTypeError, rejected)
     assert text.startswith("_foreach_add_ of an unreduced gradient to a parameter\n")
 
 

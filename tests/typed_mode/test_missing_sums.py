@@ -203,7 +203,7 @@ def by_head(*whole: torch.Tensor) -> torch.Tensor:
 def test_following_the_fix_gives_the_gradients_of_one_device(name: str, forgotten: str) -> None:
     right = PROGRAMS[name]
     wanted = gradients_of_one_device(right)
-    marks = tuple(f"# {verb}" for verb in forgotten.split())
+    marks = tuple(f"# {operation}" for operation in forgotten.split())
     source = "\n".join(line for line in right.splitlines() if not line.endswith(marks)) + "\n"
     for _ in range(4):
         found = md.simulate(step, 4, args=(source,))
@@ -225,8 +225,11 @@ def test_following_the_fix_gives_the_gradients_of_one_device(name: str, forgotte
             torch.testing.assert_close(grad, part, msg=f"{weight} on rank {rank}")
 
 
-def without(source: str, verb: str) -> str:
-    return "\n".join(line for line in source.splitlines() if not line.endswith(f"# {verb}")) + "\n"
+def without(source: str, operation: str) -> str:
+    return (
+        "\n".join(line for line in source.splitlines() if not line.endswith(f"# {operation}"))
+        + "\n"
+    )
 
 
 def test_the_error_names_the_leaf_and_the_lines() -> None:

@@ -1,4 +1,4 @@
-"""Types that follow values: models against one device, what each place does, what is refused."""
+"""Types that follow values: models against one device, what each place does, what is rejected."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def test_a_gpt_over_two_axes_needs_psum_alone(is_checkpointed: bool) -> None:
 # -- what cannot be right -------------------------------------------------------------------------
 
 
-def test_a_verb_over_an_axis_where_its_operand_is_invariant() -> None:
+def test_a_collective_over_an_axis_where_its_operand_is_invariant() -> None:
     text = refusal(AxisTypeError, lambda mesh: lax.psum(torch.ones(3), "dp"))
     assert text.startswith("psum over axis 'dp' of a value that is invariant there\n")
     assert "rank 0 (dp=0, tp=0) of DeviceMesh(dp=2, tp=2); axis 'dp' (size 2)" in text
@@ -188,16 +188,16 @@ def test_a_verb_over_an_axis_where_its_operand_is_invariant() -> None:
 
 
 @pytest.mark.parametrize(
-    ("verb", "fix"),
+    ("operation", "fix"),
     [
-        (lax.pmean, "a value that is equal on all ranks is its own mean: leave the verb out"),
+        (lax.pmean, "a value that is equal on all ranks is its own mean: leave the collective out"),
         (lax.all_gather, "is cast first: lax.pvary(x, 'dp'), before each rank takes its own part"),
     ],
 )
-def test_the_way_out_for_equal_values_is_that_of_the_verb(
-    verb: Callable[..., Any], fix: str
+def test_the_way_out_for_equal_values_is_that_of_the_collective(
+    operation: Callable[..., Any], fix: str
 ) -> None:
-    text = refusal(AxisTypeError, lambda mesh: verb(torch.ones(3), "dp"))
+    text = refusal(AxisTypeError, lambda mesh: operation(torch.ones(3), "dp"))
     assert "md.annotate(batch, varying='dp'), after the last copy or slice outside" in text
     assert fix in text and "lax.axis_size" not in text
 

@@ -1,4 +1,4 @@
-"""Marks that a module notes: new tensors have them; refused where they cannot be written."""
+"""Marks that a module notes: new tensors have them; rejected where they cannot be written."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import meshdist as md
 from meshdist.annotations.axis_types import find_type
 from meshdist.errors import ArgumentError, AxisError, AxisTypeError, KindError, MeshdistError
 from meshdist.mesh.partition_spec import P
-from meshdist.typed_mode.module_annotations import NOTED_MARKS, restore_marks
+from meshdist.typed_mode.module_annotations import NOTED_MARKS, restore_annotations
 from tests.typed_mode.typed_cases import in_mesh
 
 
@@ -128,14 +128,14 @@ def test_new_tensors_of_a_module_have_its_marks_at_once(way: str) -> None:
     for own, other in zip([*module.parameters(), *module.buffers()], tensors, strict=True):
         assert own is not other
     assert types(module) == TYPES
-    assert types(restore_marks(module)) == TYPES
+    assert types(restore_annotations(module)) == TYPES
 
 
 @pytest.mark.parametrize("way", KEEPING)
 def test_marks_that_stay_stay(way: str) -> None:
     module = KEEPING[way](block())
     assert types(module) == TYPES
-    assert types(restore_marks(module)) == TYPES
+    assert types(restore_annotations(module)) == TYPES
 
 
 def test_half_changes_the_dtype_alone() -> None:
@@ -206,12 +206,12 @@ def test_a_parametrization_that_takes_a_tensor_over() -> None:
     nn.utils.parametrize.register_parametrization(module[0], "weight", Doubled())
     copied = copy.deepcopy(module)
     assert str(md.typeof(copied[0].parametrizations.weight.original)) == "float32[6, 4]"
-    restore_marks(copied)
+    restore_annotations(copied)
     assert str(md.typeof(copied[0].parametrizations.weight.original)) == "float32[6@tp, 4]"
     # By either name, before and behind it.
     for name in ("0.weight", "0.parametrizations.weight.original"):
         later = md.annotate(copy.deepcopy(module), {name: "f d {R:tp}"})
-        for each in (later, restore_marks(copy.deepcopy(later))):
+        for each in (later, restore_annotations(copy.deepcopy(later))):
             original = each[0].parametrizations.weight.original
             assert str(md.typeof(original)) == "float32[6, 4]{R:tp}"
 
@@ -227,7 +227,7 @@ def test_another_librarys_dict_of_parameters_stays() -> None:
     assert type(module._parameters) is Counted
     copied = copy.deepcopy(module)
     assert str(md.typeof(copied.weight)) == "float32[6, 4]"
-    assert str(md.typeof(restore_marks(copied).weight)) == "float32[6@tp, 4]"
+    assert str(md.typeof(restore_annotations(copied).weight)) == "float32[6@tp, 4]"
 
 
 def test_pickles_find_the_class_of_their_dicts() -> None:
@@ -235,14 +235,14 @@ def test_pickles_find_the_class_of_their_dicts() -> None:
     kind, *_ = block().norm._parameters.__reduce_ex__(2)[1]
     assert (kind.__module__, kind.__qualname__) == (
         "meshdist.typed_mode.module_annotations",
-        "MarkedTensors",
+        "AnnotatedTensors",
     )
 
 
 def test_later_annotations_win() -> None:
     module = md.annotate(block(), {"mlp.up.weight": "f d {R:tp}"})
     md.annotate(module.norm.weight)  # by the tensor itself, which is not noted
-    assert str(md.typeof(restore_marks(module).norm.weight)) == "float32[4]"
+    assert str(md.typeof(restore_annotations(module).norm.weight)) == "float32[4]"
     copied = copy.deepcopy(module)
     assert types(copied) == {**TYPES, "mlp.up.weight": "float32[6, 4]{R:tp}"}
 
@@ -250,7 +250,7 @@ def test_later_annotations_win() -> None:
 def test_a_tensor_that_is_gone_is_left() -> None:
     module = copy.deepcopy(block())
     module.mlp["up"].bias = None
-    restore_marks(module)
+    restore_annotations(module)
     assert "mlp.up.bias" not in types(module)
 
 
@@ -259,11 +259,11 @@ def test_the_marks_of_a_wrapper_are_neither_noted_nor_lost() -> None:
         module = block()
         wrapped = md.DDP(module, device_mesh=mesh["dp"])
         noted = module.mlp["up"].__dict__[NOTED_MARKS]["weight"]
-        copied = restore_marks(copy.deepcopy(module))
+        copied = restore_annotations(copy.deepcopy(module))
         again = md.DDP(copy.deepcopy(module), device_mesh=mesh["dp"])
         before = dict(module.norm.weight.__dict__)
         twin = copy.deepcopy(wrapped)
-        restore_marks(wrapped)
+        restore_annotations(wrapped)
         return [
             noted,
             before == module.norm.weight.__dict__,
@@ -280,7 +280,7 @@ def test_the_marks_of_a_wrapper_are_neither_noted_nor_lost() -> None:
     assert texts == [wrapped, bare, wrapped, wrapped]
 
 
-def test_a_copied_shard_is_refused_by_a_wrapper_over_its_axis() -> None:
+def test_a_copied_shard_is_rejected_by_a_wrapper_over_its_axis() -> None:
     def body(mesh: md.DeviceMesh) -> str:
         with pytest.raises(AxisTypeError) as caught:
             md.DDP(copy.deepcopy(block()), device_mesh=mesh["tp"])
@@ -296,7 +296,7 @@ def test_a_copied_shard_is_refused_by_a_wrapper_over_its_axis() -> None:
 
 
 def assertion(change: Callable[[Any, md.DeviceMesh], object], axes: Any) -> list[str]:
-    """The text, on each rank of (2, 2), with which ``assert_equal`` refuses a changed copy."""
+    """The text, on each rank of (2, 2), with which ``assert_equal`` rejects a changed copy."""
 
     def body(mesh: md.DeviceMesh) -> str:
         torch.manual_seed(mesh.get_local_rank("tp"))
@@ -357,11 +357,11 @@ def test_marks_that_differ_are_told() -> None:
         assert found == "scale: ranks 0, 2-3: varying over 'tp'; rank 1: shape (6,), float32"
 
 
-# -- refusals -------------------------------------------------------------------------------------
+# -- rejections ------------------------------------------------------------------------------------
 
 
 def refusal(specs: Any, kind: type[MeshdistError], **arguments: Any) -> str:
-    """The text with which an annotation is refused; nothing is marked and nothing noted."""
+    """The text with which an annotation is rejected; nothing is marked and nothing noted."""
     module = Block()
     with pytest.raises(kind) as caught:
         md.annotate(module, specs, **arguments)
@@ -508,7 +508,7 @@ def test_a_tensor_of_another_shape_that_has_lost_its_mark() -> None:
     assert find_type(module.mlp["up"].weight) is None
     module.mlp["up"].bias.__dict__.clear()
     with pytest.raises(md.errors.ShapeError) as caught:
-        restore_marks(module)
+        restore_annotations(module)
     assert str(caught.value) == (
         "mlp.up.weight has another shape than when it was annotated, and has lost its mark\n"
         "  expected: dims 6@tp, 4, as noted in the module\n"
@@ -517,4 +517,4 @@ def test_a_tensor_of_another_shape_that_has_lost_its_mark() -> None:
     )
     assert find_type(module.mlp["up"].bias) is None
     md.annotate(module, {"mlp.up.*": "f@tp ..."})
-    assert types(restore_marks(copy.deepcopy(module)))["mlp.up.weight"] == "float32[12@tp, 4]"
+    assert types(restore_annotations(copy.deepcopy(module)))["mlp.up.weight"] == "float32[12@tp, 4]"

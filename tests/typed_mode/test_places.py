@@ -259,7 +259,7 @@ def test_linear_operations_pass_unreduced_values() -> None:
         lambda u: u.sum(dtype=torch.int32),
     ],
 )
-def test_all_else_refuses_them(call: Callable[[torch.Tensor], Any]) -> None:
+def test_all_else_rejects_them(call: Callable[[torch.Tensor], Any]) -> None:
     text = refusal(AxisTypeError, lambda mesh: call(unreduced()))
     assert "unreduced over 'dp'" in text or "add_ of" in text or "copy_ of" in text
     assert "U:dp" in text
@@ -492,7 +492,7 @@ def test_printing_and_shapes_warn_of_nothing() -> None:
         lambda x: torch.func.jvp(lambda one: one * 2, (x,), (torch.ones(3),)),
         lambda x: torch.func.vmap(lambda one: lax.psum(one, "dp"))(x),
     ],
-    ids=["vmap", "grad", "closure", "jvp", "verb"],
+    ids=["vmap", "grad", "closure", "jvp", "operation"],
 )
 def test_transforms_of_torch_func_take_invariant_values_alone(transform: Any) -> None:
     text = refusal(AxisTypeError, lambda mesh: transform(v()))
@@ -526,7 +526,7 @@ def test_forward_derivatives_pass_casts() -> None:
     assert found[1].item() == 6.0
 
 
-def test_subclasses_are_refused() -> None:
+def test_subclasses_are_rejected() -> None:
     class Odd(torch.Tensor):
         pass
 

@@ -1,4 +1,4 @@
-"""md.seed: which ranks draw alike, what type a draw has in a context, and what is refused."""
+"""md.seed: which ranks draw alike, what type a draw has in a context, and what is rejected."""
 
 from __future__ import annotations
 
@@ -409,10 +409,10 @@ def test_each_device_has_a_generator_of_its_own(monkeypatch: pytest.MonkeyPatch)
 # -- bad arguments --------------------------------------------------------------------------------
 
 
-def test_bad_arguments_are_refused() -> None:
+def test_bad_arguments_are_rejected() -> None:
     def body(mesh: md.DeviceMesh) -> None:
         for wrong in (1.0, True, "1", None):
-            with pytest.raises(KindError, match=r"md\.seed: seed must be a whole number"):
+            with pytest.raises(KindError, match=r"md\.seed: seed must be an integer"):
                 md.seed(wrong)  # type: ignore[arg-type]
         for large in (2**64, -(2**63) - 1):
             with pytest.raises(ArgumentError, match="64 bits"):
@@ -433,7 +433,7 @@ def test_bad_arguments_are_refused() -> None:
     in_mesh(body)
 
 
-def test_a_mesh_without_this_rank_is_refused() -> None:
+def test_a_mesh_without_this_rank_is_rejected() -> None:
     def program() -> None:
         half = md.DeviceMesh("cpu", [0], mesh_dim_names=("dp",))
         if md.get_rank() == 1:

@@ -27,14 +27,14 @@ def in_mesh(body: Callable[..., Any], *args: Any, shape: tuple[int, ...] = (2, 2
 def refusal(
     kind: type[Exception], body: Callable[[md.DeviceMesh], Any], shape: tuple[int, ...] = (2, 2)
 ) -> str:
-    """The text with which ``body`` is refused, inside a typed context, on rank 0."""
+    """The text with which ``body`` is rejected, inside a typed context, on rank 0."""
 
-    def refused(mesh: md.DeviceMesh) -> str:
+    def rejected(mesh: md.DeviceMesh) -> str:
         with md.typed(mesh), pytest.raises(kind) as caught:
             body(mesh)
         return str(caught.value)
 
-    return in_mesh(refused, shape=shape)[0]
+    return in_mesh(rejected, shape=shape)[0]
 
 
 def varying(x: torch.Tensor, *axes: str) -> torch.Tensor:

@@ -99,18 +99,23 @@ def add_step(program: Program, r: random.Random, axes: list[str]) -> None:
     elif choice < 0.66 and joined == pool[a]:
         add("in place", (a, b), r.choice(["add_", "mul_", "copy_", "slice"]), joined)
     elif kind == "V":
-        verb = r.choice(
+        operation = r.choice(
             [
                 *("psum", "psum", "pmean", "pmax", "gather V", "gather I", "scatter"),
                 *("exchange", "rotate", "unreduced", "broadcast"),
             ]
         )
-        is_whole = verb in ("psum", "pmean", "pmax", "gather I", "unreduced", "broadcast")
-        if is_whole and len(pool[a]) > 1 and verb in ("psum", "pmean") and r.random() < 0.5:
+        is_whole = operation in ("psum", "pmean", "pmax", "gather I", "unreduced", "broadcast")
+        if is_whole and len(pool[a]) > 1 and operation in ("psum", "pmean") and r.random() < 0.5:
             both = tuple(one for one in axes if pool[a].get(one) == "V")
-            add(verb, (a,), both, {one: kind for one, kind in pool[a].items() if one not in both})
+            add(
+                operation,
+                (a,),
+                both,
+                {one: kind for one, kind in pool[a].items() if one not in both},
+            )
         else:
-            add(verb, (a,), (axis,), {**pool[a], axis: "I" if is_whole else "V"})
+            add(operation, (a,), (axis,), {**pool[a], axis: "I" if is_whole else "V"})
     elif kind == "I":
         to = r.choice(["varying", "reduced"])
         add("pcast", (a,), (axis, to), {**pool[a], axis: to[0].upper()})
@@ -123,7 +128,7 @@ class Device(Protocol):
 
     def leaf(self, leaf: Leaf) -> torch.Tensor: ...
     def join(self, *values: tuple[torch.Tensor, dict[str, str]]) -> list[torch.Tensor]: ...
-    def verb(self, name: str, x: torch.Tensor, kinds: dict[str, str], number: Any) -> Any: ...
+    def operation(self, name: str, x: torch.Tensor, kinds: dict[str, str], number: Any) -> Any: ...
     def total(self, x: torch.Tensor, kinds: dict[str, str]) -> torch.Tensor: ...
 
 
@@ -146,7 +151,7 @@ def step(
     device: Device, name: str, given: list[tuple[torch.Tensor, dict[str, str]]], number: Any
 ) -> torch.Tensor:
     if name not in PLAIN:
-        return device.verb(name, *given[0], number)
+        return device.operation(name, *given[0], number)
     return PLAIN[name](*device.join(*given), number)
 
 
@@ -206,7 +211,7 @@ class OneDevice:
             shape[self.axes.index(axis)] = self.sizes[axis]
         return x.expand(shape)
 
-    def verb(self, name: str, x: torch.Tensor, kinds: dict[str, str], number: Any) -> Any:
+    def operation(self, name: str, x: torch.Tensor, kinds: dict[str, str], number: Any) -> Any:
         if name == "pcast":
             return x * 1.0
         x = self.whole(x, number)
@@ -283,7 +288,7 @@ class Ranks:
             found.append(x)
         return found
 
-    def verb(self, name: str, x: torch.Tensor, kinds: dict[str, str], number: Any) -> Any:
+    def operation(self, name: str, x: torch.Tensor, kinds: dict[str, str], number: Any) -> Any:
         axis = number[0] if len(number) == 1 or name == "pcast" else number
         if name == "pcast":
             if self.by_hand and kinds.get(axis) == "R":
@@ -293,8 +298,8 @@ class Ranks:
             return getattr(lax, name)(x, axis)
         size = self.mesh.size(axis)
         if name == "unreduced":
-            summand = lax.pcast(x, axis, to="unreduced")
-            return lax.psum(summand + summand * 0.5, axis)
+            partial_sum = lax.pcast(x, axis, to="unreduced")
+            return lax.psum(partial_sum + partial_sum * 0.5, axis)
         if name == "broadcast":
             return lax.pbroadcast(x, axis, size - 1)
         if name == "rotate":

@@ -1,4 +1,4 @@
-"""The wire that a world takes where none is named: shared memory, or Gloo where it is refused."""
+"""The backend that a world takes where none is named: shared memory, or Gloo where it is rejected."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ ROOT = Path(__file__).resolve().parents[2]
 LIMIT = timedelta(seconds=20)
 
 
-def wire_of(group: Any = None) -> str:
-    """The wire that moves the tensors of a group, which is used to see that it does."""
+def backend_of(group: Any = None) -> str:
+    """The backend that moves the tensors of a group, which is used to see that it does."""
     from tests.inner import resolve_group
 
     found = resolve_group(group)
     x = torch.arange(1000.0)
     md.all_reduce(x, group=group)
     assert torch.equal(x, torch.arange(1000.0) * found.size())
-    return found.open_channel("cpu").communicator.wire
+    return found.open_device_group("cpu").communicator.backend
 
 
 def raising(error: Exception) -> Any:
-    def refuse(*args: Any) -> Any:
+    def reject(*args: Any) -> Any:
         raise error
 
-    return refuse
+    return reject
 
 
 @contextmanager
@@ -91,7 +91,7 @@ TROUBLES = {
 
 
 def worlds_in_trouble(rank: int, size: int, folder: str) -> list[Any]:
-    """For each trouble: the default's wire, and what naming shm tells."""
+    """For each trouble: the default's backend, and what naming shm tells."""
     found = []
     for number, (kind, (culprit, _)) in enumerate(TROUBLES.items()):
         for backend in (None, "shm"):
@@ -104,7 +104,7 @@ def worlds_in_trouble(rank: int, size: int, folder: str) -> list[Any]:
                 except md.BackendError as error:
                     found.append(str(error))
                     continue
-            found.append((wire_of(), md.get_backend(), md.get_backend_config()[:8]))
+            found.append((backend_of(), md.get_backend(), md.get_backend_config()[:8]))
             md.destroy_process_group()
     return found
 
@@ -117,7 +117,7 @@ def test_any_member_s_refusal_leads_all_to_gloo_or_is_one_error(pool: Pool, tmp_
             assert usual == ("gloo", "gloo", "cpu:gloo"), kind
             assert named == textwrap.dedent(
                 f"""\
-                the world could not be opened on wire 'shm'
+                the world could not be opened on backend 'shm'
                   where:    rank {rank}, among ranks 0-3
                   found:    {told}
                   fix:      name another backend, for example 'gloo'"""
@@ -130,18 +130,18 @@ def test_shared_memory_is_the_default_on_one_host(size: int, pool: Pool) -> None
         maps = Path("/proc/self/maps").read_text()
         # An earlier test in this process may have used torch's shared tensors or Python's locks.
         named = re.findall(r"/dev/shm/(?!torch_|sem\.).*", maps)
-        return wire_of(), md.get_backend(), "memfd:meshdist" in maps, named
+        return backend_of(), md.get_backend(), "memfd:meshdist" in maps, named
 
     assert pool.run(program, size, backend=None) == [("shm", "shm", True, [])] * size
 
 
-def test_one_axis_may_be_refused_where_the_others_are_not(pool: Pool) -> None:
+def test_one_axis_may_be_rejected_where_the_others_are_not(pool: Pool) -> None:
     def program() -> Any:
         with ExitStack() as stack:
             if md.get_rank() == 2:  # the first of its axis 'tp', and no other's
                 stack.enter_context(trouble("no memory"))
             mesh = md.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-        return wire_of(), wire_of(mesh["dp"]), wire_of(mesh["tp"])
+        return backend_of(), backend_of(mesh["dp"]), backend_of(mesh["tp"])
 
     found = pool.run(program, 4, backend=None)
     assert found == [("shm", "shm", "shm" if rank < 2 else "gloo") for rank in range(4)]
@@ -152,18 +152,18 @@ def test_a_rank_without_the_native_core_leads_all_to_gloo(
     is_one_host: bool, pool: Pool, tmp_path: Path
 ) -> None:
     def program(rank: int, path: str) -> Any:
-        from tests.inner import ShmWire
+        from tests.inner import ShmBackend
 
         with ExitStack() as stack:
             if not is_one_host:
                 host = {"MESHDIST_HOST_ID": f"host {rank // 2}"}
                 stack.enter_context(patch.dict(os.environ, host))
             if rank == 3:
-                stack.enter_context(patch.object(ShmWire, "is_available", lambda _: False))
+                stack.enter_context(patch.object(ShmBackend, "is_available", lambda _: False))
             md.init_process_group(None, f"file://{path}", LIMIT, 4, rank)
             mesh = md.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
             groups = (None, mesh["dp"], mesh["tp"], md.new_group())
-            found = {wire_of(group) for group in groups}, md.get_backend()
+            found = {backend_of(group) for group in groups}, md.get_backend()
             md.destroy_process_group()
         return found
 
@@ -184,13 +184,13 @@ def test_a_group_that_names_shared_memory_gets_it_or_an_error(pool: Pool) -> Non
                 with pytest.raises(md.BackendError) as caught:
                     call()
                 told.append(str(caught.value))
-        return [*told, wire_of(md.new_group(backend="shm"))]
+        return [*told, backend_of(md.new_group(backend="shm"))]
 
-    for group, axis, wire in pool.run(program, 2, backend=None):
-        assert group.startswith("group of ranks 0-1 could not be opened on wire 'shm'")
-        assert axis.startswith("axis 'dp' of DeviceMesh(dp=2) could not be opened on wire 'shm'")
+    for group, axis, backend in pool.run(program, 2, backend=None):
+        assert group.startswith("group of ranks 0-1 could not be opened on backend 'shm'")
+        assert axis.startswith("axis 'dp' of DeviceMesh(dp=2) could not be opened on backend 'shm'")
         assert "rank 0: reserving shared memory: File too large" in group
-        assert wire == "shm"
+        assert backend == "shm"
 
 
 def test_ranks_of_several_hosts_do_not_share_memory(pool: Pool, tmp_path: Path) -> None:
@@ -199,7 +199,7 @@ def test_ranks_of_several_hosts_do_not_share_memory(pool: Pool, tmp_path: Path) 
         md.init_process_group(None, f"file://{path}", LIMIT, 4, rank)
         pair = md.new_group([rank // 2 * 2, rank // 2 * 2 + 1])
         across = md.new_group([0, 2] if rank % 2 == 0 else [1, 3])
-        found = (wire_of(), wire_of(pair), wire_of(across))
+        found = (backend_of(), backend_of(pair), backend_of(across))
         with pytest.raises(md.BackendError) as caught:
             md.new_group(backend="shm")
         md.destroy_process_group()
@@ -208,7 +208,7 @@ def test_ranks_of_several_hosts_do_not_share_memory(pool: Pool, tmp_path: Path) 
     for found, told in pool.call(program, 4, str(tmp_path / "meeting")):
         assert found[1] == "shm"
         assert {found[0], found[2]} <= {"gloo"}
-        assert "group of ranks 0-3 could not be opened on wire 'shm'" in told
+        assert "group of ranks 0-3 could not be opened on backend 'shm'" in told
         assert "its ranks run on several hosts" in told
 
 
@@ -225,7 +225,7 @@ def test_a_rank_that_ends_while_memory_is_shared_is_named_by_all(
     found = pool.outcomes(program, 3, str(tmp_path / "meeting"), has_world=False)
     assert isinstance(found[1], Failure)
     for rank in (0, 2):
-        assert found[rank].startswith("the world could not be opened on wire 'shm'")
+        assert found[rank].startswith("the world could not be opened on backend 'shm'")
         assert "found:    rank 1 left while memory was shared" in found[rank]
 
 
@@ -302,7 +302,7 @@ def test_few_file_numbers_are_enough_for_a_world(pool: Pool, tmp_path: Path) -> 
         with limited(resource.RLIMIT_NOFILE, len(os.listdir("/proc/self/fd")) + 48):
             md.init_process_group(None, f"file://{path}", LIMIT, 4, rank)
             mesh = md.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-            found = wire_of(), wire_of(mesh["dp"]), wire_of(mesh["tp"])
+            found = backend_of(), backend_of(mesh["dp"]), backend_of(mesh["tp"])
             md.destroy_process_group()
         return found
 
@@ -323,7 +323,7 @@ def test_a_small_dev_shm_is_no_obstacle(tmp_path: Path) -> None:
             blocks = os.statvfs("/dev/shm").f_blocks
             os.write(1, f"{md.get_backend()} {blocks}\\n".encode())
             md.destroy_process_group()
-            """
+"""
         )
     )
     mount = "mount -t tmpfs -o size=64k tmpfs /dev/shm && exec "

@@ -116,7 +116,7 @@ def test_pairs_of_device_type_and_backend(pool: Pool) -> None:
     assert pool.call(program, 1) == [("gloo", "cpu:gloo,cuda:gloo")]
 
 
-def test_the_wire_that_an_axis_names_is_that_of_the_meshs_device_type(pool: Pool) -> None:
+def test_the_backend_that_an_axis_names_is_that_of_the_meshs_device_type(pool: Pool) -> None:
     def program(rank: int) -> list[tuple[str, str]]:
         md.init_process_group("gloo", store=md.HashStore(), rank=0, world_size=1)
         options = {"tp": md.AxisOptions(backend="shm")}
@@ -172,7 +172,7 @@ def test_what_is_available() -> None:
     assert md.is_xccl_available() == hasattr(torch.distributed, "ProcessGroupXCCL")
 
 
-def test_availability_is_that_of_our_wires_and_not_of_torchs_build(
+def test_availability_is_that_of_our_backends_and_not_of_torchs_build(
     pool: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = ("mpi", "gloo", "nccl", "ucc", "xccl")
@@ -202,7 +202,7 @@ def test_node_local_rank(monkeypatch: pytest.MonkeyPatch, pool: Pool) -> None:
     monkeypatch.setenv("LOCAL_RANK", "3")
     assert md.get_node_local_rank() == md.get_node_local_rank(5) == 3
     monkeypatch.setenv("LOCAL_RANK", "²")
-    with pytest.raises(md.RendezvousError, match="LOCAL_RANK='²' is no whole number from 0"):
+    with pytest.raises(md.RendezvousError, match="LOCAL_RANK='²' is no integer from 0"):
         md.get_node_local_rank()
     monkeypatch.delenv("LOCAL_RANK")
     assert md.get_node_local_rank(5) == 5
@@ -302,7 +302,7 @@ def test_destroy_twice(pool: Pool) -> None:
     assert "none was initialized in this process, or it was destroyed before" in str(caught.value)
 
 
-def test_a_verb_after_destroy(pool: Pool) -> None:
+def test_a_collective_after_destroy(pool: Pool) -> None:
     def program() -> None:
         md.destroy_process_group()
         md.all_reduce(torch.ones(1))
@@ -474,9 +474,9 @@ def test_a_forked_child_may_read_rank_and_size_and_nothing_else(pool: Pool) -> N
         md.barrier()
         return text.splitlines()
 
-    refused = "a forked child cannot communicate in its parent's world"
+    rejected = "a forked child cannot communicate in its parent's world"
     for rank, lines in enumerate(pool.run(program, 2)):
-        assert lines == [f"{rank} of 2", refused, refused, refused, refused]
+        assert lines == [f"{rank} of 2", rejected, rejected, rejected, rejected]
 
 
 FORKS = """

@@ -1,4 +1,4 @@
-"""An init_process_group that comes after the first touch: taken as said, or refused."""
+"""An init_process_group that comes after the first touch: taken as said, or rejected."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from tests.inner import World, find_world, install_world, remove_world
 
 @pytest.fixture
 def joined() -> Iterator[World]:
-    """Rank 1 of 2, as if joined at a verb; none of these tests sends anything."""
+    """Rank 1 of 2, as if joined at a collective; none of these tests sends anything."""
     world = World(1, 2, HashStore(), {"cpu": "gloo"}, origin="env://, started by meshdist run")
-    world.first_touch = "a verb at train.py:3"
+    world.first_touch = "a collective at train.py:3"
     install_world(world)
     yield world
     remove_world(world)
@@ -50,7 +50,7 @@ def test_what_agrees_takes_the_world_over_once(joined: World, given: dict[str, A
         ({"world_size": 3}, "world_size=2", "world_size=3"),
         (
             {"timeout": timedelta(seconds=9)},
-            "timeout=the wire's default",
+            "timeout=the backend's default",
             "timeout=0:00:09",
         ),
         (
@@ -65,7 +65,7 @@ def test_what_agrees_takes_the_world_over_once(joined: World, given: dict[str, A
         ({"rank": 0, "world_size": 3}, "rank=1, world_size=2", "rank=0, world_size=3"),
     ],
 )
-def test_what_disagrees_is_refused_and_both_are_shown(
+def test_what_disagrees_is_rejected_and_both_are_shown(
     joined: World, given: dict[str, Any], expected: str, found: str
 ) -> None:
     with pytest.raises(md.WorldError) as caught:
@@ -73,10 +73,10 @@ def test_what_disagrees_is_refused_and_both_are_shown(
     assert str(caught.value) == (
         "init_process_group came after the first touch, and says otherwise than the world that "
         "this process joined then\n"
-        "  where:    rank 1 of 2, joined by a verb at train.py:3\n"
+        "  where:    rank 1 of 2, joined by a collective at train.py:3\n"
         f"  expected: {expected}\n"
         f"  found:    {found}\n"
-        "  fix:      call init_process_group before the first verb and the first mesh, or leave "
+        "  fix:      call init_process_group before the first collective and the first mesh, or leave "
         f"out {' and '.join(given)}"
     )
     md.init_process_group()  # the world is as it was

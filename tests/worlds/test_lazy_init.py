@@ -1,4 +1,4 @@
-"""Processes that a launcher started join at their first verb or mesh, and answer before that."""
+"""Processes that a launcher started join at their first collective or mesh, and answer before that."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def said(pool: Pool, text: str, size: int = 2, **more: str) -> list[list[Any]]:
 
 # -- launched -----------------------------------------------------------------------------------
 
-FIRST_VERBS = {
+FIRST_OPERATIONS = {
     "all_reduce": "x = torch.ones(1); md.all_reduce(x); answer = x.item()",
     "barrier": "md.barrier(); answer = 2",
     "monitored_barrier": "md.monitored_barrier(); answer = 2",
@@ -54,9 +54,9 @@ FIRST_VERBS = {
 }
 
 
-@pytest.mark.parametrize("first", FIRST_VERBS)
+@pytest.mark.parametrize("first", FIRST_OPERATIONS)
 def test_the_first_touch_joins(pool: Pool, first: str) -> None:
-    text = f"say(md.is_initialized())\n{FIRST_VERBS[first]}\nsay(md.is_initialized(), answer)"
+    text = f"say(md.is_initialized())\n{FIRST_OPERATIONS[first]}\nsay(md.is_initialized(), answer)"
     assert said(pool, text) == [[[False], [True, 2]]] * 2
 
 
@@ -69,10 +69,10 @@ say(*refusal(md.get_backend))
 """
     environment = places(3)[1]
     (done,) = pool.start(OPENING + text, [environment])
-    ranks, share, (kind, refused) = map(json.loads, done.stdout.splitlines())
+    ranks, share, (kind, rejected) = map(json.loads, done.stdout.splitlines())
     assert (ranks, share, kind) == ([1, 3, False], [[1, 4]], "NotInitializedError")
-    assert "a process that a launcher started, and that has not joined the others yet" in refused
-    assert "call init_process_group() before, or a verb, or make a mesh" in refused
+    assert "a process that a launcher started, and that has not joined the others yet" in rejected
+    assert "call init_process_group() before, or a collective, or make a mesh" in rejected
 
 
 def test_two_threads_join_once(pool: Pool) -> None:
@@ -89,7 +89,7 @@ say(meshes[0] is meshes[1])
     assert said(pool, text) == [[[True]]] * 2
 
 
-def test_a_world_that_was_closed_is_not_joined_again_by_a_verb(pool: Pool) -> None:
+def test_a_world_that_was_closed_is_not_joined_again_by_a_collective(pool: Pool) -> None:
     text = """
 md.barrier()
 md.destroy_process_group()
@@ -99,11 +99,11 @@ md.init_process_group()
 md.barrier()
 say(md.get_rank())
 """
-    for rank, (verb, ask, again) in enumerate(said(pool, text)):
-        for kind, refused in (verb, ask):
+    for rank, (operation, ask, again) in enumerate(said(pool, text)):
+        for kind, rejected in (operation, ask):
             assert kind == "NotInitializedError"
-            assert "the world of this process was closed" in refused
-            assert "call init_process_group() again before the next verb" in refused
+            assert "the world of this process was closed" in rejected
+            assert "call init_process_group() again before the next collective" in rejected
         assert again == [rank]
 
 
@@ -115,10 +115,10 @@ class Data(torch.utils.data.Dataset):
         return md.get_rank(), *refusal(md.all_reduce, torch.ones(1))
 say(*next(iter(torch.utils.data.DataLoader(Data(), batch_size=None, num_workers=1))))
 """
-    (((rank, kind, refused),),) = said(pool, text, 1)
+    (((rank, kind, rejected),),) = said(pool, text, 1)
     assert (rank, kind) == (0, "WorldError")
-    assert refused.startswith("a worker of a DataLoader cannot join in the place of its rank")
-    assert "let a worker only read get_rank() and get_world_size()" in refused
+    assert rejected.startswith("a worker of a DataLoader cannot join in the place of its rank")
+    assert "let a worker only read get_rank() and get_world_size()" in rejected
 
 
 def test_a_world_of_torch_is_adopted_by_the_program_alone(pool: Pool, tmp_path: Path) -> None:
@@ -137,20 +137,20 @@ md.destroy_process_group()
 dist.destroy_process_group()
 """
     answers = said(pool, text, MEETING=f"{tmp_path}/meeting")
-    for place, (kind, refused), total in answers:
+    for place, (kind, rejected), total in answers:
         assert (place, kind, total) == ([True, 2], "NotInitializedError", [2.0])
-        assert "a world of torch.distributed, which no verb adopts by itself" in refused
-        assert "call meshdist.init_process_group() on every rank of it" in refused
+        assert "a world of torch.distributed, which no collective adopts by itself" in rejected
+        assert "call meshdist.init_process_group() on every rank of it" in rejected
 
 
 def test_variables_without_a_meeting_place_are_told_with_the_way_to_name_one(pool: Pool) -> None:
     text = "try: md.barrier()\nexcept md.RendezvousError as error: say(str(error))"
     (done,) = pool.start(OPENING + text, [{"RANK": "1", "WORLD_SIZE": "2"}])
-    (refused,) = json.loads(done.stdout)
-    assert refused.startswith(
+    (rejected,) = json.loads(done.stdout)
+    assert rejected.startswith(
         "the environment does not say where this process belongs: MASTER_PORT, MASTER_ADDR are"
     )
-    assert "init_process_group(init_method='tcp://HOST_OF_RANK_0:PORT', rank=..., " in refused
+    assert "init_process_group(init_method='tcp://HOST_OF_RANK_0:PORT', rank=..., " in rejected
 
 
 # -- not launched -------------------------------------------------------------------------------
@@ -192,7 +192,7 @@ say(*map(refusal, (torch.distributed.get_rank, torch.distributed.barrier)))
         assert kind == "NotInitializedError"
         assert "the process group has not been initialized" in told
         assert "init_process_group(...) before this call" in told
-        assert "a launcher, whose processes join at their first verb or mesh" in told
+        assert "a launcher, whose processes join at their first collective or mesh" in told
         assert "neither a world nor a launcher's variables" in told
         assert "call it under meshdist.simulate(fn, 4)" in told
     for _, told in theirs:

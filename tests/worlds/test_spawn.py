@@ -59,7 +59,7 @@ def test_it_works_under_pdb(tmp_path: Path) -> None:
             return md.get_rank() * factor
         if __name__ == "__main__":
             print("found", md.spawn(rank_times, (7,), 3))
-    """
+"""
     done = run_script(tmp_path, text, "-m", "pdb", "-c", "continue", "-c", "quit")
     assert "found [0, 7, 14]" in done.stdout, done.stderr
 
@@ -301,8 +301,8 @@ def test_arguments_that_cannot_be_sent_point_to_simulate() -> None:
     [
         ((3,), md.KindError, "spawn needs a function"),
         ((print, "text"), md.KindError, r"for one argument write args=\(x,\)"),
-        ((print, (), "2"), md.KindError, "nprocs must be a whole number"),
-        ((print, (), True), md.KindError, "nprocs must be a whole number"),
+        ((print, (), "2"), md.KindError, "nprocs must be an integer"),
+        ((print, (), True), md.KindError, "nprocs must be an integer"),
         ((print, (), 0), md.ArgumentError, "nprocs is 0"),
     ],
 )

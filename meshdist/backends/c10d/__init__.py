@@ -1,1 +1,1 @@
-"""Torch's own wires: Gloo, NCCL, UCC, XCCL, and backends written for torch.distributed."""
+"""Torch's own backends: Gloo, NCCL, UCC, XCCL, and backends written for torch.distributed."""

@@ -1,7 +1,7 @@
-"""The common base of torch's own wires; Gloo and NCCL have modules of their own.
+"""The common base of torch's own backends; Gloo and NCCL have modules of their own.
 
 The classes are built directly, without torch.distributed's world: no other rank takes part, and
-a group's rank order is its mesh's. A verb that a class lacks is built from those
+a group's rank order is its mesh's. A collective that a class lacks is built from those
 that it has; so is a reduction (``substitutes``). What is only moved travels as bytes where the
 class does not know its dtype.
 """
@@ -19,7 +19,7 @@ import torch
 from torch.distributed import distributed_c10d as c10d
 
 from ...checking.call_sites import is_of_handler
-from ...operation_table import REDUCING_VERBS, ROOTED_VERBS
+from ...operation_table import REDUCING_OPERATIONS, ROOTED_OPERATIONS
 from ...reduce_ops import ReduceKind, ReduceOp, is_whole_mean
 from ..communicator import Communicator, Explain
 from ..composed_collectives import (
@@ -31,18 +31,18 @@ from ..composed_collectives import (
     reduce_scatter_by_exchange,
 )
 from ..messages import Mailbox
-from ..operation_args import PreparedCall, Tensors, parts, writing
+from ..operation_args import OperationArgs, Tensors, parts, writing
 from ..requests import (
     DONE,
+    BackendAborted,
+    BackendFailure,
     Chain,
-    Operation,
-    WireAborted,
-    WireFailure,
+    Request,
     failure_of,
     followed,
     plain_text,
 )
-from .dtype_fallbacks import Arithmetic, Substitute, all_movable, movable, read_as
+from .dtype_fallbacks import Arithmetic, DtypeFallback, all_movable, movable, read_as
 from .fast_path import open_fast_path
 
 if TYPE_CHECKING:
@@ -70,12 +70,12 @@ CLOSED = _Closed()
 """Takes the place of a communicator's process group when it ends."""
 
 
-class _VerbLacking(WireFailure):
-    """Failure since torch's class lacks the verb, which it says before it sends anything."""
+class _MissingOperation(BackendFailure):
+    """Failure since torch's class lacks the collective, which it says before it sends anything."""
 
 
 @dataclass(eq=False, slots=True)
-class C10dOperation(Operation):
+class C10dRequest(Request):
     """A collective that the communicator has started in c10d, with the work that c10d gave."""
 
     communicator: C10dCommunicator
@@ -103,7 +103,7 @@ class C10dOperation(Operation):
 
 
 @dataclass(eq=False, slots=True)
-class C10dTransfer(C10dOperation):
+class C10dTransfer(C10dRequest):
     """A send to, or receive from, member ``peer``; None for a receive from any member."""
 
     peer: int | None
@@ -118,7 +118,7 @@ class C10dCommunicator(Communicator):
     arithmetic: ClassVar[Arithmetic | None] = None
     """The ops and dtypes that the class reduces correctly; None where they are not known."""
     lacking: ClassVar[frozenset[str]] = frozenset()
-    """Verbs that the class lacks, or that are better built from its others."""
+    """Collectives that the class lacks, or that are better built from its others."""
     gathers_uneven: ClassVar[bool] = False
     """Whether its all-gather takes tensors of several sizes."""
     spoils_others: ClassVar[bool] = False
@@ -132,27 +132,27 @@ class C10dCommunicator(Communicator):
     the number of its note.
     """
 
-    def __init__(self, wire: str, rank: int, size: int, process_group: Any) -> None:
-        super().__init__(wire, rank, size)
+    def __init__(self, backend: str, rank: int, size: int, process_group: Any) -> None:
+        super().__init__(backend, rank, size)
         self.torch_group = process_group
         self.is_aborted = False
         self._mailbox = Mailbox(rank)
-        self._batch: list[tuple[C10dTransfer, PreparedCall]] | None = None
+        self._batch: list[tuple[C10dTransfer, OperationArgs]] | None = None
         self._options: dict[Any, tuple[timedelta | None, Any]] = {}
 
     @classmethod
-    def support(cls, verb: str, device_type: str, dtype: torch.dtype, op: ReduceKind) -> str:
-        if verb in REDUCING_VERBS:
+    def support(cls, operation: str, device_type: str, dtype: torch.dtype, op: ReduceKind) -> str:
+        if operation in REDUCING_OPERATIONS:
             if cls.arithmetic is not None and find_lack(op, dtype) is not None:
                 return ""
             substitute = cls.find_substitute(op, dtype)
             if substitute is None or not substitute.is_view:
                 return "built"
-        if verb in cls.lacking:
+        if operation in cls.lacking:
             return "built"
-        return super().support(verb, device_type, dtype, op)
+        return super().support(operation, device_type, dtype, op)
 
-    def _all_reduce(self, prepared: PreparedCall) -> Operation:
+    def _all_reduce(self, prepared: OperationArgs) -> Request:
         (tensor,), op, timeout = prepared.outputs, prepared.op, prepared.timeout
         assert op is not None
         dtype = tensor.dtype
@@ -169,16 +169,16 @@ class C10dCommunicator(Communicator):
             work = self.torch_group.allreduce([tensor], options)
         except RuntimeError as error:
             raise self.failure(error) from None
-        return self._operation(prepared, work)
+        return self._request(prepared, work)
 
-    def _all_reduce_list(self, prepared: PreparedCall) -> Operation:
+    def _all_reduce_list(self, prepared: OperationArgs) -> Request:
         by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
         for tensor in prepared.outputs:
             by_dtype.setdefault(tensor.dtype, []).append(tensor)
         started = [self._all_reduce_alike(prepared, some) for some in by_dtype.values()]
         return started[0] if len(started) == 1 else Chain(started)
 
-    def _reduce(self, prepared: PreparedCall) -> Operation:
+    def _reduce(self, prepared: OperationArgs) -> Request:
         started, (tensor,) = None, prepared.outputs
         substitute = self._view(prepared, tensor.dtype)
         if substitute is not None:
@@ -187,15 +187,15 @@ class C10dCommunicator(Communicator):
             started = self._start_own(prepared, "reduce", views, options)
         return started or self.build(prepared)
 
-    def _broadcast(self, prepared: PreparedCall) -> Operation:
+    def _broadcast(self, prepared: OperationArgs) -> Request:
         options = self.options_for(c10d.BroadcastOptions, prepared)
-        return self._operation(
+        return self._request(
             prepared, self._call("broadcast", all_movable(prepared.outputs), options)
         )
 
-    def _all_gather(self, prepared: PreparedCall) -> Operation:
+    def _all_gather(self, prepared: OperationArgs) -> Request:
         (output,), (tensor,) = prepared.outputs, prepared.inputs
-        if output.numel() == 0:  # some refuse to cut nothing into blocks; wait for all the same
+        if output.numel() == 0:  # some reject to cut nothing into blocks; wait for all the same
             return self._meet(prepared, output)
         options = self.options_for(c10d.AllgatherOptions, prepared)
         started = self._start_own(
@@ -204,9 +204,9 @@ class C10dCommunicator(Communicator):
         if started is not None:
             return started
         lists = [all_movable(parts(output, [tensor.numel()] * self.size))]
-        return self._operation(prepared, self._call("allgather", lists, [movable(tensor)], options))
+        return self._request(prepared, self._call("allgather", lists, [movable(tensor)], options))
 
-    def _all_gather_list(self, prepared: PreparedCall) -> Operation:
+    def _all_gather_list(self, prepared: OperationArgs) -> Request:
         outputs, (tensor,) = prepared.outputs, prepared.inputs
         count, started = tensor.numel(), None
         if self.gathers_uneven or all(out.numel() == count for out in outputs):
@@ -215,19 +215,19 @@ class C10dCommunicator(Communicator):
             started = self._start_own(prepared, "allgather", lists, [movable(tensor)], options)
         return started or self.build(prepared)
 
-    def _gather(self, prepared: PreparedCall) -> Operation:
+    def _gather(self, prepared: OperationArgs) -> Request:
         options = self.options_for(c10d.GatherOptions, prepared)
         lists = [all_movable(prepared.outputs)] if self.rank == prepared.root else []
         mine = all_movable(prepared.inputs)
         return self._start_own(prepared, "gather", lists, mine, options) or self.build(prepared)
 
-    def _scatter(self, prepared: PreparedCall) -> Operation:
+    def _scatter(self, prepared: OperationArgs) -> Request:
         options = self.options_for(c10d.ScatterOptions, prepared)
         lists = [all_movable(prepared.inputs)] if self.rank == prepared.root else []
         mine = all_movable(prepared.outputs)
         return self._start_own(prepared, "scatter", mine, lists, options) or self.build(prepared)
 
-    def _reduce_scatter(self, prepared: PreparedCall) -> Operation:
+    def _reduce_scatter(self, prepared: OperationArgs) -> Request:
         (output,), (tensor,) = prepared.outputs, prepared.inputs
         if tensor.numel() == 0:
             return self._meet(prepared, tensor)
@@ -241,7 +241,7 @@ class C10dCommunicator(Communicator):
         sizes = [output.numel()] * self.size
         return reduce_scatter_by_exchange(self, prepared, output, tensor, sizes)
 
-    def _reduce_scatter_list(self, prepared: PreparedCall) -> Operation:
+    def _reduce_scatter_list(self, prepared: OperationArgs) -> Request:
         (output,), inputs = prepared.outputs, prepared.inputs
         substitute = self._view(prepared, output.dtype)
         if substitute is not None:
@@ -258,14 +258,14 @@ class C10dCommunicator(Communicator):
         started = reduce_scatter_by_exchange(self, prepared, output, whole, sizes)
         return followed(started, lambda: self.scratch.give(whole))
 
-    def _all_to_all(self, prepared: PreparedCall) -> Operation:
+    def _all_to_all(self, prepared: OperationArgs) -> Request:
         some, data = all_movable(prepared.outputs), all_movable(prepared.inputs)
         if "all_to_all" in self.lacking:
             return all_to_all_by_packing(self, prepared, some, data)
         options = self.options_for(c10d.AllToAllOptions, prepared)
         return self._start_own(prepared, "alltoall", some, data, options) or self.build(prepared)
 
-    def _all_to_all_single(self, prepared: PreparedCall) -> Operation:
+    def _all_to_all_single(self, prepared: OperationArgs) -> Request:
         (output,), (tensor,), sizes = prepared.outputs, prepared.inputs, prepared.sizes
         assert sizes is not None
         whole, data = movable(output), movable(tensor)
@@ -275,17 +275,17 @@ class C10dCommunicator(Communicator):
         started = self._start_own(prepared, "alltoall_base", whole, data, takes, gives, options)
         return started or self.build(prepared)
 
-    def _meet(self, prepared: PreparedCall, nothing: torch.Tensor) -> Operation:
+    def _meet(self, prepared: OperationArgs, nothing: torch.Tensor) -> Request:
         """Start an all-reduce of ``nothing``, an empty tensor, so that members wait for all."""
         empty = [movable(nothing)]
         return self.start(prepared.by("all_reduce", empty, empty, ReduceOp.MAX))
 
-    def _barrier(self, prepared: PreparedCall) -> Operation:
-        return self._operation(
+    def _barrier(self, prepared: OperationArgs) -> Request:
+        return self._request(
             prepared, self._call("barrier", self.options_for(c10d.BarrierOptions, prepared))
         )
 
-    def _send(self, prepared: PreparedCall) -> Operation:
+    def _send(self, prepared: OperationArgs) -> Request:
         (tensor,), peer, tag = prepared.inputs, prepared.root, prepared.tag
         if peer == self.rank:
             return self._mailbox.send(tensor, tag)
@@ -293,7 +293,7 @@ class C10dCommunicator(Communicator):
         work = self._call("send", [movable(tensor)], peer, slot)
         return self._transfer(work, prepared)
 
-    def _recv(self, prepared: PreparedCall) -> Operation:
+    def _recv(self, prepared: OperationArgs) -> Request:
         (tensor,), peer, tag = prepared.outputs, prepared.root, prepared.tag
         if peer == self.rank:
             return self._mailbox.recv(tensor, tag)
@@ -301,7 +301,7 @@ class C10dCommunicator(Communicator):
         if peer is None:
             if self.size == 1 or self._mailbox.has_sent(tag):
                 return self._mailbox.recv(tensor, tag)
-            # c10d refuses to receive nothing from anyone; a place for one byte takes it as well.
+            # c10d rejects to receive nothing from anyone; a place for one byte takes it as well.
             place = movable(tensor) if tensor.numel() else tensor.new_empty(1, dtype=torch.uint8)
             work = self._call("recv_anysource", [place], slot)
         else:
@@ -311,7 +311,7 @@ class C10dCommunicator(Communicator):
     def fast_path(
         self, entry: Any, explain: Explain, timeout: timedelta, works: tuple[Any, ...]
     ) -> FastPath | None:
-        return open_fast_path(self, self._operation, entry, explain, timeout, works)
+        return open_fast_path(self, self._request, entry, explain, timeout, works)
 
     @contextmanager
     def batch(self, explain: Explain) -> Iterator[None]:
@@ -322,7 +322,7 @@ class C10dCommunicator(Communicator):
         # which both receive first would wait for ever; what goes out as one call has no order.
         with self._explained(explain):
             self.torch_group._start_coalescing()
-        transfers: list[tuple[C10dTransfer, PreparedCall]] = []
+        transfers: list[tuple[C10dTransfer, OperationArgs]] = []
         self._batch = transfers
         try:
             yield
@@ -334,7 +334,7 @@ class C10dCommunicator(Communicator):
             self._end_batch(transfers)
 
     def finish_work(self, work: Any, timeout: timedelta) -> None:
-        """Wait until c10d's ``work`` is done; raise WireFailure if it fails."""
+        """Wait until c10d's ``work`` is done; raise BackendFailure if it fails."""
         try:
             work.wait()
         except RuntimeError as error:
@@ -350,12 +350,12 @@ class C10dCommunicator(Communicator):
         return bool(work.is_completed())
 
     def own_timeout(self, timeout: timedelta) -> timedelta:
-        """Return the timeout to give c10d: ``timeout``, or longer if the wire itself waits."""
+        """Return the timeout to give c10d: ``timeout``, or longer if the backend itself waits."""
         return timeout
 
-    def failure(self, error: RuntimeError) -> WireFailure:
-        """Return the WireFailure that stands for an error from c10d."""
-        return WireAborted(plain_text(error)) if self.is_aborted else failure_of(error)
+    def failure(self, error: RuntimeError) -> BackendFailure:
+        """Return the BackendFailure that stands for an error from c10d."""
+        return BackendAborted(plain_text(error)) if self.is_aborted else failure_of(error)
 
     def abort(self) -> None:
         self.is_aborted = True
@@ -367,13 +367,13 @@ class C10dCommunicator(Communicator):
         self.torch_group = CLOSED
 
     @classmethod
-    def find_substitute(cls, op: ReduceKind, dtype: torch.dtype) -> Substitute | None:
+    def find_substitute(cls, op: ReduceKind, dtype: torch.dtype) -> DtypeFallback | None:
         """Return the reduction that the class runs for ``op`` on ``dtype``, or None."""
         if cls.arithmetic is None:
-            return None if is_whole_mean(op, dtype) else Substitute(op, dtype, True)
+            return None if is_whole_mean(op, dtype) else DtypeFallback(op, dtype, True)
         return cls.arithmetic.find(op, dtype)
 
-    def _view(self, prepared: PreparedCall, dtype: torch.dtype) -> Substitute | None:
+    def _view(self, prepared: OperationArgs, dtype: torch.dtype) -> DtypeFallback | None:
         """Return a substitute that reads the tensor's own bits in another dtype, or None."""
         op = prepared.op
         assert op is not None
@@ -381,8 +381,8 @@ class C10dCommunicator(Communicator):
         return found if found is not None and found.is_view else None
 
     def _all_reduce_otherwise(
-        self, prepared: PreparedCall, substitute: Substitute | None
-    ) -> Operation:
+        self, prepared: OperationArgs, substitute: DtypeFallback | None
+    ) -> Request:
         (tensor,), op = prepared.outputs, prepared.op
         assert op is not None
         if substitute is None:
@@ -393,7 +393,7 @@ class C10dCommunicator(Communicator):
             return self.start(prepared.by("all_reduce", view, view, substitute.op))
         return all_reduce_widened(self, prepared, substitute.dtype)
 
-    def _all_reduce_alike(self, prepared: PreparedCall, tensors: Tensors) -> Operation:
+    def _all_reduce_alike(self, prepared: OperationArgs, tensors: Tensors) -> Request:
         """Start to all-reduce ``tensors`` of equal dtype, by a single c10d call where it can."""
         substitute = self._view(prepared, tensors[0].dtype)
         if len(tensors) > 1 and substitute is not None:
@@ -407,9 +407,9 @@ class C10dCommunicator(Communicator):
         alike = prepared.by("all_reduce_list", tensors, tensors, prepared.op)
         return self.build(alike)
 
-    def options_for(self, kind: Any, prepared: PreparedCall, op: ReduceKind | None = None) -> Any:
+    def options_for(self, kind: Any, prepared: OperationArgs, op: ReduceKind | None = None) -> Any:
         """Return c10d's options of class ``kind`` for a call, kept for calls that are alike."""
-        root = prepared.root if prepared.way in ROOTED_VERBS else None
+        root = prepared.root if prepared.way in ROOTED_OPERATIONS else None
         timeout = prepared.timeout
         key = kind, prepared.way, root, op, prepared.waits
         last_timeout, options = self._options.get(key, _NOT_MADE)
@@ -422,24 +422,26 @@ class C10dCommunicator(Communicator):
             self._options[key] = timeout, options
         return options
 
-    def _new_options(self, kind: Any, prepared: PreparedCall) -> Any:
+    def _new_options(self, kind: Any, prepared: OperationArgs) -> Any:
         options = kind()
         options.timeout = self.own_timeout(prepared.timeout)
         options.asyncOp = self._is_async(prepared)
         return options
 
-    def _is_async(self, prepared: PreparedCall) -> bool:
+    def _is_async(self, prepared: OperationArgs) -> bool:
         """Return whether c10d is asked for a work of the call: True here, subclasses may differ."""
         return True
 
-    def _start_own(self, prepared: PreparedCall, verb: str, *arguments: Any) -> Operation | None:
-        """Start the class's method ``verb``; return None where the class lacks the verb."""
+    def _start_own(
+        self, prepared: OperationArgs, operation: str, *arguments: Any
+    ) -> Request | None:
+        """Start the class's method ``operation``; return None where the class lacks the collective."""
         try:
-            return self._operation(prepared, self._call(verb, *arguments))
-        except _VerbLacking:
+            return self._request(prepared, self._call(operation, *arguments))
+        except _MissingOperation:
             return None
 
-    def _operation(self, prepared: PreparedCall, work: Any, note: int | None = None) -> Operation:
+    def _request(self, prepared: OperationArgs, work: Any, note: int | None = None) -> Request:
         """Return the operation of a collective, which is finished if the caller waits.
 
         Args:
@@ -450,19 +452,19 @@ class C10dCommunicator(Communicator):
         if prepared.waits:
             self.finish_work(started, prepared.timeout)
             return DONE
-        return C10dOperation(self, started)
+        return C10dRequest(self, started)
 
-    def _started(self, work: Any, prepared: PreparedCall) -> Any:
+    def _started(self, work: Any, prepared: OperationArgs) -> Any:
         """Return what ``finish_work`` takes for c10d's ``work``: here the work itself."""
         return work
 
-    def _call(self, verb: str, *arguments: Any) -> Any:
-        """Call a method of the c10d process group; raise its error as a WireFailure."""
+    def _call(self, operation: str, *arguments: Any) -> Any:
+        """Call a method of the c10d process group; raise its error as a BackendFailure."""
         try:
-            return getattr(self.torch_group, verb)(*arguments)
+            return getattr(self.torch_group, operation)(*arguments)
         except RuntimeError as error:
             if isinstance(error, NotImplementedError) or _LACKING.search(str(error)):
-                raise _VerbLacking(plain_text(error)) from None
+                raise _MissingOperation(plain_text(error)) from None
             raise self.failure(error) from None
 
     @contextmanager
@@ -473,14 +475,14 @@ class C10dCommunicator(Communicator):
         except RuntimeError as error:
             raise explain(self.failure(error), None) from None
 
-    def _transfer(self, work: Any, prepared: PreparedCall) -> Operation:
+    def _transfer(self, work: Any, prepared: OperationArgs) -> Request:
         if self._batch is None:
             return C10dTransfer(self, self._started(work, prepared), prepared.root)
         transfer = C10dTransfer(self, None, prepared.root)
         self._batch.append((transfer, prepared))
         return transfer
 
-    def _end_batch(self, transfers: list[tuple[C10dTransfer, PreparedCall]]) -> None:
+    def _end_batch(self, transfers: list[tuple[C10dTransfer, OperationArgs]]) -> None:
         """Send the batch, and give each of its transfers the work of the whole batch."""
         self._batch = None
         work = self.torch_group._end_coalescing()
@@ -488,5 +490,5 @@ class C10dCommunicator(Communicator):
             transfer.work = self._started(work, prepared)
 
     def _slot(self, tag: int, tensor: torch.Tensor) -> int:
-        """Return the wire's own tag for a message of ``tensor`` under ``tag``."""
+        """Return the backend's own tag for a message of ``tensor`` under ``tag``."""
         return tag

@@ -1,11 +1,11 @@
-"""The op and dtype that a wire is asked to reduce in place of those that it lacks.
+"""The op and dtype that a backend is asked to reduce in place of those that it lacks.
 
 Where the same bits read as another dtype give the same result, nothing is copied: sums of uint32
 are sums of int32, bits of int16 are bits of bytes, the or of bool is its maximum. Where a wider
 dtype holds all values, a copy is reduced and rounded once. The smallest and largest of floats are
-found among whole numbers in their order, since c10d's classes keep or lose a NaN by the rank that
+found among integers in their order, since c10d's classes keep or lose a NaN by the rank that
 has it. What has neither (bits over NCCL, the order of uint64) is gathered and reduced in this
-process; for a mean of whole numbers, whose sum wraps in their own dtype, the sum is asked for and
+process; for a mean of integers, whose sum wraps in their own dtype, the sum is asked for and
 divided. What is only moved travels as bytes where no class knows its dtype.
 """
 
@@ -30,14 +30,14 @@ _OF_BYTES = {ReduceOp.BOR: _MAX, ReduceOp.BAND: _MIN}
 
 
 @dataclass(frozen=True)
-class Substitute:
-    """Op and dtype by which a wire can do a reduction that it lacks itself.
+class DtypeFallback:
+    """Op and dtype by which a backend can do a reduction that it lacks itself.
 
     Args:
         op: the op to ask for.
         dtype: the dtype to reduce in.
         is_view: whether the tensor's own bits are read as ``dtype``; else its values are
-            converted, and the result is converted back; floats to whole numbers in their order.
+            converted, and the result is converted back; floats to integers in their order.
     """
 
     op: ReduceKind
@@ -46,40 +46,40 @@ class Substitute:
 
 
 class Arithmetic:
-    """The ops, by dtype, whose reductions a wire computes rightly."""
+    """The ops, by dtype, whose reductions a backend computes rightly."""
 
     def __init__(self, ops: Mapping[torch.dtype, frozenset[ReduceKind]]) -> None:
         self._ops = ops
         self.find = cache(self._find)
 
     def has(self, op: ReduceKind, dtype: torch.dtype) -> bool:
-        """Return whether the wire reduces ``dtype`` by ``op`` as it is."""
+        """Return whether the backend reduces ``dtype`` by ``op`` as it is."""
         return op in self._ops.get(dtype, ())
 
-    def _find(self, op: ReduceKind, dtype: torch.dtype) -> Substitute | None:
-        """Return the first Substitute for ``op`` on ``dtype`` that the wire reduces, or None."""
+    def _find(self, op: ReduceKind, dtype: torch.dtype) -> DtypeFallback | None:
+        """Return the first Substitute for ``op`` on ``dtype`` that the backend reduces, or None."""
         for candidate in _candidates(op, dtype):
             if self.has(candidate.op, candidate.dtype):
                 return candidate
         return None
 
 
-def _candidates(op: ReduceKind, dtype: torch.dtype) -> Iterator[Substitute]:
-    yield Substitute(op, dtype, True)
+def _candidates(op: ReduceKind, dtype: torch.dtype) -> Iterator[DtypeFallback]:
+    yield DtypeFallback(op, dtype, True)
     if is_whole_mean(op, dtype):
         return
     if dtype is torch.bool and ON_BOOL.get(op) in _OF_BYTES:
-        yield Substitute(_OF_BYTES[ON_BOOL[op]], dtype, True)
+        yield DtypeFallback(_OF_BYTES[ON_BOOL[op]], dtype, True)
     facts = DTYPES.get(dtype, DtypeFacts(dtype, ""))
     if facts.same_bits is not None and (op in _WRAPPING or dtype.is_complex):
-        yield Substitute(op, facts.same_bits, True)
+        yield DtypeFallback(op, facts.same_bits, True)
     if op in _BITS:
-        yield Substitute(op, torch.uint8, True)
+        yield DtypeFallback(op, torch.uint8, True)
     wide = facts.wide or dtype
     if op in (_MIN, _MAX) and wide in IN_ORDER:
-        yield Substitute(op, IN_ORDER[wide], False)
+        yield DtypeFallback(op, IN_ORDER[wide], False)
     elif wide is not dtype:
-        yield Substitute(op, wide, False)
+        yield DtypeFallback(op, wide, False)
 
 
 def read_as(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

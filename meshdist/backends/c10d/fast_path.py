@@ -9,7 +9,7 @@ that, and what completes the result once the class has done it:
     reduce_scatter over Gloo     alltoall_base into memory of its own, whose parts are reduced
 
 Members on the fast path and on Python's meet in the same calls of the class, with the same bits:
-what is built here is what ``built_verbs`` builds.
+what is built here is what ``built_operations`` builds.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from ...dtypes import DTYPES
 from ...reduce_ops import ReduceKind, ReduceOp, is_whole_mean
 from ..communicator import ANY_SIZE, FAST_REDUCTIONS, NUMBERED_OPS, Explain, explained
 from ..composed_collectives import (
-    BuildingCommunicator,
+    ComposingCommunicator,
     divide,
     in_order,
     reduce_parts,
     reduce_scratch,
 )
 from ..native_core import DTYPE_CODES, core
-from ..operation_args import PreparedCall, Tensors, write, writing
-from .dtype_fallbacks import Substitute
+from ..operation_args import OperationArgs, Tensors, write, writing
+from .dtype_fallbacks import DtypeFallback
 
 if TYPE_CHECKING:
     from ..native import FastPath
@@ -50,12 +50,12 @@ _DTYPES = {code: dtype for dtype, code in DTYPE_CODES.items()}
 
 
 class _Carried(NamedTuple):
-    """The method and options of torch's class by which a verb of the native core travels.
+    """The method and options of torch's class by which a collective of the native core travels.
 
     Args:
-        way, method: the verb of a communicator, and the method of the class.
+        way, method: the collective of a communicator, and the method of the class.
         options: c10d's, which the method takes.
-        needs_data: whether some classes refuse it where nothing is moved.
+        needs_data: whether some classes reject it where nothing is moved.
         is_substituted: whether a reduction that the class lacks is built of others here.
     """
 
@@ -80,10 +80,10 @@ _CARRIED = {
         "reduce_scatter", "_reduce_scatter_base", c10d.ReduceScatterOptions, needs_data=True
     ),
 }
-"""By the core's verb."""
+"""By the core's collective."""
 
 
-class ShortCommunicator(BuildingCommunicator, Protocol):
+class FastPathCommunicator(ComposingCommunicator, Protocol):
     """The attributes and methods of a communicator that its shortcuts use."""
 
     lacking: ClassVar[frozenset[str]]
@@ -91,9 +91,9 @@ class ShortCommunicator(BuildingCommunicator, Protocol):
     most_gathered_bytes: ClassVar[int]
     operation_kind: ClassVar[type[Any] | None]
 
-    def find_substitute(self, op: ReduceKind, dtype: torch.dtype) -> Substitute | None: ...
+    def find_substitute(self, op: ReduceKind, dtype: torch.dtype) -> DtypeFallback | None: ...
     def options_for(
-        self, kind: Any, prepared: PreparedCall, op: ReduceKind | None = None
+        self, kind: Any, prepared: OperationArgs, op: ReduceKind | None = None
     ) -> Any: ...
 
 
@@ -101,12 +101,12 @@ class _CallsAlike(NamedTuple):
     """Fields that are equal in all calls of the same shortcut.
 
     Args:
-        verb, dtype: as the core names them; ``op`` and ``root`` are numbers, -1 for none.
+        collective, dtype: as the core names them; ``op`` and ``root`` are numbers, -1 for none.
         is_list: whether an all-to-all is of lists of tensors.
         is_empty: whether nothing is moved.
     """
 
-    verb: str
+    operation: str
     op: int
     dtype: int
     root: int
@@ -115,7 +115,7 @@ class _CallsAlike(NamedTuple):
 
 
 def open_fast_path(
-    wire: ShortCommunicator,
+    backend: FastPathCommunicator,
     finish: Callable[..., Any],
     entry: Any,
     explain: Explain,
@@ -128,22 +128,22 @@ def open_fast_path(
         finish: makes the operation of a prepared call that waits, its work and its note.
         entry, explain, timeout, works: as ``Communicator.fast_path`` takes them.
     """
-    kind: Callable[..., Any] | None = wire.operation_kind
+    kind: Callable[..., Any] | None = backend.operation_kind
     if kind is None or core is None:
         return None
-    waiting = PreparedCall("", "", (), ()).as_own(timeout)
-    going_on = PreparedCall("", "", (), ()).as_own(timeout).as_async()
+    waiting = OperationArgs("", "", (), ()).as_own(timeout)
+    going_on = OperationArgs("", "", (), ()).as_own(timeout).as_async()
     failing = partial(explained, explain, timeout)
-    find = partial(_find_shortcut, wire, waiting)
-    runner = core.PythonRunner(wire, find, partial(finish, waiting), failing)
+    find = partial(_find_shortcut, backend, waiting)
+    runner = core.PythonRunner(backend, find, partial(finish, waiting), failing)
     path: FastPath = core.FastPath(entry, runner, FAST_REDUCTIONS)
-    find = partial(_find_shortcut, wire, going_on)
-    runner = core.PythonRunner(wire, find, partial(kind, wire, timeout), failing)
+    find = partial(_find_shortcut, backend, going_on)
+    runner = core.PythonRunner(backend, find, partial(kind, backend, timeout), failing)
     path.starting = core.FastPath(entry, runner, FAST_REDUCTIONS, works)
     return path
 
 
-def _find_shortcut(wire: ShortCommunicator, like: PreparedCall, *of: Any) -> Shortcut | None:
+def _find_shortcut(backend: FastPathCommunicator, like: OperationArgs, *of: Any) -> Shortcut | None:
     """Return the method and options of torch's class for calls that are alike; None: use Python.
 
     Args:
@@ -151,65 +151,65 @@ def _find_shortcut(wire: ShortCommunicator, like: PreparedCall, *of: Any) -> Sho
         of: the fields of a ``_CallsAlike``.
     """
     kind = _CallsAlike(*of)
-    row, dtype = _CARRIED[kind.verb], _DTYPES[kind.dtype]
+    row, dtype = _CARRIED[kind.operation], _DTYPES[kind.dtype]
     call = like.by(row.way, (), (), NUMBERED_OPS.get(kind.op), None if kind.root < 0 else kind.root)
     if not DTYPES[dtype].is_in_c10d or (kind.is_empty and row.needs_data):
         return None
     if call.op is not None:
-        shortcut = _find_reduction(wire, call, row, dtype)
+        shortcut = _find_reduction(backend, call, row, dtype)
         is_gathered = shortcut is not None and shortcut[0] == "_allgather_base"
         return None if kind.is_empty and is_gathered else shortcut
-    options = wire.options_for(row.options, call)
+    options = backend.options_for(row.options, call)
     if not kind.is_list:
         return row.method, options, None, ANY_SIZE
-    if "all_to_all" in wire.lacking:
+    if "all_to_all" in backend.lacking:
         return row.method, options, _pack, ANY_SIZE
     return "alltoall", options, None, ANY_SIZE
 
 
 def _find_reduction(
-    wire: ShortCommunicator, call: PreparedCall, row: _Carried, dtype: torch.dtype
+    backend: FastPathCommunicator, call: OperationArgs, row: _Carried, dtype: torch.dtype
 ) -> Shortcut | None:
     op, method, kind, prepare = call.op, row.method, row.options, None
     assert op is not None
-    if call.way in wire.lacking:  # the reduce-scatter
-        options = wire.options_for(c10d.AllToAllOptions, call)
-        return "alltoall_base", options, partial(_exchange, wire, op), ANY_SIZE
-    substitute = wire.find_substitute(op, dtype)
+    if call.way in backend.lacking:  # the reduce-scatter
+        options = backend.options_for(c10d.AllToAllOptions, call)
+        return "alltoall_base", options, partial(_exchange, backend, op), ANY_SIZE
+    substitute = backend.find_substitute(op, dtype)
     if substitute is not None and substitute.dtype is dtype:
-        if call.root is not None and wire.spoils_others and call.root != wire.rank:
-            prepare = partial(_copy_to_overwrite, wire)
-        return method, wire.options_for(kind, call, substitute.op), prepare, ANY_SIZE
+        if call.root is not None and backend.spoils_others and call.root != backend.rank:
+            prepare = partial(_copy_to_overwrite, backend)
+        return method, backend.options_for(kind, call, substitute.op), prepare, ANY_SIZE
     if not row.is_substituted:
         return None
     if substitute is None:
-        total = wire.find_substitute(ReduceOp.SUM, dtype)
+        total = backend.find_substitute(ReduceOp.SUM, dtype)
         if not is_whole_mean(op, dtype) or total is None or total.dtype is not dtype:
             return None
-        options = wire.options_for(kind, call, ReduceOp.SUM)
-        return method, options, partial(_divided, wire.size), ANY_SIZE
+        options = backend.options_for(kind, call, ReduceOp.SUM)
+        return method, options, partial(_divided, backend.size), ANY_SIZE
     if substitute.is_view:
         return None
     if DTYPES[substitute.dtype].is_whole:
         if DTYPES[dtype].is_whole:
             return None
-        return method, wire.options_for(kind, call, op), partial(in_order, op), ANY_SIZE
-    options = wire.options_for(c10d.AllgatherOptions, call)
-    most = wire.most_gathered_bytes // wire.size
-    return "_allgather_base", options, partial(_gathered, wire.size, op), most
+        return method, backend.options_for(kind, call, op), partial(in_order, op), ANY_SIZE
+    options = backend.options_for(c10d.AllgatherOptions, call)
+    most = backend.most_gathered_bytes // backend.size
+    return "_allgather_base", options, partial(_gathered, backend.size, op), most
 
 
 def _divided(size: int, tensors: Tensors) -> Prepared:
     return (tensors,), partial(divide, tensors[0], size)
 
 
-def _copy_to_overwrite(wire: ShortCommunicator, tensors: Tensors) -> Prepared:
+def _copy_to_overwrite(backend: FastPathCommunicator, tensors: Tensors) -> Prepared:
     """Return a copy for the class to overwrite, and a function that frees it, None if small."""
     if tensors[0].nbytes <= _SMALL_BYTES:
         return ([tensors[0].clone()],), None
-    target = wire.scratch.take(tensors[0].numel(), tensors[0])
+    target = backend.scratch.take(tensors[0].numel(), tensors[0])
     write(target, tensors[0])
-    return ([target],), partial(wire.scratch.give, target)
+    return ([target],), partial(backend.scratch.give, target)
 
 
 def _gathered(size: int, op: ReduceKind, tensors: Tensors) -> Prepared:
@@ -220,15 +220,15 @@ def _gathered(size: int, op: ReduceKind, tensors: Tensors) -> Prepared:
 
 
 def _exchange(
-    wire: ShortCommunicator, op: ReduceKind, output: torch.Tensor, tensor: torch.Tensor
+    backend: FastPathCommunicator, op: ReduceKind, output: torch.Tensor, tensor: torch.Tensor
 ) -> Prepared:
     """Return the arguments of an all-to-all, and a function that reduces the parts that came."""
-    sizes = [output.numel()] * wire.size
+    sizes = [output.numel()] * backend.size
     if tensor.nbytes <= _SMALL_BYTES:
         mine = torch.empty_like(tensor)
-        return (mine, tensor, sizes, sizes), partial(reduce_parts, output, mine, wire.size, op)
-    mine = wire.scratch.take(tensor.numel(), tensor)
-    return (mine, tensor, sizes, sizes), partial(reduce_scratch, wire, output, mine, op)
+        return (mine, tensor, sizes, sizes), partial(reduce_parts, output, mine, backend.size, op)
+    mine = backend.scratch.take(tensor.numel(), tensor)
+    return (mine, tensor, sizes, sizes), partial(reduce_scratch, backend, output, mine, op)
 
 
 def _pack(outputs: Tensors, inputs: Tensors) -> Prepared:

@@ -5,8 +5,8 @@ collectives are waited for in short slices that notice an abort and Ctrl-C. A wa
 receive that expires closes all connections of its communicator at once, which frees everything
 that waits there: ``abort`` uses just that, since Gloo's own abort frees no thread.
 
-How long a verb may take is counted here, by slices, and for a send or receive by a timer: Gloo is
-asked to wait almost for ever, so that its errors are failures and never timeouts.
+How long a collective may take is counted here, by slices, and for a send or receive by a timer:
+Gloo is asked to wait almost for ever, so that its errors are failures and never timeouts.
 
 Narrow floats are not reduced by Gloo, which rounds them at every step: members exchange parts, each
 reduces its own in float32 in group order, and all share the results (``_reduce_shared``). That
@@ -38,21 +38,21 @@ from ...runtime.deadlines import Deadline, Timer, start_timers
 from ...runtime.timeout_calls import await_calls_elsewhere, begin_elsewhere, keep_thread
 from ..composed_collectives import all_reduce_by_gathering, reduce_scatter_by_exchange
 from ..messages import TagNumbers
-from ..operation_args import EXCHANGE_TAG, PreparedCall, cuts, parts, write
+from ..operation_args import EXCHANGE_TAG, OperationArgs, cuts, parts, write
 from ..requests import (
     DONE,
+    BackendAborted,
+    BackendFailure,
+    BackendTimeout,
     MemberLost,
-    Operation,
-    WireAborted,
-    WireFailure,
-    WireTimeout,
+    Request,
     WorkerQueue,
     followed,
     given_up_for,
-    refuse_to_complete,
+    reject_to_complete,
 )
-from .communicator import CLOSED, C10dCommunicator, C10dOperation, C10dTransfer
-from .dtype_fallbacks import GLOO, Substitute
+from .communicator import CLOSED, C10dCommunicator, C10dRequest, C10dTransfer
+from .dtype_fallbacks import GLOO, DtypeFallback
 from .gloo_connections import DroppedMessages, connects_late, drop_within, expire, start_expiring
 
 _SLICE = timedelta(milliseconds=500)
@@ -73,10 +73,11 @@ _SMALL_SLOT = 1 << 29
 _LARGE_SLOT = 1 << 30
 _MOST_NUMBERED = 1 << 12
 _OF_HOST_MEMORY = frozenset({"all_reduce_list", "send", "recv"})
-"""Verbs that the class has for CPU tensors alone; the others of its verbs stage CUDA tensors."""
+"""Collectives that the class has for CPU tensors alone; the others of its collectives stage CUDA
+tensors."""
 
 
-class GlooOperation(C10dOperation):
+class GlooRequest(C10dRequest):
     """A plain collective that Gloo has begun; ``then`` completes the result, once Gloo is done."""
 
     communicator: GlooCommunicator
@@ -106,7 +107,7 @@ class GlooOperation(C10dOperation):
         if self.then is not None:
             with self.communicator.completing:  # another thread may be at it
                 if (then := self.then) is not None:  # as ``complete``, in a frame less
-                    self.then = refuse_to_complete
+                    self.then = reject_to_complete
                     then()
                     self.then = None
         return 0
@@ -126,7 +127,7 @@ class GlooCommunicator(C10dCommunicator):
     """Gloo's connection: waits notice an abort, a timeout and Ctrl-C.
 
     Args:
-        wire, rank, size, process_group: as ``C10dCommunicator`` takes them.
+        backend, rank, size, process_group: as ``C10dCommunicator`` takes them.
         store: where members number the large tags that they use.
         spins: whether waits may spin at first, since no rank of this host needs the core.
     """
@@ -138,11 +139,11 @@ class GlooCommunicator(C10dCommunicator):
     lacking = frozenset({"all_to_all", "reduce_scatter", "reduce_scatter_list"})
     spoils_others = True
     most_gathered_bytes = _GATHERED_BYTES
-    operation_kind = GlooOperation
+    operation_kind = GlooRequest
 
     def __init__(
         self,
-        wire: str,
+        backend: str,
         rank: int,
         size: int,
         process_group: Any,
@@ -151,7 +152,7 @@ class GlooCommunicator(C10dCommunicator):
         spins: bool = False,
         has_died: Callable[[int], bool] = lambda _: False,
     ) -> None:
-        super().__init__(wire, rank, size, process_group)
+        super().__init__(backend, rank, size, process_group)
         self._tag_numbers = TagNumbers(store)
         self._spins = spins and hasattr(os, "sched_yield")
         self._has_died = has_died
@@ -169,16 +170,16 @@ class GlooCommunicator(C10dCommunicator):
         _open.add(self)
 
     @classmethod
-    def support(cls, verb: str, device_type: str, dtype: torch.dtype, op: ReduceKind) -> str:
-        found = super().support(verb, device_type, dtype, op)
-        return "built" if found and device_type != "cpu" and verb in _OF_HOST_MEMORY else found
+    def support(cls, operation: str, device_type: str, dtype: torch.dtype, op: ReduceKind) -> str:
+        found = super().support(operation, device_type, dtype, op)
+        return "built" if found and device_type != "cpu" and operation in _OF_HOST_MEMORY else found
 
-    def _all_reduce_list(self, prepared: PreparedCall) -> Operation:
+    def _all_reduce_list(self, prepared: OperationArgs) -> Request:
         if prepared.outputs[0].is_cpu:
             return super()._all_reduce_list(prepared)
         return self.build(prepared)
 
-    def _reduce(self, prepared: PreparedCall) -> Operation:
+    def _reduce(self, prepared: OperationArgs) -> Request:
         # Gloo leaves partial results on the other members.
         if self.rank == prepared.root:
             return super()._reduce(prepared)
@@ -188,13 +189,13 @@ class GlooCommunicator(C10dCommunicator):
         given = prepared.by("reduce", [target], [target], prepared.op, prepared.root)
         return followed(super()._reduce(given), lambda: self.scratch.give(target))
 
-    def _send(self, prepared: PreparedCall) -> Operation:
+    def _send(self, prepared: OperationArgs) -> Request:
         (tensor,), peer, tag = prepared.inputs, prepared.root, prepared.tag
         if peer != self.rank and not tensor.is_cpu:  # Gloo's messages know host memory alone
             prepared = prepared.by("send", [tensor.cpu()], (), root=peer, tag=tag)
         return super()._send(prepared)
 
-    def _recv(self, prepared: PreparedCall) -> Operation:
+    def _recv(self, prepared: OperationArgs) -> Request:
         (tensor,), peer, tag = prepared.outputs, prepared.root, prepared.tag
         if peer == self.rank or tensor.is_cpu:
             return super()._recv(prepared)
@@ -213,9 +214,9 @@ class GlooCommunicator(C10dCommunicator):
     def own_timeout(self, timeout: timedelta) -> timedelta:
         return timeout if self._is_lazy else _ALMOST_FOR_EVER
 
-    def failure(self, error: RuntimeError) -> WireFailure:
+    def failure(self, error: RuntimeError) -> BackendFailure:
         # Gloo raises from C++. What was raised in the program's code is a signal handler's, which
-        # Python runs as a call of Gloo's returns: it leaves the verb as it is.
+        # Python runs as a call of Gloo's returns: it leaves the collective as it is.
         if is_of_handler(error):
             raise error
         return super().failure(error)
@@ -307,18 +308,18 @@ class GlooCommunicator(C10dCommunicator):
             raise super().failure(error) from None
 
     def _all_reduce_otherwise(
-        self, prepared: PreparedCall, substitute: Substitute | None
-    ) -> Operation:
+        self, prepared: OperationArgs, substitute: DtypeFallback | None
+    ) -> Request:
         (tensor,), op = prepared.outputs, prepared.op
         assert op is not None
-        asked = substitute or Substitute(op, tensor.dtype, True)
+        asked = substitute or DtypeFallback(op, tensor.dtype, True)
         if asked.is_view or DTYPES[asked.dtype].is_whole or not tensor.is_cpu:
             return super()._all_reduce_otherwise(prepared, substitute)
         if self.size * tensor.numel() * tensor.itemsize <= _GATHERED_BYTES:
             return all_reduce_by_gathering(self, prepared)
         return self._reduce_shared(prepared, tensor.view(-1))
 
-    def _reduce_shared(self, prepared: PreparedCall, tensor: torch.Tensor) -> Operation:
+    def _reduce_shared(self, prepared: OperationArgs, tensor: torch.Tensor) -> Request:
         """Start an exchange that reduces part j on member j; then a job sends all parts to all."""
         # The exchange starts here, since Gloo matches collectives by their order. Behind it a
         # thread shares by messages, which other collectives may precede: a call in flight goes on
@@ -340,11 +341,11 @@ class GlooCommunicator(C10dCommunicator):
             raise given_up_for(error, job.poll) from None
         return job
 
-    def _operation(self, prepared: PreparedCall, work: Any, note: int | None = None) -> Operation:
+    def _request(self, prepared: OperationArgs, work: Any, note: int | None = None) -> Request:
         # What is started early is seldom small, and Gloo's threads need the cores for it. A thread
         # that spins beside the main one would take the time from that.
         if not prepared.waits:
-            return GlooOperation(self, prepared.timeout, work, None, note)
+            return GlooRequest(self, prepared.timeout, work, None, note)
         try:
             if self._spins and threading.get_ident() == self._main_thread:
                 _spin_until(work.is_completed)
@@ -353,13 +354,13 @@ class GlooCommunicator(C10dCommunicator):
         except BaseException as error:  # what Gloo goes on with would write the caller's tensors
             raise given_up_for(error, work.is_completed) from None
 
-    def _transfer(self, work: Any, prepared: PreparedCall) -> Operation:
+    def _transfer(self, work: Any, prepared: OperationArgs) -> Request:
         self.dropped.look()
         is_long = (prepared.inputs or prepared.outputs)[0].nbytes >= _LONG_BYTES
         return GlooTransfer(self, work, prepared.root, prepared.timeout, is_long)
 
     def finish_slowly(self, work: Any, timeout: timedelta) -> None:
-        """Wait for ``work`` in slices, up to ``timeout``; raise WireFailure, also if aborted."""
+        """Wait for ``work`` in slices, up to ``timeout``; raise BackendFailure, also if aborted."""
         deadline = Deadline(timeout - _SLICE)  # the first slice is over already
         while True:
             try:
@@ -369,10 +370,10 @@ class GlooCommunicator(C10dCommunicator):
                 if str(error) != _EXPIRED_SLICE:
                     raise self.failure(error) from None
             if self.is_aborted:
-                raise WireAborted("aborted while waiting")
+                raise BackendAborted("aborted while waiting")
             if deadline.is_over:
                 self.disconnect()
-                raise WireTimeout.after(timeout)
+                raise BackendTimeout.after(timeout)
 
 
 @dataclass(eq=False, slots=True)
@@ -416,11 +417,11 @@ class GlooTransfer(C10dTransfer):
             self.communicator.dropped.add(self.work, is_from_anyone=self.peer is None)
 
     def _finish_closed(self) -> None:
-        """Finish a message that ended before the close; raise WireFailure for any other."""
+        """Finish a message that ended before the close; raise BackendFailure for any other."""
         try:
             self.work.wait(_AT_ONCE)
         except RuntimeError:
-            raise WireFailure("the group was closed before this message came or went") from None
+            raise BackendFailure("the group was closed before this message came or went") from None
 
     def _finish_here(self, timeout: timedelta) -> None:
         timer = Timer(timeout, self.communicator.disconnect)
@@ -430,9 +431,9 @@ class GlooTransfer(C10dTransfer):
         except RuntimeError as error:
             if timer.cancel() or self.communicator.is_aborted:
                 raise self.communicator.failure(error) from None
-            raise WireTimeout.after(timeout) from None
+            raise BackendTimeout.after(timeout) from None
         if not timer.cancel():
-            raise WireTimeout.after(timeout)
+            raise BackendTimeout.after(timeout)
 
     def _finish_beside(self, timeout: timedelta) -> None:
         # A receive from any member belongs to no connection, so that closing all of them does
@@ -442,12 +443,12 @@ class GlooTransfer(C10dTransfer):
         self._deadline = Deadline(timeout)
         while not is_over:
             if self.communicator.is_aborted:
-                raise WireAborted("aborted while waiting for a message")
+                raise BackendAborted("aborted while waiting for a message")
             is_over = self._join(_ABORT_LOOK_S)
         if self._lost is not None:
             raise self._lost
         if self._is_late:
-            raise WireTimeout.after(timeout)
+            raise BackendTimeout.after(timeout)
         if self._error is not None:
             raise self.communicator.failure(self._error) from None
 

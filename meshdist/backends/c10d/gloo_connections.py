@@ -37,7 +37,7 @@ from ...runtime.deadlines import Deadline, wait_until
 from ...runtime.hosts import own_sockets
 from ...runtime.timeout_calls import begin_elsewhere
 from ..registry import Opening
-from ..requests import WireRefused, WireTimeout, is_timeout
+from ..requests import BackendTimeout, BackendUnsupported, is_timeout
 
 _ATTACH_FILTER, _DETACH_FILTER = 26, 27  # of Linux, in asm-generic/socket.h
 _RETURN_CONSTANT = 0x06
@@ -125,7 +125,7 @@ def agreed_devices(opening: Opening) -> Devices:
     """Return Gloo's devices for this host's interfaces; store how many, for others to check.
 
     Raises:
-        WireRefused: a member lacks an interface that it names, or not all name as many.
+        BackendUnsupported: a member lacks an interface that it names, or not all name as many.
     """
     # Each member says in the store how many interfaces it uses; those for which GLOO_SOCKET_IFNAME
     # is set wait for what the others say. Between two members with ``lo,lo`` and ``lo`` Gloo would
@@ -136,7 +136,7 @@ def agreed_devices(opening: Opening) -> Devices:
     said = len(names) or 1, named or "not set"
     try:
         devices = gloo_devices(names)
-    except WireRefused as refusal:
+    except BackendUnsupported as refusal:
         said = 0, str(refusal)
         raise
     finally:
@@ -172,13 +172,13 @@ def _address_between_hosts(opening: Opening) -> str:
     other = next(member for member, host in enumerate(opening.hosts) if host != here)
     key = f"address/{other}"
     if not await_key(store, key, Deadline(opening.timeout), opening.check_present):
-        raise WireTimeout.after(opening.timeout)
+        raise BackendTimeout.after(opening.timeout)
     theirs = store.get(key).decode()
     return "" if is_loopback(theirs) else address_towards(theirs, server[1])
 
 
 def check_interfaces(opening: Opening, patience: timedelta) -> None:
-    """Raise WireRefused if members store unequal numbers of interfaces within ``patience``."""
+    """Raise BackendUnsupported if members store unequal numbers of interfaces within ``patience``."""
     keys = [f"interfaces/{member}" for member in range(len(opening.ranks))]
     if not wait_until(lambda: opening.store.check(keys), Deadline(patience)):
         return
@@ -219,8 +219,8 @@ def _make_devices(interfaces: tuple[str, ...]) -> list[Any]:
         ) from error
 
 
-def _refusal(text: str) -> WireRefused:
-    refusal = WireRefused(text)
+def _refusal(text: str) -> BackendUnsupported:
+    refusal = BackendUnsupported(text)
     refusal.fix = "list interfaces that the host has, as many on every rank, or unset the variable"
     return refusal
 

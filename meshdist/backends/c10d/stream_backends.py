@@ -1,4 +1,5 @@
-"""Wires whose verbs are kernels in the order of a stream: NCCL, and XCCL, which follows it.
+"""Backends whose collectives are kernels in the order of a stream: NCCL, and XCCL, which follows
+it.
 
 Starting one returns once its kernel is enqueued, and a wait lets the current stream wait, not the
 host. So no wait notices a member that never comes: a thread looks after all works (``watch``), ten
@@ -7,7 +8,7 @@ knows, and never asks a device: a thread that does so while another captures a C
 capture. NCCL ends the kernels of an aborted communicator as if they were done: whether a work has
 ended well is known only from before.
 
-A verb whose caller waits at once goes out on the current stream and leaves no work (c10d's
+A collective whose caller waits at once goes out on the current stream and leaves no work (c10d's
 ``asyncOp=False``): no other stream, no events. There the thread asks c10d's own watchdog, which
 sees every kernel and is told to end nothing by itself.
 
@@ -34,18 +35,18 @@ from ...checking.call_sites import is_of_handler
 from ...errors import MeshdistError
 from ...runtime.deadlines import Deadline, wait_until
 from ...runtime.hosts import is_ending_by_exception
-from ...runtime.timeout_calls import BoundedCall, keep_thread, watch
+from ...runtime.timeout_calls import TimeoutCall, keep_thread, watch
 from ..communicator import Communicator, Explain
-from ..operation_args import PreparedCall
+from ..operation_args import OperationArgs
 from ..requests import (
     DONE,
-    Operation,
-    WireAborted,
-    WireFailure,
-    WireTimeout,
+    BackendAborted,
+    BackendFailure,
+    BackendTimeout,
+    Request,
     complete,
     failure_of,
-    refuse_to_complete,
+    reject_to_complete,
 )
 from .communicator import CLOSED, C10dCommunicator
 from .dtype_fallbacks import NCCL
@@ -94,7 +95,7 @@ class DeviceResult:
         """Give the work a new time limit, which counts from the next ``look``."""
         self.limit, self.deadline = limit, None
 
-    def look(self) -> WireFailure | None:
+    def look(self) -> BackendFailure | None:
         """Update ``is_good``; return the failure of a work that failed or is late, else None."""
         if self.result.done():
             result = WorkResult(self.result.value())
@@ -102,13 +103,13 @@ class DeviceResult:
                 self.is_good = True
                 return None
             if result != WorkResult.TIMEOUT:
-                return WireFailure("c10d reports that communication failed")
+                return BackendFailure("c10d reports that communication failed")
         if self.deadline is None:
             self.deadline = Deadline(self.limit + _NOTICED_LATER)
-        return WireTimeout.after(self.limit) if self.deadline.is_over else None
+        return BackendTimeout.after(self.limit) if self.deadline.is_over else None
 
 
-class EnqueuedWork(Operation):
+class EnqueuedWork(Request):
     """Operation around c10d's ``work`` on a device's stream, whose end ``outcome`` records.
 
     Args:
@@ -160,7 +161,7 @@ class EnqueuedWork(Operation):
         if communicator.is_aborted or communicator.explaining.locked():
             return 1
         if (then := self.then) is not None:  # as ``complete``, in a frame less
-            self.then = refuse_to_complete
+            self.then = reject_to_complete
             then()
             self.then, self.adds_to_stream = None, False
         return 0
@@ -199,14 +200,14 @@ class EnqueueingCommunicator(C10dCommunicator):
 
     def __init__(
         self,
-        wire: str,
+        backend: str,
         rank: int,
         size: int,
         process_group: Any,
         device_type: str,
         timeout: timedelta,
     ) -> None:
-        super().__init__(wire, rank, size, process_group)
+        super().__init__(backend, rank, size, process_group)
         self._device_type = device_type
         self.is_on_cuda = device_type == "cuda"
         self._timeout = timeout
@@ -218,7 +219,7 @@ class EnqueueingCommunicator(C10dCommunicator):
         # Held while the error of a failure is made, so that a wait for the work raises that one.
         self.explaining = threading.Lock()
         self._unraised: MeshdistError | None = None
-        self._last_call: BoundedCall | None = None
+        self._last_call: TimeoutCall | None = None
         keep_thread()
         watch(self)
 
@@ -228,14 +229,14 @@ class EnqueueingCommunicator(C10dCommunicator):
 
         def check() -> None:
             if self.is_aborted or self.torch_group is CLOSED:
-                raise WireAborted("aborted while the members connected")
+                raise BackendAborted("aborted while the members connected")
 
         check()
         connect = partial(self.torch_group.eager_connect_single_device, device)
         try:
-            BoundedCall(connect, "connect").wait(self._timeout, check)
+            TimeoutCall(connect, "connect").wait(self._timeout, check)
         except TimeoutError as late:
-            raise WireTimeout(f"the members did not connect: {late}") from None
+            raise BackendTimeout(f"the members did not connect: {late}") from None
         except RuntimeError as error:
             raise failure_of(error) from None
         self._device = device
@@ -248,19 +249,19 @@ class EnqueueingCommunicator(C10dCommunicator):
             error, self._unraised = self._unraised, None
         return error
 
-    def _barrier(self, prepared: PreparedCall) -> Operation:
+    def _barrier(self, prepared: OperationArgs) -> Request:
         options = c10d.BarrierOptions()
         options.timeout = self.own_timeout(prepared.timeout)
         device = prepared.device or self._device
         current = torch.get_device_module(self._device_type).current_device
         options.device_ids = [current() if device is None else device.index]
         options.asyncOp = True  # a blocking one would wait for the stream without end
-        return self._operation(prepared, self._call("barrier", options))
+        return self._request(prepared, self._call("barrier", options))
 
     def fast_path(
         self, entry: Any, explain: Explain, timeout: timedelta, works: tuple[Any, ...]
     ) -> FastPath | None:
-        # XCCL leaves a work of each call, and may lack verbs, which are built in Python.
+        # XCCL leaves a work of each call, and may lack collectives, which are built in Python.
         return super().fast_path(entry, explain, timeout, works) if self._tells_errors else None
 
     def finish_work(self, work: EnqueuedWork, timeout: timedelta) -> None:
@@ -299,7 +300,7 @@ class EnqueueingCommunicator(C10dCommunicator):
         ours = [each for each in communicators if isinstance(each, cls)]
         groups = {each: group for each in ours if (group := each._cut_off()) is not None}
         if groups:
-            call = BoundedCall(partial(_abort_groups, list(groups.values())), "abort")
+            call = TimeoutCall(partial(_abort_groups, list(groups.values())), "abort")
             for communicator in groups:
                 communicator._last_call = call
 
@@ -327,7 +328,7 @@ class EnqueueingCommunicator(C10dCommunicator):
         """Run c10d's shutdown, once, waiting up to the timeout for kernels to end."""
         if self._last_call is not None:
             return
-        self._last_call = BoundedCall(self.torch_group.shutdown, "shutdown")
+        self._last_call = TimeoutCall(self.torch_group.shutdown, "shutdown")
         if self._wait_for_last_call(self._timeout):
             for outcome in tuple(self.outcomes):
                 outcome.is_good = outcome.look() is None
@@ -339,7 +340,7 @@ class EnqueueingCommunicator(C10dCommunicator):
             if call is not None:
                 call.wait(limit)
         except (TimeoutError, RuntimeError) as error:
-            _log.warning("rank %d of a group on %s: its end: %s", self.rank, self.wire, error)
+            _log.warning("rank %d of a group on %s: its end: %s", self.rank, self.backend, error)
             return False
         return True
 
@@ -356,7 +357,7 @@ class EnqueueingCommunicator(C10dCommunicator):
         return group
 
     def _fail(
-        self, failure: WireFailure, limit: timedelta, outcome: DeviceResult | None = None
+        self, failure: BackendFailure, limit: timedelta, outcome: DeviceResult | None = None
     ) -> None:
         """Log and keep for waits the error of ``failure``, of work ``outcome``; abort all works."""
         failure.limit, error = limit, None
@@ -372,14 +373,14 @@ class EnqueueingCommunicator(C10dCommunicator):
                 self.abort()
         _log.error("%s", error)
 
-    def _find_failure(self, group: Any) -> WireFailure | None:
+    def _find_failure(self, group: Any) -> BackendFailure | None:
         """Return the failure that c10d's own watchdog has found, or None."""
         found = group.get_error().name
         if found == "SUCCESS":
             return None
         if found == "TIMEOUT":
-            return WireTimeout.after(self._timeout)
-        return WireFailure(f"{self.wire.upper()} reports {found}")
+            return BackendTimeout.after(self._timeout)
+        return BackendFailure(f"{self.backend.upper()} reports {found}")
 
     def _check_outcome(self, outcome: DeviceResult) -> None:
         """Raise the error of a work that an abort cut off; return for any other work."""
@@ -391,18 +392,19 @@ class EnqueueingCommunicator(C10dCommunicator):
             return
         error = outcome.error
         if error is None:
-            raise WireAborted("aborted while it was on the device")
+            raise BackendAborted("aborted while it was on the device")
         if self._unraised is error:
             self._unraised = None
         raise error.with_traceback(None)
 
-    def _is_async(self, prepared: PreparedCall) -> bool:
+    def _is_async(self, prepared: OperationArgs) -> bool:
         # What leaves no work is bounded by c10d alone, by the timeout of the whole group. And a
-        # list's verb may be cut into several, whose end c10d sees on a stream of its own alone.
+        # list's collective may be cut into several, whose end c10d sees on a stream of its own
+        # alone.
         leaves_none = prepared.waits and self._tells_errors and prepared.timeout == self._timeout
         return not leaves_none or prepared.way in _OF_LISTS
 
-    def _operation(self, prepared: PreparedCall, work: Any, note: int | None = None) -> Operation:
+    def _request(self, prepared: OperationArgs, work: Any, note: int | None = None) -> Request:
         if work is None:
             return DONE
         number = prepared.number if note is None else note
@@ -412,7 +414,7 @@ class EnqueueingCommunicator(C10dCommunicator):
         started.finish(prepared.timeout)
         return DONE
 
-    def _started(self, work: Any, prepared: PreparedCall) -> EnqueuedWork:
+    def _started(self, work: Any, prepared: OperationArgs) -> EnqueuedWork:
         return EnqueuedWork(self, prepared.timeout, work, None, prepared.number)
 
 
@@ -445,7 +447,7 @@ def _abort_groups(groups: Sequence[Any]) -> None:
     if has_groups:
         first._group_start()
     try:
-        for call in [BoundedCall(group.abort, "abort") for group in groups]:
+        for call in [TimeoutCall(group.abort, "abort") for group in groups]:
             try:
                 call.wait(_ABORT_S)
             except (TimeoutError, RuntimeError) as error:

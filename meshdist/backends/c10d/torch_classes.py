@@ -18,12 +18,12 @@ from torch.distributed import DebugLevel, ProcessGroupGloo, distributed_c10d
 
 from ...bootstrap.timeout_store import looking
 from ...error_text import first_line, ranks_text
-from ...runtime.fork_safe_locks import ModuleLock
+from ...runtime.fork_safe_locks import ForkSafeLock
 from ...runtime.hosts import num_cores
-from ...runtime.timeout_calls import BoundedCall
+from ...runtime.timeout_calls import TimeoutCall
 from ..communicator import Communicator
-from ..registry import Opening, Wire, find_wire, register_wire
-from ..requests import WireFailure, WireRefused, WireTimeout, failure_of, plain_text
+from ..registry import BackendType, Opening, find_backend, register_backend
+from ..requests import BackendFailure, BackendTimeout, BackendUnsupported, failure_of, plain_text
 from .communicator import C10dCommunicator
 from .dtype_fallbacks import UCC
 from .gloo import GlooCommunicator
@@ -35,16 +35,16 @@ _CONNECT_TIMEOUTS = 5  # so many Gloo waits for the others to connect, as seen o
 
 
 @dataclass(eq=False)
-class RegisteredWire(Wire):
-    """A wire whose communicators a function makes, in one of the two forms that torch calls.
+class RegisteredBackend(BackendType):
+    """A backend whose communicators a function makes, in one of the two forms that torch calls.
 
     Args:
         make: called as ``make(store, rank, size, timeout)``, or with extended_api as
             ``make(options, backend_options)``; returns torch's kind of process group.
     """
 
-    # What the function makes is not known beforehand: each verb is tried, and built from others
-    # where the class has none. ``support`` takes it to have all of them.
+    # What the function makes is not known beforehand: each collective is tried, and built from
+    # others where the class has none. ``support`` takes it to have all of them.
 
     name: str
     make: Callable[..., Any]
@@ -70,13 +70,13 @@ class RegisteredWire(Wire):
             else:
                 group = self.make(opening.make_torch_store(), opening.rank, size, opening.timeout)
         except RuntimeError as error:
-            raise WireFailure(first_line(error)) from error
+            raise BackendFailure(first_line(error)) from error
         if isinstance(group, ProcessGroupGloo):
             return GlooCommunicator(self.name, opening.rank, size, group, opening.store)
         return C10dCommunicator(self.name, opening.rank, size, group)
 
 
-class GlooWire(Wire):
+class GlooBackend(BackendType):
     """Gloo: CPU tensors over TCP, and CUDA tensors by way of host memory."""
 
     name = "gloo"
@@ -106,19 +106,19 @@ class GlooWire(Wire):
                     return kind(opening.store, opening.rank, len(opening.ranks), options)
 
             # Gloo waits for a member that has ended as for any other: its thread is left behind.
-            connecting = BoundedCall(partial(copy_context().run, connect), "connect")
+            connecting = TimeoutCall(partial(copy_context().run, connect), "connect")
             group = connecting.wait(opening.timeout + _GIVING_UP, opening.check_present)
             options._timeout = opening.timeout
-        except WireRefused:
+        except BackendUnsupported:
             raise
         except Exception as error:  # interfaces that cannot meet explain any of them
             with suppress(RuntimeError):  # the store may be lost
                 check_interfaces(opening, timedelta(0))
             if isinstance(error, TimeoutError):
-                error = WireTimeout.after(opening.timeout)
+                error = BackendTimeout.after(opening.timeout)
             elif isinstance(error, RuntimeError):
                 error = failure_of(error)
-            if isinstance(error, WireFailure) and not opening.is_one_host:
+            if isinstance(error, BackendFailure) and not opening.is_one_host:
                 error.fix = reach_fix(devices)
             raise error from None
         return GlooCommunicator(
@@ -133,13 +133,13 @@ class GlooWire(Wire):
 
 
 def adopt_torch_backends() -> None:
-    """Register a wire for each backend of a plug-in of torch's that has no wire yet."""
+    """Register a backend for each backend of a plug-in of torch's that has no backend yet."""
     backends: Any = distributed_c10d.Backend
     for upper, plugin in tuple(backends._plugins.items()):
         name = upper.lower()
-        if find_wire(name) is None:
+        if find_backend(name) is None:
             kinds = frozenset(backends.backend_capability.get(name, ("cpu", "cuda")))
-            register_wire(RegisteredWire(name, plugin.creator_fn, kinds, plugin.extended_api))
+            register_backend(RegisteredBackend(name, plugin.creator_fn, kinds, plugin.extended_api))
 
 
 class UccCommunicator(C10dCommunicator):
@@ -149,8 +149,8 @@ class UccCommunicator(C10dCommunicator):
 
 
 @dataclass(eq=False)
-class C10dWire(Wire):
-    """Wire over torch's class ``class_name``; ``build`` says how to get a torch that has it."""
+class C10dBackend(BackendType):
+    """Backend over torch's class ``class_name``; ``build`` says how to get a torch that has it."""
 
     name: str
     class_name: str
@@ -168,14 +168,14 @@ class C10dWire(Wire):
         try:
             return self._open(kind, opening)
         except RuntimeError as error:
-            raise WireFailure(plain_text(error)) from None
+            raise BackendFailure(plain_text(error)) from None
 
     @abstractmethod
     def _open(self, kind: Any, opening: Opening) -> Communicator:
         """Return a communicator over a new process group of torch's class ``kind``."""
 
 
-class UccWire(C10dWire):
+class UccBackend(C10dBackend):
     """UCC: CPU tensors by its own collectives, where torch was built with it."""
 
     communicator_kind = UccCommunicator
@@ -186,8 +186,8 @@ class UccWire(C10dWire):
         return UccCommunicator(self.name, rank, size, group)
 
 
-class XcclWire(C10dWire):
-    """XCCL, on Intel's GPUs, and base of NCCL's wire: members first meet in ``connect``."""
+class XcclBackend(C10dBackend):
+    """XCCL, on Intel's GPUs, and base of NCCL's backend: members first meet in ``connect``."""
 
     communicator_kind = EnqueueingCommunicator
     device_type = "xpu"
@@ -204,7 +204,7 @@ class XcclWire(C10dWire):
         return kind(*arguments)
 
 
-class NcclWire(XcclWire):
+class NcclBackend(XcclBackend):
     """NCCL: CUDA tensors on streams."""
 
     device_type = "cuda"
@@ -226,7 +226,7 @@ class NcclWire(XcclWire):
             return kind(*arguments)
 
 
-_changing = ModuleLock()
+_changing = ForkSafeLock()
 
 _LEFT_TO_US = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
@@ -242,7 +242,7 @@ _LEFT_TO_US = {
 
 @contextmanager
 def _failures_left_to_us() -> Iterator[None]:
-    """Switch off, in the context, that a new ProcessGroupNCCL ends verbs or the process."""
+    """Switch off, in the context, that a new ProcessGroupNCCL ends collectives or the process."""
     # A failure is raised where it is waited for. Afterwards everything is as before: the program's
     # own groups of torch's keep their protection.
     with _changing.current:
@@ -278,25 +278,25 @@ def _options(kind: Any, opening: Opening) -> Any:
     return options
 
 
-register_wire(GlooWire())
-register_wire(
-    NcclWire(
+register_backend(GlooBackend())
+register_backend(
+    NcclBackend(
         "nccl",
         "ProcessGroupNCCL",
         frozenset({"cuda"}),
         "install a build of torch for CUDA, see https://pytorch.org",
     )
 )
-register_wire(
-    UccWire(
+register_backend(
+    UccBackend(
         "ucc",
         "ProcessGroupUCC",
         frozenset({"cpu", "cuda"}),
         "build torch with UCC; Gloo and NCCL serve the same devices",
     )
 )
-register_wire(
-    XcclWire(
+register_backend(
+    XcclBackend(
         "xccl",
         "ProcessGroupXCCL",
         frozenset({"xpu"}),

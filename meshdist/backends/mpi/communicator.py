@@ -16,7 +16,7 @@ import torch
 from ...arrays import apart
 from ...bootstrap.mpi_library import find_mpi_problem, is_cuda_aware
 from ...dtypes import DTYPES
-from ...operation_table import REDUCING_VERBS
+from ...operation_table import REDUCING_OPERATIONS
 from ...reduce_ops import ReduceKind, ReduceOp
 from ..communicator import (
     ANY_SIZE,
@@ -29,11 +29,11 @@ from ..communicator import (
 from ..composed_collectives import reduce_scatter_by_exchange
 from ..messages import Mailbox, TagNumbers
 from ..native_core import core
-from ..operation_args import EXCHANGE_TAG, PreparedCall, Sizes, Tensors, write_all
-from ..registry import Opening, Wire, register_wire
-from ..requests import DONE, Chain, Operation, WireAborted, WireFailure, followed
+from ..operation_args import EXCHANGE_TAG, OperationArgs, Sizes, Tensors, write_all
+from ..registry import BackendType, Opening, register_backend
+from ..requests import DONE, BackendAborted, BackendFailure, Chain, Request, followed
 from .connect import open_link
-from .connection import MpiConnection, MpiOperation
+from .connection import MpiConnection, MpiRequest
 from .datatypes import (
     MpiBuffers,
     MpiReduction,
@@ -82,10 +82,10 @@ class MpiCommunicator(Communicator):
         self._is_cuda = opening.device_type == "cuda"
 
     @classmethod
-    def support(cls, verb: str, device_type: str, dtype: torch.dtype, op: ReduceKind) -> str:
-        if verb in REDUCING_VERBS and not find_plan(op, dtype).is_plain:
+    def support(cls, operation: str, device_type: str, dtype: torch.dtype, op: ReduceKind) -> str:
+        if operation in REDUCING_OPERATIONS and not find_plan(op, dtype).is_plain:
             return "built"
-        return super().support(verb, device_type, dtype, op)
+        return super().support(operation, device_type, dtype, op)
 
     def fast_path(
         self, entry: Any, explain: Explain, timeout: timedelta, works: tuple[Any, ...]
@@ -101,25 +101,32 @@ class MpiCommunicator(Communicator):
         path: FastPath = core.FastPath(entry, runner, FAST_REDUCTIONS)
         return path
 
-    def _find_shortcut(self, timeout: timedelta, verb: str, op: int, *_: Any) -> Any:
+    def _find_shortcut(self, timeout: timedelta, operation: str, op: int, *_: Any) -> Any:
         """Return the shortcut of the calls that the native core checks; None for the others."""
-        if verb not in _AWAITING_ALL:
+        if operation not in _AWAITING_ALL:
             return None
-        return partial(self._start_checked, verb, NUMBERED_OPS.get(op)), timeout, None, ANY_SIZE
+        return (
+            partial(self._start_checked, operation, NUMBERED_OPS.get(op)),
+            timeout,
+            None,
+            ANY_SIZE,
+        )
 
-    def _start_checked(self, verb: str, op: ReduceKind | None, *given: Any) -> Operation | None:
+    def _start_checked(self, operation: str, op: ReduceKind | None, *given: Any) -> Request | None:
         """Start a call on checked tensors, with its timeout; return None if it is over."""
         *tensors, timeout = given
         if len(tensors) == 1:  # a list, which is read and written
             (outputs,), (inputs,) = tensors, tensors
         else:
             outputs, inputs = tensors[:1], tensors[1:]
-        operation = self.start(PreparedCall(verb, verb, inputs, outputs, None, op).as_own(timeout))
-        return None if operation is DONE else operation
+        request = self.start(
+            OperationArgs(operation, operation, inputs, outputs, None, op).as_own(timeout)
+        )
+        return None if request is DONE else request
 
-    # -- verbs that reduce --------------------------------------------------------------------
+    # -- collectives that reduce -------------------------------------------------------------------
 
-    def _all_reduce(self, prepared: PreparedCall) -> Operation:
+    def _all_reduce(self, prepared: OperationArgs) -> Request:
         (tensor,), op = prepared.outputs, prepared.op
         assert op is not None
         kind = self._kinds.get(tensor.dtype) if op is _SUM else None
@@ -138,7 +145,7 @@ class MpiCommunicator(Communicator):
         buffers = self._in_place, self._numbers(data), self._op(plan)
         return self._collective("Iallreduce", prepared, (tensor, data), then, *buffers)
 
-    def _reduce(self, prepared: PreparedCall) -> Operation:
+    def _reduce(self, prepared: OperationArgs) -> Request:
         (tensor,), op, root = prepared.outputs, prepared.op, prepared.root
         assert op is not None
         if tensor.nbytes >= _LARGE:
@@ -153,17 +160,17 @@ class MpiCommunicator(Communicator):
         buffers = self._in_place, numbers
         return self._collective("Ireduce", prepared, kept, then, *buffers, *op_and_root)
 
-    def _reduce_scatter(self, prepared: PreparedCall) -> Operation:
+    def _reduce_scatter(self, prepared: OperationArgs) -> Request:
         return self._reduce_blocks(prepared, prepared.inputs[0], None)
 
-    def _reduce_scatter_list(self, prepared: PreparedCall) -> Operation:
+    def _reduce_scatter_list(self, prepared: OperationArgs) -> Request:
         whole, give_back = view_or_pack(prepared.inputs, self.scratch)
         sizes = [part.numel() for part in prepared.inputs]
         return followed(self._reduce_blocks(prepared, whole, sizes), give_back)
 
     def _reduce_blocks(
-        self, prepared: PreparedCall, whole: torch.Tensor, sizes: list[int] | None
-    ) -> Operation:
+        self, prepared: OperationArgs, whole: torch.Tensor, sizes: list[int] | None
+    ) -> Request:
         """Start a reduce-scatter of ``whole`` in blocks of ``sizes``; None: equal blocks."""
         (output,), kind = prepared.outputs, prepared.op
         assert kind is not None
@@ -185,14 +192,14 @@ class MpiCommunicator(Communicator):
         buffers = self._numbers(data), result
         return self._collective("Ireduce_scatter", prepared, kept, then, *buffers, sizes, op)
 
-    # -- verbs that move ----------------------------------------------------------------------
+    # -- collectives that move ---------------------------------------------------------------------
 
-    def _broadcast(self, prepared: PreparedCall) -> Operation:
+    def _broadcast(self, prepared: OperationArgs) -> Request:
         (tensor,) = prepared.outputs
         buffers = self.buffers.moved(tensor), prepared.root
         return self._collective("Ibcast", prepared, tensor, None, *buffers)
 
-    def _all_gather(self, prepared: PreparedCall) -> Operation:
+    def _all_gather(self, prepared: OperationArgs) -> Request:
         (output,), (tensor,) = prepared.outputs, prepared.inputs
         tensor, moved = apart(tensor, output), self.buffers.moved
         if tensor.nbytes >= _LARGE and output.nbytes <= self.buffers.most:
@@ -203,7 +210,7 @@ class MpiCommunicator(Communicator):
         buffers = moved(tensor), moved(output, self.size)
         return self._collective("Iallgather", prepared, (output, tensor), None, *buffers)
 
-    def _all_gather_list(self, prepared: PreparedCall) -> Operation:
+    def _all_gather_list(self, prepared: OperationArgs) -> Request:
         outputs, (tensor,) = prepared.outputs, prepared.inputs
         sizes = [output.numel() for output in outputs]
         if sum(sizes) * tensor.itemsize > self.buffers.most:
@@ -213,7 +220,7 @@ class MpiCommunicator(Communicator):
         buffers = self.buffers.moved(tensor), self.buffers.cut(whole, sizes)
         return self._collective("Iallgatherv", prepared, (whole, tensor), unpack, *buffers)
 
-    def _gather(self, prepared: PreparedCall) -> Operation:
+    def _gather(self, prepared: OperationArgs) -> Request:
         (tensor,), root = prepared.inputs, prepared.root
         mine = self.buffers.moved
         if self.rank != root:
@@ -223,7 +230,7 @@ class MpiCommunicator(Communicator):
         buffers = mine(tensor), mine(whole, self.size)
         return self._collective("Igather", prepared, (whole, tensor), unpack, *buffers, root)
 
-    def _scatter(self, prepared: PreparedCall) -> Operation:
+    def _scatter(self, prepared: OperationArgs) -> Request:
         (tensor,), root = prepared.outputs, prepared.root
         mine = self.buffers.moved
         if self.rank != root:
@@ -233,7 +240,7 @@ class MpiCommunicator(Communicator):
         buffers = mine(whole, self.size), mine(tensor)
         return self._collective("Iscatter", prepared, (whole, tensor), give_back, *buffers, root)
 
-    def _all_to_all(self, prepared: PreparedCall) -> Operation:
+    def _all_to_all(self, prepared: OperationArgs) -> Request:
         # A member may have much for one and little for another, which sees that little alone. So
         # each pair of members decides for itself whether its part goes with the others.
         outputs, inputs = prepared.outputs, prepared.inputs
@@ -257,7 +264,7 @@ class MpiCommunicator(Communicator):
 
         return followed(Chain([*messages, started], unpack), give_back)
 
-    def _all_to_all_single(self, prepared: PreparedCall) -> Operation:
+    def _all_to_all_single(self, prepared: OperationArgs) -> Request:
         (output,), (tensor,), sizes = prepared.outputs, prepared.inputs, prepared.sizes
         assert sizes is not None
         gives, takes = sizes
@@ -267,29 +274,29 @@ class MpiCommunicator(Communicator):
 
     def _exchange(
         self,
-        prepared: PreparedCall,
+        prepared: OperationArgs,
         output: torch.Tensor,
         tensor: torch.Tensor,
         takes: Sizes,
         gives: Sizes,
-    ) -> Operation:
+    ) -> Request:
         cut = self.buffers.cut
         kept, buffers = (output, tensor), (cut(tensor, gives), cut(output, takes))
         return self._collective("Ialltoallv", prepared, kept, None, *buffers)
 
-    def _barrier(self, prepared: PreparedCall) -> Operation:
+    def _barrier(self, prepared: OperationArgs) -> Request:
         return self._collective("Ibarrier", prepared, None, None)
 
     # -- messages -----------------------------------------------------------------------------
 
-    def _send(self, prepared: PreparedCall) -> Operation:
+    def _send(self, prepared: OperationArgs) -> Request:
         (tensor,), peer, tag = prepared.inputs, prepared.root, prepared.tag
         if peer == self.rank:
             return self._mailbox.send(tensor, tag)
         assert peer is not None  # a receiver is always named
         return self._message(self._comm.Isend, tensor, peer, tag, [peer])
 
-    def _recv(self, prepared: PreparedCall) -> Operation:
+    def _recv(self, prepared: OperationArgs) -> Request:
         (tensor,), peer, tag = prepared.outputs, prepared.root, prepared.tag
         if peer == self.rank or (peer is None and (self.size == 1 or self._mailbox.has_sent(tag))):
             return self._mailbox.recv(tensor, tag)
@@ -337,11 +344,11 @@ class MpiCommunicator(Communicator):
     def _collective(
         self,
         name: str,
-        prepared: PreparedCall,
+        prepared: OperationArgs,
         kept: Any,
         then: Callable[[], None] | None,
         *buffers: Any,
-    ) -> Operation:
+    ) -> Request:
         """Start a collective by mpi4py's method ``name``, and finish it if the caller waits.
 
         Args:
@@ -352,15 +359,15 @@ class MpiCommunicator(Communicator):
             _synchronize(kept if isinstance(kept, torch.Tensor) else kept[0])
         link = self._link
         if link.is_aborted:
-            raise WireAborted("the communicator was aborted")
+            raise BackendAborted("the communicator was aborted")
         try:
-            request = getattr(self._comm, name)(*buffers)
+            native_request = getattr(self._comm, name)(*buffers)
         except self._failing as error:
             raise link.failure(error) from None
-        operation = MpiOperation(link, request, kept, self._each, then)
+        request = MpiRequest(link, native_request, kept, self._each, then)
         if not prepared.waits:
-            return link.start(operation)
-        link.finish_at_once(operation, prepared.timeout)
+            return link.start(request)
+        link.finish_at_once(request, prepared.timeout)
         return DONE
 
     def _message(
@@ -371,7 +378,7 @@ class MpiCommunicator(Communicator):
         tag: int,
         others: list[int],
         *taken: Any,
-    ) -> Operation:
+    ) -> Request:
         """Start a message by ``call``, mpi4py's Isend or Irecv, and return its operation.
 
         Args:
@@ -383,12 +390,12 @@ class MpiCommunicator(Communicator):
             _synchronize(tensor)
         number = self._tag(tag, tensor.dtype)
         if link.is_aborted:
-            raise WireAborted("the communicator was aborted")
+            raise BackendAborted("the communicator was aborted")
         try:
-            request = call(self.buffers.moved(tensor), peer, number)
+            native_request = call(self.buffers.moved(tensor), peer, number)
         except self._failing as error:
             raise link.failure(error) from None
-        return link.start(MpiOperation(link, request, tensor, [others], None, *taken))
+        return link.start(MpiRequest(link, native_request, tensor, [others], None, *taken))
 
     def _tag(self, tag: int, dtype: torch.dtype) -> int:
         """Return MPI's tag for a program's, or for its number if it is too large, and ``dtype``."""
@@ -400,10 +407,10 @@ class MpiCommunicator(Communicator):
                 number = self._tag_numbers.number_of(tag, lambda: link.is_aborted)
             except RuntimeError as error:
                 lack = f"the store is lost, and tag {tag} has no number: {error}"
-                raise WireFailure(lack) from None
+                raise BackendFailure(lack) from None
             if (tag := num_direct + number) >= num_tags:
                 most = f"more than {_MOST_NUMBERED_TAGS} different tags from {num_direct} on"
-                raise WireFailure(most)
+                raise BackendFailure(most)
         return tag * len(_CODES) + _CODES[dtype]
 
     def _most_for_one(self, x: torch.Tensor) -> int:
@@ -414,7 +421,7 @@ class MpiCommunicator(Communicator):
 class StagedMpiCommunicator(MpiCommunicator):
     """Part of one member in a group of CUDA tensors, over an MPI that knows no CUDA memory."""
 
-    def start(self, prepared: PreparedCall) -> Operation:
+    def start(self, prepared: OperationArgs) -> Request:
         """Start ``prepared`` on copies in host memory, where built collectives go on."""
         inputs, outputs = prepared.inputs, prepared.outputs
         if not any(x.is_cuda for x in (*inputs, *outputs)):
@@ -426,7 +433,7 @@ class StagedMpiCommunicator(MpiCommunicator):
         return followed(super().start(host), partial(write_all, outputs, taken))
 
 
-class MpiWire(Wire):
+class MpiBackend(BackendType):
     """MPI, by mpi4py: CPU tensors, and CUDA tensors directly or by way of host memory."""
 
     name = "mpi"
@@ -434,14 +441,14 @@ class MpiWire(Wire):
     communicator_kind = MpiCommunicator
 
     def support(
-        self, verb: str, device_type: str, dtype: torch.dtype, op: ReduceKind | None = None
+        self, operation: str, device_type: str, dtype: torch.dtype, op: ReduceKind | None = None
     ) -> str:
-        """Return the support as of any wire; CUDA tensors are "built", since they may be staged."""
-        found = super().support(verb, device_type, dtype, op)
+        """Return the support as of any backend; CUDA tensors are "built", since they may be staged."""
+        found = super().support(operation, device_type, dtype, op)
         return "built" if found and device_type != "cpu" else found
 
     def connection_for(self, device_type: str) -> str:
-        """Return the connection's name: the wire's, with the device type unless that is "cpu"."""
+        """Return the connection's name: the backend's, with the device type unless that is "cpu"."""
         return self.name if device_type == "cpu" else f"{self.name}-{device_type}"
 
     def is_available(self) -> bool:
@@ -464,12 +471,12 @@ def _synchronize(tensor: torch.Tensor) -> None:
     torch.cuda.current_stream(tensor.device).synchronize()
 
 
-def _finish(timeout: timedelta, operation: Operation, _: int) -> None:
-    operation.finish(timeout)
+def _finish(timeout: timedelta, request: Request, _: int) -> None:
+    request.finish(timeout)
 
 
 def _without_large(tensors: Tensors, most: int) -> list[torch.Tensor]:
     return [x if x.numel() <= most else x.new_empty(0) for x in tensors]
 
 
-register_wire(MpiWire())
+register_backend(MpiBackend())

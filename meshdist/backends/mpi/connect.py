@@ -16,40 +16,41 @@ from ...bootstrap.timeout_store import read_json, read_jsons
 from ...error_text import fields_among, first_line, ranks_text
 from ...errors import BackendError, CollectiveTimeoutError, StoreError
 from ...runtime.deadlines import Deadline, Timer, wait_until
-from ...runtime.hosts import ProcessCard, is_stopped, my_card
+from ...runtime.hosts import ProcessInfo, is_stopped, my_process_info
 from ..registry import Opening
-from ..requests import WireFailure, WireTimeout
+from ..requests import BackendFailure, BackendTimeout
 from .connection import MpiConnection, report_dead_ranks_at_the_end
 
-FindCards = Callable[[], Sequence[ProcessCard | None]]
+FindProcessInfos = Callable[[], Sequence[ProcessInfo | None]]
 
 
 @contextmanager
-def limited(opening: Opening, find_cards: FindCards) -> Iterator[None]:
+def limited(opening: Opening, find_process_infos: FindProcessInfos) -> Iterator[None]:
     """End the process if MPI's calls in the context, which open a group, take too long.
 
     Args:
-        find_cards: returns each member's process card, None if it has not come, for the error.
+        find_process_infos: returns each member's process card, None if it has not come, for the
+            error.
     """
-    timer = Timer(opening.timeout, partial(_end_opening, opening, find_cards))
+    timer = Timer(opening.timeout, partial(_end_opening, opening, find_process_infos))
     try:
         yield
     finally:
         timer.cancel()
 
 
-def _end_opening(opening: Opening, find_cards: FindCards) -> None:
+def _end_opening(opening: Opening, find_process_infos: FindProcessInfos) -> None:
     silent = []
     try:
-        for rank, card in zip(opening.ranks, find_cards(), strict=True):
-            if card is None:
+        for rank, process_info in zip(opening.ranks, find_process_infos(), strict=True):
+            if process_info is None:
                 silent.append(f"rank {rank} has not come")
-            elif is_stopped(card):
-                silent.append(f"rank {rank}, {card}, is stopped")
+            elif is_stopped(process_info):
+                silent.append(f"rank {rank}, {process_info}, is stopped")
     except RuntimeError as lost:  # of the store: its text names the process that serves it
         silent.append(first_line(lost))
     error = CollectiveTimeoutError(
-        f"{opening.name} was not opened on wire 'mpi' within {opening.timeout.total_seconds():g} s",
+        f"{opening.name} was not opened on backend 'mpi' within {opening.timeout.total_seconds():g} s",
         where=f"rank {opening.ranks[opening.rank]}, among {ranks_text(opening.ranks)}",
         expected="every member to make the calls of MPI's that open it",
         found="\n".join(silent) or "MPI does not say which rank is missing",
@@ -76,7 +77,7 @@ _openings = itertools.count()
 
 def open_link(opening: Opening) -> MpiConnection:
     """Open a group on MPI by its members' calls alone."""
-    mine: dict[str, Any] = {"card": my_card().to_json()}
+    mine: dict[str, Any] = {"process_info": my_process_info().to_json()}
     try:
         MPI = _started(opening)
         place = mine["rank"] = MPI.COMM_WORLD.Get_rank()
@@ -99,14 +100,14 @@ def open_link(opening: Opening) -> MpiConnection:
     everyone = MPI.COMM_WORLD
     all_ranks = everyone.Get_group()
     group = all_ranks.Incl([member["rank"] for member in members])
-    cards = [member["card"] for member in members]
-    with limited(opening, lambda: cards):
+    process_infos = [member["process_info"] for member in members]
+    with limited(opening, lambda: process_infos):
         comm = everyone.Create_group(group, members[0]["tag"])
     group.Free()
     all_ranks.Free()
     comm.Set_errhandler(MPI.ERRORS_RETURN)
     report_dead_ranks_at_the_end()
-    return MpiConnection(MPI, comm, opening, cards)
+    return MpiConnection(MPI, comm, opening, process_infos)
 
 
 def _started(opening: Opening) -> Any:
@@ -114,15 +115,15 @@ def _started(opening: Opening) -> Any:
     if load_mpi().Is_initialized():
         return start_mpi()
     store, keys = opening.store, [f"mpi starts/{member}" for member in range(len(opening.ranks))]
-    store.set(keys[opening.rank], json.dumps(my_card().to_json()))
+    store.set(keys[opening.rank], json.dumps(my_process_info().to_json()))
 
-    def cards_so_far() -> list[ProcessCard | None]:
+    def process_infos_so_far() -> list[ProcessInfo | None]:
         return [
-            read_json(store, key, ProcessCard.from_json) if store.check([key]) else None
+            read_json(store, key, ProcessInfo.from_json) if store.check([key]) else None
             for key in keys
         ]
 
-    with limited(opening, cards_so_far):
+    with limited(opening, process_infos_so_far):
         return start_mpi()
 
 
@@ -132,16 +133,16 @@ def _exchanged(opening: Opening, mine: dict[str, Any]) -> list[dict[str, Any]]:
     store.set(f"mpi/{opening.rank}", json.dumps(mine))
     keys = [f"mpi/{member}" for member in range(len(opening.ranks))]
     if not wait_until(lambda: store.check(keys), Deadline(opening.timeout), opening.check_present):
-        raise WireTimeout("a member did not come to open its connection")
+        raise BackendTimeout("a member did not come to open its connection")
     try:
         return read_jsons(store, keys, parse_member)
     except StoreError as junk:
-        raise WireFailure(f"{junk.summary}: {junk.found}") from None
+        raise BackendFailure(f"{junk.summary}: {junk.found}") from None
 
 
 def parse_member(value: Any) -> dict[str, Any]:
     """Return a member's entry, read from JSON, as checked values; raise if it is malformed."""
-    found: dict[str, Any] = {"card": ProcessCard.from_json(value["card"])}
+    found: dict[str, Any] = {"process_info": ProcessInfo.from_json(value["process_info"])}
     if "problem" in value:
         summary = str(value["problem"]["summary"])
         found["problem"] = {"summary": summary, **fields_among(value["problem"])}

@@ -22,15 +22,15 @@ from typing import Any
 
 from ...error_text import first_line
 from ...runtime.deadlines import Deadline, wait_until
-from ...runtime.hosts import ProcessCard, is_alive, num_cores
+from ...runtime.hosts import ProcessInfo, is_alive, num_cores
 from ..registry import Opening
 from ..requests import (
+    BackendAborted,
+    BackendFailure,
+    BackendTimeout,
     MemberLost,
-    MessageMisfit,
-    Operation,
-    WireAborted,
-    WireFailure,
-    WireTimeout,
+    MessageMismatch,
+    Request,
     given_up_for,
 )
 
@@ -47,7 +47,7 @@ _LOOKS_PER_QUERY = 10  # a query to the store costs more than a look at a proces
 
 
 @dataclass(eq=False, slots=True)
-class MpiOperation(Operation):
+class MpiRequest(Request):
     """A collective or message in flight, with the tensors whose memory it uses."""
 
     link: MpiConnection
@@ -79,7 +79,7 @@ class MpiOperation(Operation):
         return self.link.is_aborted or self.test_quietly()
 
     def source(self) -> int:
-        return Operation.source(self) if self.status is None else int(self.status.Get_source())
+        return Request.source(self) if self.status is None else int(self.status.Get_source())
 
     def test(self) -> bool:
         """Test MPI's request, unless another thread does just now; return whether it is done."""
@@ -106,10 +106,10 @@ class MpiConnection:
     MPI: Any
     comm: Any
     opening: Opening
-    cards: Sequence[ProcessCard]
+    process_infos: Sequence[ProcessInfo]
     is_aborted: bool = field(default=False, init=False)
     is_closed: bool = field(default=False, init=False)
-    in_flight: dict[MpiOperation, None] = field(default_factory=dict, init=False)
+    in_flight: dict[MpiRequest, None] = field(default_factory=dict, init=False)
     keeping: threading.Lock = field(default_factory=threading.Lock, init=False)
     _process_id: int = field(default_factory=os.getpid, init=False)
 
@@ -125,9 +125,13 @@ class MpiConnection:
 
     def find_dead(self) -> list[int]:
         """Return the group ranks of members whose processes are seen to have ended."""
-        return [member for member, card in enumerate(self.cards) if is_alive(card) is False]
+        return [
+            member
+            for member, process_info in enumerate(self.process_infos)
+            if is_alive(process_info) is False
+        ]
 
-    def start(self, operation: MpiOperation) -> MpiOperation:
+    def start(self, request: MpiRequest) -> MpiRequest:
         """Keep an operation while it is in flight, even if its Work is dropped; return it."""
         in_flight = self.in_flight
         with self.keeping:
@@ -138,41 +142,41 @@ class MpiConnection:
                 del in_flight[oldest]
                 if not oldest.test_quietly():
                     in_flight[oldest] = None
-            in_flight[operation] = None
-        return operation
+            in_flight[request] = None
+        return request
 
-    def finish_at_once(self, operation: MpiOperation, timeout: timedelta) -> None:
+    def finish_at_once(self, request: MpiRequest, timeout: timedelta) -> None:
         """Wait for a new collective; raise a handler's exception as an Interrupted."""
         try:
-            test, end = operation.request.Test, time.perf_counter() + self.spin_s
+            test, end = request.request.Test, time.perf_counter() + self.spin_s
             while not test():
                 if self.in_flight or time.perf_counter() >= end:
-                    self.start(operation).finish(timeout)
+                    self.start(request).finish(timeout)
                     return
-            if operation.then is not None:
-                operation.then()
+            if request.then is not None:
+                request.then()
         except self.MPI.Exception as error:
             raise self.failure(error) from None
         except BaseException as error:  # MPI takes no collective back, and may write its tensors
-            raise given_up_for(error, self.start(operation).test_quietly) from None
+            raise given_up_for(error, self.start(request).test_quietly) from None
 
-    def forget(self, operation: MpiOperation) -> None:
+    def forget(self, request: MpiRequest) -> None:
         """Drop the reference to an operation that is not in flight any more."""
         with self.keeping:
-            self.in_flight.pop(operation, None)
+            self.in_flight.pop(request, None)
 
-    def wait(self, operation: MpiOperation, timeout: timedelta) -> None:
-        """Test ``operation`` until it is done, yielding, then sleeping.
+    def wait(self, request: MpiRequest, timeout: timedelta) -> None:
+        """Test ``request`` until it is done, yielding, then sleeping.
 
         Raises:
-            WireFailure: it is late, aborted or closed, or a member that it awaits has ended.
+            BackendFailure: it is late, aborted or closed, or a member that it awaits has ended.
         """
-        deadline, is_over = Deadline(timeout), partial(self._check_done, operation.test)
-        look, early = self._looks(operation), Deadline(min(_LATE_S, deadline.left_s))
+        deadline, is_over = Deadline(timeout), partial(self._check_done, request.test)
+        look, early = self._looks(request), Deadline(min(_LATE_S, deadline.left_s))
         if not wait_until(
             is_over, early, look, awake_s=_AWAKE_S, longest_pause_s=_LONGEST_PAUSE_S
         ) and not wait_until(is_over, deadline, look, longest_pause_s=_LATE_PAUSE_S):
-            raise WireTimeout.after(timeout)
+            raise BackendTimeout.after(timeout)
 
     def leave(self) -> None:
         """Store for the others that this member takes no further part; a forked child does not."""
@@ -198,32 +202,32 @@ class MpiConnection:
         self.comm.Free()
 
     def check_size(self, count: int, num_bytes: int) -> None:
-        """Raise MessageMisfit unless ``count``, the bytes that came, equals ``num_bytes``."""
+        """Raise MessageMismatch unless ``count``, the bytes that came, equals ``num_bytes``."""
         if count != num_bytes:
-            raise MessageMisfit(
+            raise MessageMismatch(
                 f"a message of {count} bytes came where {num_bytes} were to be received"
             )
 
-    def failure(self, error: Any, num_bytes: int | None = None) -> WireFailure:
+    def failure(self, error: Any, num_bytes: int | None = None) -> BackendFailure:
         """Return the failure for MPI's error, in a receive of ``num_bytes`` or elsewhere (None)."""
         if num_bytes is not None and error.Get_error_class() == self.MPI.ERR_TRUNCATE:
-            return MessageMisfit(
+            return MessageMismatch(
                 f"a longer message came where {num_bytes} bytes were to be received"
             )
         text = first_line(error)
-        return WireAborted(text) if self.is_aborted else WireFailure(text)
+        return BackendAborted(text) if self.is_aborted else BackendFailure(text)
 
     def _check_done(self, is_done: Callable[[], bool]) -> bool:
         """Return ``is_done()``; raise if the communicator is closed, or aborted before then."""
         if self.is_closed:  # perhaps by another thread; then MPI must not be polled any more
-            raise WireFailure("the communicator was closed")
+            raise BackendFailure("the communicator was closed")
         if is_done():
             return True
         if self.is_aborted:
-            raise WireAborted("aborted while waiting")
+            raise BackendAborted("aborted while waiting")
         return False
 
-    def _looks(self, operation: MpiOperation) -> Callable[[], None]:
+    def _looks(self, request: MpiRequest) -> Callable[[], None]:
         """Return a function to call often, which checks now and then whether a member is lost."""
         next_look, num_looks = time.perf_counter() + _LOOK_S, 0
 
@@ -231,19 +235,19 @@ class MpiConnection:
             nonlocal next_look, num_looks
             if time.perf_counter() > next_look:
                 next_look, num_looks = time.perf_counter() + _LOOK_S, num_looks + 1
-                self._look_for_lost(operation, queries=num_looks % _LOOKS_PER_QUERY == 0)
+                self._look_for_lost(request, queries=num_looks % _LOOKS_PER_QUERY == 0)
 
         return look
 
-    def _look_for_lost(self, operation: MpiOperation, *, queries: bool) -> None:
+    def _look_for_lost(self, request: MpiRequest, *, queries: bool) -> None:
         if self.opening.look is not None:
             self.opening.look()
         lost, text = self.find_dead(), "has ended"
         if not lost and queries:
-            lost, text = self._find_left(operation.awaited), "has closed this group, or ends"
+            lost, text = self._find_left(request.awaited), "has closed this group, or ends"
         # What it sent before may be on its way still.
         limit = Deadline(_LOOK_S)
-        if lost and not wait_until(operation.test, limit, longest_pause_s=_LATE_PAUSE_S):
+        if lost and not wait_until(request.test, limit, longest_pause_s=_LATE_PAUSE_S):
             raise MemberLost(text, lost[0])
 
     def _find_left(self, awaited: Sequence[list[int]]) -> list[int]:
@@ -284,10 +288,12 @@ def _report(number: int, frame: object) -> None:
         dead = [] if link.is_forked or link.is_closed else link.find_dead()
         if dead:
             ranks = link.opening.ranks
-            them = ", ".join(f"rank {ranks[member]} ({link.cards[member]})" for member in dead)
-            verb = "has" if len(dead) == 1 else "have"
+            them = ", ".join(
+                f"rank {ranks[member]} ({link.process_infos[member]})" for member in dead
+            )
+            operation = "has" if len(dead) == 1 else "have"
             print(
-                f"meshdist: rank {ranks[link.opening.rank]} is ended by mpiexec: {them} {verb} "
+                f"meshdist: rank {ranks[link.opening.rank]} is ended by mpiexec: {them} {operation} "
                 "ended before, and under MPI all ranks end with one",
                 file=sys.stderr,
                 flush=True,

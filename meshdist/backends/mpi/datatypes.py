@@ -1,14 +1,14 @@
 """Tensors and reductions as MPI sees them.
 
 MPI's calls take memory as an address, a count and a datatype. An MPI before version 4 counts in 32
-bits. There a larger message travels as one element of a datatype made for its size, and the verbs
-cut reductions into several calls.
+bits. There a larger message travels as one element of a datatype made for its size, and the
+collectives cut reductions into several calls.
 
-MPI reduces whole numbers, float32, float64 and complex numbers of those. The rest is done in one of
-these. Narrower floats are widened, and rounded once at the end; so are whole numbers of 8 and 16
+MPI reduces integers, float32, float64 and complex numbers of those. The rest is done in one of
+these. Narrower floats are widened, and rounded once at the end; so are integers of 8 and 16
 bits to be added up, where Open MPI 5 stops at the largest instead of wrapping. Of a bool's byte the
 bits are joined. The smallest and largest of
-floats are found among whole numbers in the same order: whether NaN is larger than 1, and 0 than -0,
+floats are found among integers in the same order: whether NaN is larger than 1, and 0 than -0,
 is else for each step of an algorithm to say, and members end up with different results (seen with
 Open MPI 5 and MPICH 5).
 """
@@ -29,7 +29,7 @@ from ..composed_collectives import check_reducible, divide, flip, to_order
 from ..operation_args import Tensors, parts_like, write_all, writing
 
 Afterwards: TypeAlias = Callable[[], None] | None
-"""The rest to do when a verb is done, if there is any."""
+"""The rest to do when a collective is done, if there is any."""
 
 _MOST_BEFORE_4 = (1 << 31) - 1
 _MOST = (1 << 62) - 1

@@ -1,1 +1,1 @@
-"""The shared-memory wire: the ranks of one host, through memory that they share."""
+"""The shared-memory backend: the ranks of one host, through memory that they share."""

@@ -1,6 +1,6 @@
 """How processes of one host come to share memory, or learn together that they cannot.
 
-The first member makes the memory and a Unix socket without a file (``door``), and writes the
+The first member makes the memory and a Unix socket without a file (``listener``), and writes the
 socket's address to the store. Each member connects and sends a pidfd, a handle to its own process.
 When all have connected, each gets the memory and all pidfds, and confirms that it has mapped them.
 A member that fails writes its reason to the store, where the first reason stays, and disconnects:
@@ -22,12 +22,12 @@ from torch.distributed import Store
 
 from ...error_text import ranks_text
 from ...runtime.deadlines import Deadline, wait_until
-from ..requests import WireFailure, WireRefused, WireTimeout
-from .listener import OF_ANOTHER_USER, Door, close_all, enter, limit, receive, send
+from ..requests import BackendFailure, BackendTimeout, BackendUnsupported
+from .listener import OF_ANOTHER_USER, Listener, close_all, enter, limit, receive, send
 
 _ADDRESS = "shared/address"
 _TROUBLE = "shared/trouble"
-_KINDS = {"refused": WireRefused, "left": WireFailure, "late": WireTimeout}
+_KINDS = {"rejected": BackendUnsupported, "left": BackendFailure, "late": BackendTimeout}
 _SLICE_S = 0.05
 _GRACE_S = 1.0  # the others wait longer than the first member, which knows the missing ones
 
@@ -82,7 +82,7 @@ def share(
                 kind, text = _first_trouble(store, trouble)
                 raise _KINDS[kind](text) from None
     except RuntimeError as error:  # as torch's stores raise it
-        raise WireFailure(f"the store is lost: {error}") from None
+        raise BackendFailure(f"the store is lost: {error}") from None
 
 
 @dataclass
@@ -109,28 +109,28 @@ class _Member:
                 held.append(memory)
                 own = _own_handle()
                 self.stack.callback(os.close, own)
-                door = Door(len(self.ranks))
-                self.stack.callback(door.close)
+                listener = Listener(len(self.ranks))
+                self.stack.callback(listener.close)
         except _Trouble as trouble:
             _first_trouble(self.store, trouble)
             self.store.set(_ADDRESS, "")
             raise
-        self.store.set(_ADDRESS, door.address)
+        self.store.set(_ADDRESS, listener.address)
         pidfds = {0: own}
         connections: dict[socket.socket, int] = {}
-        while door.awaited:
-            for socket_ in self._ready([*door.watched(), *connections], door.awaited):
+        while listener.awaited:
+            for socket_ in self._ready([*listener.watched(), *connections], listener.awaited):
                 if socket_ in connections:  # no member sends anything before all have come
                     rank = self.ranks[connections[socket_]]
                     raise _Trouble("left", f"rank {rank} left while memory was shared")
                 with _as_trouble(self.ranks[0], "a member"):
-                    came = door.look(socket_)
+                    came = listener.look(socket_)
                 if came is not None:
                     member, connection, pidfd = came
                     self.stack.enter_context(connection)
                     held.append(pidfd)
                     pidfds[member], connections[connection] = pidfd, member
-        door.close()
+        listener.close()
         in_order = [pidfds[member] for member in range(len(self.ranks))]
         with _as_trouble(self.ranks[0], "a member"):
             for connection in connections:
@@ -216,14 +216,14 @@ def _as_trouble(rank: int, other: str) -> Iterator[None]:
     try:
         yield
     except ConnectionRefusedError as error:
-        raise _Trouble("refused", f"rank {rank} cannot reach {other}: {error}") from None
+        raise _Trouble("rejected", f"rank {rank} cannot reach {other}: {error}") from None
     except ConnectionError:
         raise _Trouble("left", f"{other} left while memory was shared") from None
     except TimeoutError:
         raise _Trouble("late", f"{other} did not answer while memory was shared") from None
     except (OSError, MemoryError, RuntimeError) as error:
         text = str(error) or type(error).__name__
-        raise _Trouble("refused", f"rank {rank}: {text}") from None
+        raise _Trouble("rejected", f"rank {rank}: {text}") from None
 
 
 def _first_trouble(store: Store, trouble: _Trouble) -> tuple[str, str]:

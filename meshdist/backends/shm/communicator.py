@@ -1,4 +1,4 @@
-"""The shared-memory wire: the ranks of one host, through memory that they share.
+"""The shared-memory backend: the ranks of one host, through memory that they share.
 
 The native core (``native/``) does the work; it takes addresses, counts and codes. Every call is
 compared with the other members' before a result is returned, a member that ends is noticed by its
@@ -17,34 +17,34 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from ...operation_table import REDUCING_VERBS, WIRE_VERBS, Form
+from ...operation_table import BACKEND_OPERATIONS, REDUCING_OPERATIONS, TensorLayout
 from ...reduce_ops import PLAIN_OPS, ReduceKind
 from ...runtime.hosts import free_bytes, num_cores
 from ..communicator import Communicator, Explain
-from ..composed_collectives import BUILT, all_reduce_by_gathering
+from ..composed_collectives import COMPOSED, all_reduce_by_gathering
 from ..native_core import DTYPE_CODES, REDUCTION_CODES, core as _core
 from ..operation_args import (
     LARGEST_TAG,
     ROW_MAJOR,
     Layout,
-    PreparedCall,
+    OperationArgs,
     Sizes,
     Tensors,
     find_layout,
 )
-from ..registry import Opening, Wire, register_wire
+from ..registry import BackendType, Opening, register_backend
 from ..requests import (
     DONE,
+    BackendAborted,
+    BackendFailure,
+    BackendTimeout,
+    BackendUnsupported,
     Done,
     Interrupted,
     MemberGaveUp,
     MemberLost,
-    MembersDisagree,
-    Operation,
-    WireAborted,
-    WireFailure,
-    WireRefused,
-    WireTimeout,
+    RanksMismatch,
+    Request,
 )
 from .attach import Shared, share
 
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from ..native import FastPath
 
 if _core is not None:
-    Operation.register(_core.Started)
+    Request.register(_core.Started)
 
 _KIB = 1024
 # Per member there are four slots, and per pair of members two rings. With two members larger sizes
@@ -69,7 +69,7 @@ Places = Sequence[tuple[int, int]]
 class ShmCommunicator(Communicator):
     """Part of one member in a group in shared memory, over the native communicator ``core``."""
 
-    ways: ClassVar[Mapping[str, str]] = dict.fromkeys(WIRE_VERBS, "start")
+    ways: ClassVar[Mapping[str, str]] = dict.fromkeys(BACKEND_OPERATIONS, "start")
     averages_at_once = True
 
     def __init__(self, opening: Opening, core: Any) -> None:
@@ -80,25 +80,28 @@ class ShmCommunicator(Communicator):
         self._run = core.run
 
     @classmethod
-    def support(cls, verb: str, device_type: str, dtype: torch.dtype, op: ReduceKind) -> str:
+    def support(cls, operation: str, device_type: str, dtype: torch.dtype, op: ReduceKind) -> str:
         if _core is None:
             return ""
-        if verb in REDUCING_VERBS and (dtype, op.value) not in REDUCTION_CODES:
+        if operation in REDUCING_OPERATIONS and (dtype, op.value) not in REDUCTION_CODES:
             return "built"
-        if verb in BUILT and verb not in _CORE_VERBS:
+        if operation in COMPOSED and operation not in _CORE_OPERATIONS:
             return "built"
-        return super().support(verb, device_type, dtype, op)
+        return super().support(operation, device_type, dtype, op)
 
-    def takes_layouts(self, verb: str, tensors: Tensors, op: ReduceKind | None) -> bool:
-        if WIRE_VERBS[verb].gives is Form.ANY and len({tensor.dtype for tensor in tensors}) > 1:
+    def takes_layouts(self, operation: str, tensors: Tensors, op: ReduceKind | None) -> bool:
+        if (
+            BACKEND_OPERATIONS[operation].gives is TensorLayout.ANY
+            and len({tensor.dtype for tensor in tensors}) > 1
+        ):
             return False
         return op is None or all((tensor.dtype, op.value) in REDUCTION_CODES for tensor in tensors)
 
-    def start(self, prepared: PreparedCall) -> Operation:
+    def start(self, prepared: OperationArgs) -> Request:
         way, op, inputs, outputs = prepared.way, prepared.op, prepared.inputs, prepared.outputs
-        if way not in _CORE_VERBS:
-            return self.build(prepared) if way in BUILT else self._message(prepared)
-        verb, takes, gives = _CORE_VERBS[way]
+        if way not in _CORE_OPERATIONS:
+            return self.build(prepared) if way in COMPOSED else self._message(prepared)
+        operation, takes, gives = _CORE_OPERATIONS[way]
         tensors = outputs or inputs
         codes: tuple[int, int] | None = (0, 0)
         scale = 1  # what an element counts in the core
@@ -113,7 +116,7 @@ class ShmCommunicator(Communicator):
             else:
                 codes, scale = _BYTES, dtype.itemsize
         if codes is None:
-            return BUILT.get(way, all_reduce_by_gathering)(self, prepared)
+            return COMPOSED.get(way, all_reduce_by_gathering)(self, prepared)
         layouts: Sequence[Layout] = ()
         if takes is _IN_PLACE:
             out, count, outs = _placed(gives, outputs, (), scale)
@@ -134,17 +137,17 @@ class ShmCommunicator(Communicator):
         if not prepared.waits:
             kept = outputs, inputs
             return self._core.start(  # type: ignore[no-any-return]
-                verb, count, code, number, root, out, *more, kept, prepared.sequence
+                operation, count, code, number, root, out, *more, kept, prepared.sequence
             )
         try:
-            status = self._run(verb, count, code, number, root, out, *more)
+            status = self._run(operation, count, code, number, root, out, *more)
         except BaseException as error:  # of a signal's handler
             raise Interrupted(error) from None
         if status:
             raise failure_of(status, self._core.last_failure())
         return DONE
 
-    def _message(self, prepared: PreparedCall) -> Operation:
+    def _message(self, prepared: OperationArgs) -> Request:
         """Run a send or receive if the caller waits, else start it; return its operation."""
         is_send, peer = not prepared.outputs, prepared.root
         (tensor,) = prepared.inputs or prepared.outputs
@@ -198,7 +201,7 @@ class ShmCommunicator(Communicator):
         self._core.close()
 
 
-class ShmWire(Wire):
+class ShmBackend(BackendType):
     """Shared memory: CPU tensors among the ranks of one host."""
 
     name = "shm"
@@ -224,9 +227,9 @@ class ShmWire(Wire):
         )
 
     def open(self, opening: Opening) -> Communicator:
-        """Open the group's memory; raise WireRefused on every member if any member cannot."""
+        """Open the group's memory; raise BackendUnsupported on every member if any member cannot."""
         if not opening.is_one_host:
-            raise WireRefused("its ranks run on several hosts")
+            raise BackendUnsupported("its ranks run on several hosts")
         core = _share(
             opening,
             partial(_make_segment, len(opening.ranks), opening.num_local > num_cores()),
@@ -234,7 +237,7 @@ class ShmWire(Wire):
         )
         communicator = ShmCommunicator(opening, core)
         # The first call measures which stores suit the path between the members.
-        communicator.start(PreparedCall("", "barrier", (), ()).as_own(opening.timeout))
+        communicator.start(OperationArgs("", "barrier", (), ()).as_own(opening.timeout))
         return communicator
 
 
@@ -303,27 +306,34 @@ def _reductions() -> list[tuple[ReduceKind, int, dict[torch.dtype, int]]]:
     ]
 
 
-def _core_verbs() -> dict[str, tuple[int, Form, Form]]:
+def _core_operations() -> dict[str, tuple[int, TensorLayout, TensorLayout]]:
     """Return each collective's number in the core, and the forms in which it takes tensors."""
     found = {}
-    for way, verb in WIRE_VERBS.items():
-        name, forms = way.removesuffix("_single"), [verb.takes, verb.gives]
-        if Form.EACH in forms:  # sizes may vary, as the core says
+    for way, operation in BACKEND_OPERATIONS.items():
+        name, forms = way.removesuffix("_single"), [operation.takes, operation.gives]
+        if TensorLayout.EACH in forms:  # sizes may vary, as the core says
             name = way.replace("_list", "_v")
-            forms = [Form.EACH if form is Form.ONE else form for form in forms]
-        if _core is not None and name in _core.VERBS:
-            found[way] = (_core.VERBS[name], *forms)
+            forms = [TensorLayout.EACH if form is TensorLayout.ONE else form for form in forms]
+        if _core is not None and name in _core.OPERATIONS:
+            found[way] = (_core.OPERATIONS[name], *forms)
     return found
 
 
-_CORE_VERBS = _core_verbs()
+_CORE_OPERATIONS = _core_operations()
 
 
-_IN_PLACE, _ONE, _NONE, _PARTS = Form.IN_PLACE, Form.ONE, Form.NONE, Form.PARTS
+_IN_PLACE, _ONE, _NONE, _PARTS = (
+    TensorLayout.IN_PLACE,
+    TensorLayout.ONE,
+    TensorLayout.NONE,
+    TensorLayout.PARTS,
+)
 _NOWHERE: tuple[int, int, Places] = (0, 0, ())
 
 
-def _placed(form: Form, tensors: Tensors, sizes: Sizes, scale: int) -> tuple[int, int, Places]:
+def _placed(
+    form: TensorLayout, tensors: Tensors, sizes: Sizes, scale: int
+) -> tuple[int, int, Places]:
     """Return ``(address, count, ())`` of a single tensor; ``(0, 0, [(address, count), ...])`` else.
 
     Args:
@@ -353,7 +363,7 @@ def _layout(tensor: torch.Tensor) -> Layout:
     return (*sizes, item), (*(step * item for step in strides), 1)
 
 
-register_wire(ShmWire())
+register_backend(ShmBackend())
 
 
 def failure_of(
@@ -361,35 +371,35 @@ def failure_of(
     failure: Any,
     number: int | None = None,
     message: tuple[bool, int, int] | None = None,
-) -> WireFailure:
-    """Return the WireFailure for a ``status`` of the native core and its record ``failure``.
+) -> BackendFailure:
+    """Return the BackendFailure for a ``status`` of the native core and its record ``failure``.
 
     Args:
-        number: the call's, or the message's, for MembersDisagree.
+        number: the call's, or the message's, for RanksMismatch.
         message: whether it is a send, the peer and the tag.
     """
     known = _core.STATUSES
     cause = failure.status if status == known["ABORTED"] else status
     text = failure.text
     if cause == known["TIMEOUT"]:
-        return WireTimeout(text or "its timeout has passed")
+        return BackendTimeout(text or "its timeout has passed")
     if cause == known["MISMATCH"]:
         if message is None:
-            return MembersDisagree(text or "the members' calls differ", number)
+            return RanksMismatch(text or "the members' calls differ", number)
         is_send, peer, tag = message
         message = is_send, peer if peer >= 0 else failure.source, tag
         other = failure.other_note
-        return MembersDisagree("a message does not fit", number, message, other)
+        return RanksMismatch("a message does not fit", number, message, other)
     if cause == known["DIED"] or (cause == known["ABORTED"] and _gone(failure)):
         return _lost(failure, message)
     if cause == known["CLOSED"]:
-        return WireFailure("the communicator was closed")
+        return BackendFailure("the communicator was closed")
     if cause == known["INTERRUPTED"] and failure.culprit >= 0:
         return MemberGaveUp("has given up waiting for this call", failure.culprit)
     if cause == known["CANCELLED"] and message is not None:
         peer = message[1] if message[1] >= 0 else failure.source
         return MemberGaveUp("has given up this message", peer)
-    return WireAborted(text or "the communicator was aborted")
+    return BackendAborted(text or "the communicator was aborted")
 
 
 def _gone(failure: Any) -> list[int]:

@@ -122,7 +122,7 @@ _MOST_SILENT = 64  # connections that may say nothing yet
 _SILENT_S = 1.0  # so long each of them may do so where others wait for its place
 
 
-class Door:
+class Listener:
     """The first member's listening socket, and connections that have not sent a greeting."""
 
     def __init__(self, size: int) -> None:
@@ -199,7 +199,7 @@ class Door:
 def enter(
     connection: socket.socket, address: str, place: int, pidfd: int, deadline: Deadline
 ) -> bool:
-    """Send ``place`` and a ``pidfd`` to the door at ``address``; False if another user's."""
+    """Send ``place`` and a ``pidfd`` to the listener at ``address``; False if another user's."""
     try:
         name, secret = address.split()
         greeting = _GREETING.pack(bytes.fromhex(secret), place)

@@ -1,1 +1,1 @@
-"""The wire of simulated ranks: one process, of whose ranks exactly one runs."""
+"""The backend of simulated ranks: one process, of whose ranks exactly one runs."""

@@ -3,8 +3,8 @@
 Calls are compared as they come; the last member of a collective moves its data. A message waits for
 its receive, or a receive for its message.
 
-``_writes`` reads all that a verb needs, then says what is to be written where; ``move`` writes.
-Results are the same bits on every member, since all of them are given the same result.
+``_writes`` reads all that a collective needs, then says what is to be written where; ``move``
+writes. Results are the same bits on every member, since all of them are given the same result.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from typing import TypeAlias
 
 import torch
 
-from ...checking.calls import Note, likeness
+from ...checking.calls import CallRecord, likeness
 from ...error_text import grouped_text, ranks_text
-from ...errors import AgreementError
-from ...operation_table import FOR_EACH, WIRE_VERBS, Form, WireVerb
+from ...errors import MismatchError
+from ...operation_table import BACKEND_OPERATIONS, FOR_EACH, BackendOperation, TensorLayout
 from ...reduce_ops import ReduceKind, ReduceOp
 from ..composed_collectives import reduced
 from ..operation_args import Tensors, blocks, writing
-from ..requests import Operation, WireAborted, WireFailure
+from ..requests import BackendAborted, BackendFailure, Request
 from .scheduler import Rank, find_rank_here
 
 Writes: TypeAlias = list[tuple[torch.Tensor, torch.Tensor]]
@@ -43,7 +43,7 @@ class MemberData:
     Args:
         inputs: what each member brings: a tensor, a tensor for each member, or a list.
         outputs: what each member's results are written into.
-        root: the member that a rooted verb starts from or leads to.
+        root: the member that a rooted collective starts from or leads to.
     """
 
     inputs: Sequence[Tensors]
@@ -52,13 +52,13 @@ class MemberData:
     root: int = 0
 
 
-def move(verb: WireVerb, round_: MemberData) -> None:
+def move(operation: BackendOperation, round_: MemberData) -> None:
     """Move a collective's data: read all inputs, then write each member's outputs."""
     # Members may be in inference mode or not, and hold parameters: this mode writes to all.
     with writing():
-        writes = _writes(verb, round_)
+        writes = _writes(operation, round_)
         # A total has memory of its own.
-        written = () if verb.reduces else {x.untyped_storage().data_ptr() for x, _ in writes}
+        written = () if operation.reduces else {x.untyped_storage().data_ptr() for x, _ in writes}
         ready = []
         for output, data in writes:
             is_kept = not written or data.data_ptr() == output.data_ptr()
@@ -85,40 +85,40 @@ def synchronize(tensor: torch.Tensor) -> None:
         torch.accelerator.current_stream(tensor.device).synchronize()
 
 
-_ONE, _IN_PLACE = Form.ONE, Form.IN_PLACE
+_ONE, _IN_PLACE = TensorLayout.ONE, TensorLayout.IN_PLACE
 _first, _sizes, _paired = itemgetter(0), attrgetter("sizes"), partial(zip, strict=True)
 
 
-def _writes(verb: WireVerb, round_: MemberData) -> Writes:
-    """Return pairs of an output and the data to write there, as ``verb`` moves the inputs."""
+def _writes(operation: BackendOperation, round_: MemberData) -> Writes:
+    """Return pairs of an output and the data to write there, as ``operation`` moves the inputs."""
     # All members' tensors stand in columns; a member gets one column, all, or a part of one:
     #
     #     scatter from member 1, of x0 x1 x2     columns (x0) (x1) (x2)      member 2: x2
     #     all_gather of a, b, c                  column (a b c) as one       all: abc
     #     all_reduce_list of [a d] [b e] [c f]   columns (a+b+c) (d+e+f)     all: both
     #     reduce_scatter of a, b, c              column (a+b+c)              member 2: its third
-    outputs, root, takes = round_.outputs, round_.root, verb.takes
-    if takes is verb.gives is Form.NONE:
+    outputs, root, takes = round_.outputs, round_.root, operation.takes
+    if takes is operation.gives is TensorLayout.NONE:
         return []
     columns: list[Tensors] = []
-    sources = [round_.inputs[root]] if verb.root == "from" else round_.inputs
+    sources = [round_.inputs[root]] if operation.root == "from" else round_.inputs
     for parts in zip(*sources, strict=True):
         column: Tensors = parts
-        if verb.reduces:
+        if operation.reduces:
             column = [reduced([part.reshape(-1) for part in parts], round_.op)]
-        elif verb.gives is _ONE and len(parts) > 1:
+        elif operation.gives is _ONE and len(parts) > 1:
             column = [torch.cat([part.reshape(-1).to(parts[0].device) for part in parts])]
         columns.append(column)
     results: Iterable[Tensors] = columns
-    if takes is _ONE and verb.reduces:
+    if takes is _ONE and operation.reduces:
         results = zip(blocks(columns[0][0], len(outputs)))
     elif takes not in FOR_EACH:
         results = repeat(columns[0] if len(columns) == 1 else [*chain(*columns)])
-    if verb.root == "to":
+    if operation.root == "to":
         outputs, results = outputs[root : root + 1], islice(results, root, None)
-    elif verb.root and takes is _IN_PLACE:  # it lies there
+    elif operation.root and takes is _IN_PLACE:  # it lies there
         outputs = [*outputs[:root], *outputs[root + 1 :]]
-    if verb.gives is _ONE:
+    if operation.gives is _ONE:
         return [*zip(map(_first, outputs), map(_first, results), strict=False)]
     return [*chain(*map(_paired, outputs, results))]
 
@@ -127,13 +127,13 @@ _BROKEN = "; the group is broken now"
 
 
 @dataclass(eq=False)
-class PendingCall(Operation):
+class PendingCall(Request):
     """An operation that a member has started, and that other simulated ranks can end."""
 
-    meeting: Meeting
+    matching: Matching
     member: int
     rank: Rank
-    note: Note
+    note: CallRecord
     is_done: bool = field(default=False, init=False)
     failure: Exception | None = field(default=None, init=False)
 
@@ -167,7 +167,7 @@ class PendingCall(Operation):
 
 @dataclass(eq=False)
 class PendingCollective(PendingCall):
-    """A member's part in a simulated collective, by the verb ``way`` of its communicator."""
+    """A member's part in a simulated collective, by the collective ``way`` of its communicator."""
 
     way: str
     inputs: Tensors
@@ -176,17 +176,17 @@ class PendingCollective(PendingCall):
 
     def describe(self) -> str:
         """Return the call in words, with the members that it waits for."""
-        note, meeting = self.note, self.meeting
-        there = meeting.rounds[note.sequence]
+        note, matching = self.note, self.matching
+        there = matching.rounds[note.sequence]
         missing: dict[int, list[int]] = {}
-        for member, rank in enumerate(meeting.ranks):
+        for member, rank in enumerate(matching.ranks):
             if member not in there:
-                missing.setdefault(meeting.num_calls[member], []).append(rank)
+                missing.setdefault(matching.num_calls[member], []).append(rank)
         made = {number: f", which made {number}" if number else "" for number in missing}
         ranks = " and ".join(ranks_text(of) + made[number] for number, of in missing.items())
         return (
             f"{note.called} for {ranks}; call {note.sequence} over "
-            f"{meeting.title}, called at {note.where}"
+            f"{matching.op_name}, called at {note.where}"
         )
 
     def end(self, failure: Exception | None = None) -> None:
@@ -219,11 +219,11 @@ class PendingReceive(PendingCall):
         if message.note.call.header == self.note.call.header:
             self.end(_attempt(lambda: write(tensor, data)))
             return
-        ranks = self.meeting.ranks
+        ranks = self.matching.ranks
         is_mine = message.source == self.member
-        failure = AgreementError(
+        failure = MismatchError(
             "a message does not fit the tensor that receives it",
-            where=f"tag {self.tag} over {self.meeting.title}",
+            where=f"tag {self.tag} over {self.matching.op_name}",
             expected="equal dtype and number of elements on both sides, and objects met by objects",
             found=f"rank {ranks[message.source]}: {message.note.text}\n"
             f"rank {ranks[self.member]}: {self.note.text}",
@@ -232,16 +232,16 @@ class PendingReceive(PendingCall):
         )
         self.end(failure)
         if not is_mine:  # no other member has a part in what a rank sends to itself
-            self.meeting.fail(failure)
+            self.matching.fail(failure)
 
     def describe(self) -> str:
         """Return the receive in words, and the messages that came instead."""
-        note, meeting = self.note, self.meeting
-        lines = [f"{note.called} over {meeting.title}, called at {note.where}"]
+        note, matching = self.note, self.matching
+        lines = [f"{note.called} over {matching.op_name}, called at {note.where}"]
         lines += [
-            f"  rank {meeting.ranks[message.source]} called {message.note.text}, which nobody has "
+            f"  rank {matching.ranks[message.source]} called {message.note.text}, which nobody has "
             "received"
-            for message in meeting.messages[self.member]
+            for message in matching.messages[self.member]
             if self.peer in (None, message.source)
         ]
         return "\n".join(lines)
@@ -259,15 +259,15 @@ class SentMessage:
     source: int
     tag: int
     data: torch.Tensor
-    note: Note
+    note: CallRecord
 
 
-class Meeting:
+class Matching:
     """State that the members of one communicator share; ``name``, or "", is for messages."""
 
     def __init__(self, ranks: tuple[int, ...], name: str) -> None:
         self.ranks = ranks
-        self.title = f"{name} ({ranks_text(ranks)})" if name else ranks_text(ranks)
+        self.op_name = f"{name} ({ranks_text(ranks)})" if name else ranks_text(ranks)
         self.size = len(ranks)
         self.num_calls = [0] * self.size
         self.rounds: dict[int, dict[int, PendingCollective]] = {}
@@ -297,13 +297,13 @@ class Meeting:
             parts[0].op or ReduceOp.SUM,
             parts[0].note.call.root or 0,
         )
-        failure = _attempt(lambda: move(WIRE_VERBS[parts[0].way], data))
+        failure = _attempt(lambda: move(BACKEND_OPERATIONS[parts[0].way], data))
         for part in parts:
             part.end(failure)
 
     def _find_disagreement(
         self, started: PendingCollective, there: Mapping[int, PendingCollective]
-    ) -> AgreementError | None:
+    ) -> MismatchError | None:
         """Return an error if ``started`` does not fit the calls ``there`` of its round, or None."""
         first = next(iter(there.values()))
         fits = (started.way, started.note.call.header) == (first.way, first.note.call.header)
@@ -313,7 +313,9 @@ class Meeting:
         mismatch: str | None = None
         if not fits:
             expected = likeness(started.note)
-            fix = "make every member call the same verbs in the same order, on fitting tensors"
+            fix = (
+                "make every member call the same collectives in the same order, on fitting tensors"
+            )
         elif mismatch := find_mismatch(started.member, notes, self.ranks):
             expected = "what a member sends to another is what that one takes from it"
             fix = (
@@ -324,9 +326,9 @@ class Meeting:
             return None
         texts = dict.fromkeys(self.ranks, "not there yet")
         texts |= {self.ranks[member]: note.text for member, note in notes.items()}
-        return AgreementError(
+        return MismatchError(
             f"the members of a group disagree about their call {started.note.sequence}",
-            where=f"{self.title}; no data was moved",
+            where=f"{self.op_name}; no data was moved",
             expected=expected,
             found="\n".join(filter(None, (mismatch, grouped_text(texts.items())))),
             fix=f"{fix}{_BROKEN}",
@@ -352,15 +354,15 @@ class Meeting:
                 return
         self.receives[receive.member].append(receive)
 
-    def fail(self, failure: AgreementError) -> None:
+    def fail(self, failure: MismatchError) -> None:
         """Fail all unfinished and all later operations with ``failure``."""
         self.failure = failure
         self._end(failure)
 
     def abort(self) -> None:
-        """Fail all unfinished and all later operations with WireAborted."""
+        """Fail all unfinished and all later operations with BackendAborted."""
         self.is_aborted = True
-        self._end(WireAborted("the communicator was aborted"))
+        self._end(BackendAborted("the communicator was aborted"))
 
     def _end(self, failure: Exception) -> None:
         pending: list[PendingCall] = [
@@ -375,7 +377,7 @@ class Meeting:
         self.receives = [[] for _ in self.ranks]
 
 
-def find_mismatch(member: int, notes: Mapping[int, Note], ranks: Sequence[int]) -> str | None:
+def find_mismatch(member: int, notes: Mapping[int, CallRecord], ranks: Sequence[int]) -> str | None:
     """Return words for sizes in which ``member``'s new call differs from another's, or None."""
     sizes = {other: note.sizes or _even_sizes(note) for other, note in notes.items()}
     for other in sorted(notes):
@@ -388,18 +390,20 @@ def find_mismatch(member: int, notes: Mapping[int, Note], ranks: Sequence[int]) 
     return None
 
 
-def _even_sizes(note: Note) -> Sequence[Sequence[int]]:
+def _even_sizes(note: CallRecord) -> Sequence[Sequence[int]]:
     """Return (sent, taken): for every member, the number of elements of the call's tensor."""
     shape, _ = note.call.data or ((0,), None)
     return ((prod(shape),) * len(note.group.ranks),) * 2
 
 
 def _attempt(action: Callable[[], None]) -> Exception | None:
-    """Run ``action``; return None, or the exception that it raised as a WireFailure."""
+    """Run ``action``; return None, or the exception that it raised as a BackendFailure."""
     try:
         action()
     except Exception as failure:
-        wire_failure = WireFailure(f"moving the data failed: {type(failure).__name__}: {failure}")
-        wire_failure.__cause__ = failure
-        return wire_failure
+        backend_failure = BackendFailure(
+            f"moving the data failed: {type(failure).__name__}: {failure}"
+        )
+        backend_failure.__cause__ = failure
+        return backend_failure
     return None

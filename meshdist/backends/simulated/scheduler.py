@@ -73,7 +73,7 @@ class Rank:
                 f"simulated rank {self.index} was used from another thread",
                 where=f"thread {threading.current_thread().name!r}, called at "
                 f"{show_site(call_site())}",
-                expected="verbs and store waits on the rank's own thread, since only one "
+                expected="collectives and store waits on the rank's own thread, since only one "
                 "simulated rank runs at a time",
                 fix="call it on the rank's own thread, or run the program as processes "
                 "(meshdist run, meshdist.spawn)",
@@ -271,7 +271,8 @@ class Scheduler(Generic[T]):
         start_as(rank.index)
         try:
             # A context of its own, and the backward on this thread on every device: the engine's
-            # device threads serve all ranks, and a rank that waits in a verb would stop them all.
+            # device threads serve all ranks, and a rank that waits in a collective would stop them
+            # all.
             with torch.autograd.set_multithreading_enabled(False):
                 self._results[rank.index] = contextvars.Context().run(body, rank.index)
             rank.ending = "returned"
@@ -328,7 +329,7 @@ class Scheduler(Generic[T]):
                 where=f"{self.size} simulated ranks, one at a time",
                 expected="at least one rank that waits for nobody",
                 found=report,
-                fix="make every member call the same verbs in the same order, give every receive "
+                fix="make every member call the same collectives in the same order, give every receive "
                 "its send, and set every key that a rank waits for",
             )
         return stuck[0]

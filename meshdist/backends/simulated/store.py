@@ -59,7 +59,7 @@ class SimulatedStore(Store):
         except ValueError:
             raise ArgumentError(
                 f"store.add cannot add to key {key!r}",
-                expected="a key that is absent or holds a whole number",
+                expected="a key that is absent or holds an integer",
                 found=f"{present!r}",
                 fix="use different keys for texts and for counters",
             ) from None

@@ -216,11 +216,11 @@ def _averaged(
 
     def add_up(_: object) -> torch.Tensor:
         parts = [_parts(packed, buffer.numel()) for packed in gathered.split(mine.numel())]
-        for channels, elements in _channels(buffer.numel(), size):
+        for device_groups, elements in _device_groups(buffer.numel(), size):
             total = buffer.new_zeros(elements.stop - elements.start, dtype=torch.float32)
             for facts, steps in parts:
-                scale, zero = facts if shares_scale else facts[:, channels]
-                total += (_rows(steps[elements], channels) - zero).mul_(scale).view(-1)
+                scale, zero = facts if shares_scale else facts[:, device_groups]
+                total += (_rows(steps[elements], device_groups) - zero).mul_(scale).view(-1)
             buffer[elements] = total.div_(group.size())
         return buffer
 
@@ -231,8 +231,8 @@ def _averaged(
 def _packed(values: torch.Tensor, size: int, shares_scale: bool) -> torch.Tensor:
     """Return scales and zero points per ``size`` values, or shared, then 8-bit values, as bytes."""
     ends = [
-        _rows(values[elements], channels).aminmax(dim=1)
-        for channels, elements in _channels(values.numel(), size)
+        _rows(values[elements], device_groups).aminmax(dim=1)
+        for device_groups, elements in _device_groups(values.numel(), size)
     ]
     least = torch.cat([end.min for end in ends]).float()
     greatest = torch.cat([end.max for end in ends]).float()
@@ -245,22 +245,24 @@ def _packed(values: torch.Tensor, size: int, shares_scale: bool) -> torch.Tensor
     packed = torch.empty(facts.nbytes + values.numel(), dtype=torch.uint8, device=values.device)
     packed[: facts.nbytes] = facts.view(-1).view(torch.uint8)
     steps = packed[facts.nbytes :]
-    for channels, elements in _channels(values.numel(), size):
-        scale, zero = facts if shares_scale else facts[:, channels]
+    for device_groups, elements in _device_groups(values.numel(), size):
+        scale, zero = facts if shares_scale else facts[:, device_groups]
         # A value that is not finite gets any step: its scale makes the sum NaN, or infinite.
-        found = (_rows(values[elements], channels) / scale).round_().add_(zero)
+        found = (_rows(values[elements], device_groups) / scale).round_().add_(zero)
         steps[elements] = found.clamp_(0, _STEPS).view(-1)
     return packed
 
 
 def _parts(packed: torch.Tensor, numel: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return scales and zero points as (2, channels, 1), and steps: the inverse of ``_packed``."""
+    """Return scales and zero points as (2, device groups, 1), and steps: the inverse of
+    ``_packed``."""
     facts, steps = packed.split([packed.numel() - numel, numel])
     return facts.clone().view(torch.float32).view(2, -1, 1), steps
 
 
-def _channels(numel: int, size: int) -> Iterator[tuple[slice, slice]]:
-    """Yield slices (of channels, of elements) piece by piece; a channel has ``size`` elements."""
+def _device_groups(numel: int, size: int) -> Iterator[tuple[slice, slice]]:
+    """Yield slices (of device groups, of elements) piece by piece; a device group has ``size``
+    elements."""
     whole = numel - numel % size
     step = max(_QUANTIZED_PIECE // size, 1) * size
     for start in range(0, whole, step):
@@ -270,9 +272,9 @@ def _channels(numel: int, size: int) -> Iterator[tuple[slice, slice]]:
         yield slice(whole // size, whole // size + 1), slice(whole, numel)
 
 
-def _rows(elements: torch.Tensor, channels: slice) -> torch.Tensor:
-    """Return a piece's elements as a matrix that has a row for each of ``channels``."""
-    return elements.view(channels.stop - channels.start, -1)
+def _rows(elements: torch.Tensor, device_groups: slice) -> torch.Tensor:
+    """Return a piece's elements as a matrix that has a row for each of ``device_groups``."""
+    return elements.view(device_groups.stop - device_groups.start, -1)
 
 
 def batched_powerSGD_hook(

@@ -179,9 +179,9 @@ class PendingBucket:
             raise self._error(
                 CollectiveTimeoutError,
                 "returned a Future that nothing has completed",
-                expected="a Future that a callback of the hook's verbs completes, or another "
+                expected="a Future that a callback of the hook's collectives completes, or another "
                 f"thread within {timeout.total_seconds():g} s",
-                found="all verbs that the hook has started are done",
+                found="all collectives that the hook has started are done",
                 fix="look for a callback that raises before it calls set_result; return what "
                 "then() gives instead, which carries the error",
             )

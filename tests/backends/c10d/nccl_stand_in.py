@@ -30,8 +30,8 @@ import torch.distributed
 from torch._C._distributed_c10d import WorkResult
 
 from meshdist.backends.c10d import stream_backends
-from meshdist.backends.c10d.torch_classes import NcclWire as NcclWire  # registers itself
-from tests.inner import find_wire, is_between
+from meshdist.backends.c10d.torch_classes import NcclBackend as NcclBackend  # registers itself
+from tests.inner import find_backend, is_between
 
 WATCHDOG_S = 0.02  # (cpp) kWatchdogThreadSleepMillis: 100 ms
 NO_TIMEOUT = timedelta(0)  # (hpp) kNoTimeout
@@ -47,7 +47,7 @@ class ErrorType(Enum):  # (pyi)
 
 @dataclass(eq=False)
 class Kernel:
-    """What one verb has stream_backends."""
+    """What one collective has stream_backends."""
 
     name: str
     stream: str
@@ -109,7 +109,7 @@ class Work:
         self._future.set_result(outputs)  # (cpp) collective(): marked at once
         self.future_result: torch.futures.Future[int] = torch.futures.Future()
         self.began = time.monotonic()
-        self.timeout = group.options._timeout  # (cpp) assignTimeoutToWork: no verb's own
+        self.timeout = group.options._timeout  # (cpp) assignTimeoutToWork: no collective's own
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         device = self._group.device
@@ -297,7 +297,7 @@ class StandIn:
     def _check(self) -> None:
         if self.is_over:
             raise RuntimeError("NCCL communicator was aborted on rank 0.")
-        if not self.connected:  # (cpp) initNCCLComm at the first verb
+        if not self.connected:  # (cpp) initNCCLComm at the first collective
             self.device.log.append(("connect late", self.options.group_name))
             if self.device.captures is not None:
                 self.device.ends.append("the capture of a graph")
@@ -458,7 +458,7 @@ def standing_in(*, num_devices: int = 4) -> Iterator[Device]:
     CPU tensors travel over NCCL where a program asks for ``cpu:nccl``.
     """
     device = Device()
-    wires = [find_wire("nccl"), find_wire("xccl")]
+    backends = [find_backend("nccl"), find_backend("xccl")]
     chosen: list[int] = []
     cuda = {
         "is_available": lambda: True,
@@ -475,8 +475,10 @@ def standing_in(*, num_devices: int = 4) -> Iterator[Device]:
     with mock.patch.multiple(torch.cuda, **cuda), mock.patch.multiple(torch.xpu, **xpu):
         patches = [mock.patch.multiple(torch.distributed, create=True, **classes)]
         patches.append(mock.patch.object(stream_backends, "is_capturing", is_capturing))
-        for wire in wires:
-            patches.append(mock.patch.object(wire, "device_types", wire.device_types | {"cpu"}))
+        for backend in backends:
+            patches.append(
+                mock.patch.object(backend, "device_types", backend.device_types | {"cpu"})
+            )
         for one in patches:
             one.start()
         try:

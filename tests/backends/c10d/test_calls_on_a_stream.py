@@ -19,8 +19,8 @@ import meshdist as md
 from meshdist.dtypes import DTYPES
 from meshdist.reduce_ops import PLAIN_OPS, ReduceKind, find_refusal
 from tests.backends.c10d.nccl_stand_in import Device, Nccl, StandIn, Work, standing_in
-from tests.backends.fast_paths import Spy, every_verb
-from tests.inner import channel as channel_module, run_titled, work as work_module
+from tests.backends.fast_paths import Spy, every_operation
+from tests.inner import device_group as device_group_module, run_named, work as work_module
 from tests.pool import Pool
 
 SHORT, LONG = timedelta(seconds=0.5), timedelta(seconds=20)
@@ -60,7 +60,7 @@ def group(device: Device, tmp_path: Any) -> Iterator[Any]:
 
 def class_of(group: Any) -> Any:
     """The process group of torch's class."""
-    return group.open_channel("cpu").communicator.torch_group
+    return group.open_device_group("cpu").communicator.torch_group
 
 
 def wait_until(holds: Call) -> None:
@@ -85,7 +85,7 @@ def shown(argument: Any) -> Any:
 
 def traces_of(group: Any, device: Device, call: Call, waits_on: str) -> list[Any]:
     """What the class and the device see of a call by each path, and its note and result."""
-    its_class, recorder = class_of(group), group.open_channel("cpu").recorder
+    its_class, recorder = class_of(group), group.open_device_group("cpu").recorder
     spy, found = group.fast_path, []
     for group.fast_path in (spy, None):
         its_class.calls.clear()
@@ -173,15 +173,15 @@ def test_which_calls_take_it(group: Any, op: str) -> None:
     assert work.wait() and work.result()[0] is x
     group.fast_path.answers.clear()
     assert group.allreduce(torch.ones(2), getattr(md.ReduceOp, op)).wait()  # torch's method
-    run_titled("all_reduce", group, "a plan", x, getattr(md.ReduceOp, op))
+    run_named("all_reduce", group, "a plan", x, getattr(md.ReduceOp, op))
     assert all(group.fast_path.answers)
-    recorder = group.open_channel("cpu").recorder
-    assert recorder.find_note(recorder.num_notes).call.title == "a plan"
+    recorder = group.open_device_group("cpu").recorder
+    assert recorder.find_note(recorder.num_notes).call.op_name == "a plan"
 
 
 def test_what_is_not_plain_changes_nothing(group: Any, device: Device) -> None:
     path, x = group.fast_path.path, torch.ones(2, 2)
-    recorder = group.open_channel("cpu").recorder
+    recorder = group.open_device_group("cpu").recorder
     before, calls = recorder.num_notes, len(class_of(group).calls)
     declined: dict[str, Call] = {
         "strided": lambda: path.all_reduce(x.t(), md.ReduceOp.SUM),
@@ -218,14 +218,14 @@ def test_xccl_has_none(device: Device, tmp_path: Any) -> None:
 # -- devices --------------------------------------------------------------------------------------
 
 
-def test_tensors_of_another_device_are_refused(device: Device, tmp_path: Any) -> None:
+def test_tensors_of_another_device_are_rejected(device: Device, tmp_path: Any) -> None:
     with world_of_one(tmp_path, "cuda:nccl") as group:
-        channel = group.open_channel("cuda")
-        assert group.fast_path is None and group.fast_path_on_device is channel.fast_path
+        device_group = group.open_device_group("cuda")
+        assert group.fast_path is None and group.fast_path_on_device is device_group.fast_path
         for x in (torch.ones(2), torch.ones(2, device="meta")):
-            assert channel.fast_path.all_reduce(x, md.ReduceOp.SUM) is False
-            assert channel.fast_path.starting.all_reduce(x, md.ReduceOp.SUM) is False
-        assert channel.recorder.num_notes == 0 and not device.names("enqueue")
+            assert device_group.fast_path.all_reduce(x, md.ReduceOp.SUM) is False
+            assert device_group.fast_path.starting.all_reduce(x, md.ReduceOp.SUM) is False
+        assert device_group.recorder.num_notes == 0 and not device.names("enqueue")
         with pytest.raises(md.BackendError, match="no backend for cpu tensors"):
             md.all_reduce(torch.ones(2))
 
@@ -233,15 +233,15 @@ def test_tensors_of_another_device_are_refused(device: Device, tmp_path: Any) ->
 def test_a_device_has_a_path_beside_that_of_the_cpu(
     device: Device, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(channel_module.DEVICE_TYPES, "cuda", 1)  # as if CPU tensors lay there
+    monkeypatch.setitem(device_group_module.DEVICE_TYPES, "cuda", 1)  # as if CPU tensors lay there
     with world_of_one(tmp_path, "cuda:nccl") as group:
-        spy = group.fast_path_on_device = Spy(group.open_channel("cuda").fast_path)
+        spy = group.fast_path_on_device = Spy(group.open_device_group("cuda").fast_path)
         x, work = torch.ones(2), None
         md.all_reduce(x)
         md.broadcast(x, group_src=0)
         work = md.all_reduce(x, async_op=True)
-        run_titled("all_reduce", group, "a plan", x, md.ReduceOp.SUM)
-        run_titled("all_reduce", group, "a plan", x, md.ReduceOp.SUM, async_op=True).wait()
+        run_named("all_reduce", group, "a plan", x, md.ReduceOp.SUM)
+        run_named("all_reduce", group, "a plan", x, md.ReduceOp.SUM, async_op=True).wait()
         assert spy.answers == [True] * 3 and work.wait()
         assert device.names("enqueue") == ["allreduce", "broadcast", *["allreduce"] * 3]
     assert group.fast_path_on_device is None
@@ -321,7 +321,7 @@ def test_a_future_is_complete_at_once(group: Any, device: Device) -> None:
 def test_a_capture_is_left_alone(group: Any, device: Device) -> None:
     torch.cuda.set_device(0)
     earlier = md.all_reduce(torch.ones(2), async_op=True)
-    communicator = group.open_channel("cpu").communicator
+    communicator = group.open_device_group("cpu").communicator
     wait_until(lambda: not communicator.outcomes)
     device.log.clear()
     device.captures = threading.current_thread()
@@ -350,7 +350,7 @@ def test_a_capture_is_left_alone(group: Any, device: Device) -> None:
 # -- failures -------------------------------------------------------------------------------------
 
 
-def refuse(*_: Any) -> None:
+def reject(*_: Any) -> None:
     raise RuntimeError("[ProcessGroupNCCL.cpp:3] NCCL error in: x.cpp:1, unhandled system error")
 
 
@@ -364,7 +364,7 @@ def test_an_error_of_the_class_is_explained_as_in_python(
             md.all_reduce(torch.ones(2))
             group.fast_path = group.fast_path if is_fast else None
             with monkeypatch.context() as patch:
-                patch.setattr(Nccl, "allreduce", refuse, raising=False)
+                patch.setattr(Nccl, "allreduce", reject, raising=False)
                 with pytest.raises(md.BackendError) as caught:
                     md.all_reduce(torch.ones(3), async_op=is_async)
             with pytest.raises(md.AbortedError) as again:
@@ -388,7 +388,7 @@ def test_the_watchdog_names_the_call_that_is_late(
         device.holds = False
         for _ in range(3):
             md.broadcast(torch.ones(2), 0)
-        communicator = group.open_channel("cpu").communicator
+        communicator = group.open_device_group("cpu").communicator
         wait_until(lambda: communicator.is_aborted)
         with pytest.raises(md.CollectiveTimeoutError) as caught:
             md.all_reduce(torch.ones(2)) if work is None else work.wait()
@@ -471,7 +471,7 @@ def test_a_work_that_is_dropped_is_told(group: Any) -> None:
 def test_two_groups_keep_apart(group: Any, device: Device) -> None:
     other = md.new_group([0], backend="cpu:nccl")
     md.all_reduce(torch.ones(1), group=other)
-    notes = [one.open_channel("cpu").recorder for one in (group, other)]
+    notes = [one.open_device_group("cpu").recorder for one in (group, other)]
     before = [recorder.num_notes for recorder in notes]
     assert class_of(group) is not class_of(other)
     class_of(group).calls.clear()
@@ -506,13 +506,13 @@ def by_turns(is_async: bool) -> tuple[list[bool], list[int], list[Any]]:
         md.barrier()  # from here on everybody's words are known
         md.all_reduce(torch.ones(1), group=group)
         spy, results, num_fast, notes = Spy(group.fast_path), [], [], []
-        recorder = group.open_channel("cpu").recorder
+        recorder = group.open_device_group("cpu").recorder
         for turn in range(1 << len(ranks)):
             is_fast = bool(turn >> group.rank() & 1)
             group.fast_path = spy if is_fast else None
             spy.answers.clear()
             first = recorder.num_notes
-            results.append(every_verb((2, 3), goes_on=is_async, group=group))
+            results.append(every_operation((2, 3), goes_on=is_async, group=group))
             num_fast.append(sum(spy.answers))
             called = [recorder.find_note(k + 1) for k in range(first, recorder.num_notes)]
             notes.append([(note.call, note.arguments, note.where) for note in called])
@@ -549,7 +549,7 @@ def differing(is_fast: bool) -> str:
                 time.sleep(0.01)
             work.wait()
 
-        with pytest.raises(md.AgreementError) as caught:
+        with pytest.raises(md.MismatchError) as caught:
             go_on()
         md.barrier()
         return caught.value.summary

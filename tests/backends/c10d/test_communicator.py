@@ -1,4 +1,4 @@
-"""torch's wires other than Gloo, as far as this machine has them: what their classes are asked."""
+"""torch's backends other than Gloo, as far as this machine has them: what their classes are asked."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from torch.distributed import HashStore
 import meshdist as md
 from meshdist.backends.c10d.communicator import C10dCommunicator
 from meshdist.backends.c10d.gloo import GlooCommunicator
-from meshdist.backends.c10d.torch_classes import NcclWire as NcclWire  # registers itself
+from meshdist.backends.c10d.torch_classes import NcclBackend as NcclBackend  # registers itself
 from meshdist.reduce_ops import ReduceKind, ReduceOp
 from tests.backends.c10d.nccl_stand_in import StandIn, standing_in
 from tests.backends.direct import Direct
-from tests.backends.operations import check_every_verb
-from tests.inner import Opening, WireFailure, find_wire, is_timeout, plain_text
+from tests.backends.operations import check_every_operation
+from tests.inner import BackendFailure, Opening, find_backend, is_timeout, plain_text
 from tests.pool import Pool
 
 SECONDS = timedelta(seconds=20)
@@ -63,9 +63,9 @@ def asked(group: StandIn) -> tuple[str, list, dict]:
 
 
 def test_what_nccl_is_asked_for(nccl: None) -> None:
-    wire = find_wire("nccl").open(opening(rank=1, size=2))
-    call = Direct(wire, SECONDS)
-    group = wire.torch_group
+    backend = find_backend("nccl").open(opening(rank=1, size=2))
+    call = Direct(backend, SECONDS)
+    group = backend.torch_group
     x, y = torch.ones(2, 2), torch.ones(2, 4)
     one, two = ((4,), "float32"), ((8,), "float32")
     square = ((2, 2), "float32")
@@ -73,7 +73,7 @@ def test_what_nccl_is_asked_for(nccl: None) -> None:
 
     call.all_reduce(x, ReduceOp.PRODUCT)
     assert asked(group) == ("allreduce", [[square]], {"reduceOp": ReduceOp.PRODUCT})
-    call.all_reduce(x, ReduceOp.MAX)  # among whole numbers, where NaN is the largest
+    call.all_reduce(x, ReduceOp.MAX)  # among integers, where NaN is the largest
     assert asked(group) == ("allreduce", [[((4,), "int32")]], {"reduceOp": ReduceOp.MAX})
     call.all_reduce_list([x, x], total)
     assert asked(group) == ("allreduce_coalesced", [[square, square]], {"reduceOp": total})
@@ -104,13 +104,13 @@ def test_what_nccl_is_asked_for(nccl: None) -> None:
     assert asked(group) == ("alltoall_base", [two, two, [3, 5], [6, 2]], {})
 
 
-def explained(failure: WireFailure, note: int | None) -> Exception:
+def explained(failure: BackendFailure, note: int | None) -> Exception:
     return ValueError(f"{note}: {failure}")
 
 
 @pytest.mark.parametrize("when", ["_start_coalescing", "_end_coalescing"])
 def test_a_batch_that_fails_as_a_whole_is_explained(nccl: None, when: str) -> None:
-    communicator = find_wire("nccl").open(opening(size=3))
+    communicator = find_backend("nccl").open(opening(size=3))
 
     def fail() -> None:
         raise RuntimeError("the network is down")
@@ -124,7 +124,7 @@ def test_a_batch_that_fails_as_a_whole_is_explained(nccl: None, when: str) -> No
 
 
 def test_a_batch_goes_out_as_one_call_on_nccl(nccl: None) -> None:
-    communicator = find_wire("nccl").open(opening(size=3))
+    communicator = find_backend("nccl").open(opening(size=3))
     x, y = torch.ones(2), torch.zeros(2)
     with communicator.batch(explained):
         sent = Direct(communicator, SECONDS).send(x, 1, 0)
@@ -139,7 +139,7 @@ def test_a_batch_goes_out_as_one_call_on_nccl(nccl: None) -> None:
 
 
 def test_a_batch_that_fails_midway_is_ended(nccl: None) -> None:
-    communicator = find_wire("nccl").open(opening(size=3))
+    communicator = find_backend("nccl").open(opening(size=3))
     with pytest.raises(KeyError), communicator.batch(explained):
         raise KeyError
     Direct(communicator, SECONDS).send(torch.ones(2), 1, 0)
@@ -148,20 +148,20 @@ def test_a_batch_that_fails_midway_is_ended(nccl: None) -> None:
 
 
 def test_what_nccl_does_not_know_travels_as_bytes(nccl: None) -> None:
-    wire = find_wire("nccl").open(opening(rank=1, size=2))
-    call = Direct(wire, SECONDS)
+    backend = find_backend("nccl").open(opening(rank=1, size=2))
+    call = Direct(backend, SECONDS)
     x, y = torch.ones(2, dtype=torch.complex64), torch.ones(4, dtype=torch.complex64)
     call.all_to_all_single(y, y, [1, 3], [2, 2])
     whole = ((32,), "uint8")
-    assert asked(wire.torch_group) == ("alltoall_base", [whole, whole, [8, 24], [16, 16]], {})
+    assert asked(backend.torch_group) == ("alltoall_base", [whole, whole, [8, 24], [16, 16]], {})
     call.gather([], x, 0)
-    assert asked(wire.torch_group) == ("gather", [[], [((16,), "uint8")]], {"rootRank": 0})
+    assert asked(backend.torch_group) == ("gather", [[], [((16,), "uint8")]], {"rootRank": 0})
 
 
 def test_what_nccl_does_not_reduce_is_asked_for_otherwise(nccl: None) -> None:
-    wire = find_wire("nccl").open(opening(rank=1, size=2))
-    call = Direct(wire, SECONDS)
-    group = wire.torch_group
+    backend = find_backend("nccl").open(opening(rank=1, size=2))
+    call = Direct(backend, SECONDS)
+    group = backend.torch_group
 
     def asked_for(dtype: torch.dtype, op: ReduceKind) -> list:
         call.all_reduce(torch.ones(4, dtype=dtype), op)
@@ -193,19 +193,19 @@ def test_what_nccl_does_not_reduce_is_asked_for_otherwise(nccl: None) -> None:
 
 
 def test_lists_of_several_dtypes_go_by_dtype(nccl: None) -> None:
-    wire = find_wire("nccl").open(opening(rank=1, size=2))
+    backend = find_backend("nccl").open(opening(rank=1, size=2))
     tensors = [torch.ones(1), torch.ones(2, dtype=torch.int32), torch.ones(3), torch.ones(())]
-    Direct(wire, SECONDS).all_reduce_list(tensors, ReduceOp.SUM)
-    second, first = asked(wire.torch_group), asked(wire.torch_group)
+    Direct(backend, SECONDS).all_reduce_list(tensors, ReduceOp.SUM)
+    second, first = asked(backend.torch_group), asked(backend.torch_group)
     floats = [((1,), "float32"), ((3,), "float32"), ((), "float32")]
     assert first == ("allreduce_coalesced", [floats], {"reduceOp": ReduceOp.SUM})
     assert second == ("allreduce", [[((2,), "int32")]], {"reduceOp": ReduceOp.SUM})
-    assert wire.torch_group.calls == []
+    assert backend.torch_group.calls == []
 
 
 def test_support_on_nccl_and_its_kin() -> None:
     for name, device_type in (("nccl", "cuda"), ("xccl", "xpu")):
-        support = find_wire(name).support
+        support = find_backend(name).support
         assert support("all_reduce", device_type, torch.float32) == "native"
         assert support("all_reduce", device_type, torch.int32, ReduceOp.BAND) == "built"
         assert support("reduce_scatter", device_type, torch.float32) == "native"
@@ -213,25 +213,25 @@ def test_support_on_nccl_and_its_kin() -> None:
         assert support("gather", device_type, torch.int16) == "native"
         assert support("all_reduce", device_type, torch.complex64, ReduceOp.MAX) == ""
         assert support("all_reduce", "cpu", torch.float32) == ""
-    assert find_wire("ucc").support("reduce", "cpu", torch.int32, ReduceOp.BAND) == "native"
+    assert find_backend("ucc").support("reduce", "cpu", torch.int32, ReduceOp.BAND) == "native"
 
 
 METHODS = ("allreduce", "broadcast", "allgather", "barrier", "send", "recv")
 
 
 class Meagre:
-    """A process group that has few methods, and refuses others as c10d's base class does."""
+    """A process group that has few methods, and rejects others as c10d's base class does."""
 
     def __init__(self, group) -> None:
         vars(self).update({name: getattr(group, name) for name in METHODS})
-        self.refused: set[str] = set()
+        self.rejected: set[str] = set()
 
     def __getattr__(self, name: str):
-        def refuse(*arguments: object) -> None:
-            self.refused.add(name)
+        def reject(*arguments: object) -> None:
+            self.rejected.add(name)
             raise RuntimeError(f"Backend meagre does not support {name}")
 
-        return refuse
+        return reject
 
 
 class Asking(GlooCommunicator):
@@ -242,23 +242,23 @@ class Asking(GlooCommunicator):
 
 def test_what_a_class_lacks_is_built(pool: Pool) -> None:
     def program() -> list[str]:
-        gloo = md.group.WORLD.open_channel("cpu").communicator
+        gloo = md.group.WORLD.open_device_group("cpu").communicator
         meagre = Meagre(gloo.torch_group)
-        wire = Asking("meagre", gloo.rank, gloo.size, meagre, HashStore())
-        check_every_verb(wire, (torch.float32, torch.uint8))
-        return sorted(meagre.refused)
+        backend = Asking("meagre", gloo.rank, gloo.size, meagre, HashStore())
+        check_every_operation(backend, (torch.float32, torch.uint8))
+        return sorted(meagre.rejected)
 
     expected = ["_allgather_base", "_reduce_scatter_base", "allreduce_coalesced", "alltoall"]
     expected += ["alltoall_base", "gather", "reduce", "reduce_scatter", "scatter"]
     assert pool.run(program, 2) == [expected] * 2
 
 
-def test_of_an_unknown_class_no_mean_of_whole_numbers_is_asked(pool: Pool) -> None:
+def test_of_an_unknown_class_no_mean_of_integers_is_asked(pool: Pool) -> None:
     def program() -> list[int]:
-        gloo = md.group.WORLD.open_channel("cpu").communicator
-        wire = C10dCommunicator("unknown", gloo.rank, gloo.size, gloo.torch_group)
+        gloo = md.group.WORLD.open_device_group("cpu").communicator
+        backend = C10dCommunicator("unknown", gloo.rank, gloo.size, gloo.torch_group)
         x = torch.tensor([-3, 5 + gloo.rank, 2**62])
-        Direct(wire, SECONDS).all_reduce(x, ReduceOp.AVG).finish(SECONDS)
+        Direct(backend, SECONDS).all_reduce(x, ReduceOp.AVG).finish(SECONDS)
         return x.tolist()
 
     assert pool.run(program, 2) == [[-3, 5, -(2**62)]] * 2
@@ -267,6 +267,6 @@ def test_of_an_unknown_class_no_mean_of_whole_numbers_is_asked(pool: Pool) -> No
 def test_a_class_without_any_all_gather_is_a_failure() -> None:
     meagre = Meagre(SimpleNamespace(**dict.fromkeys(METHODS)))
     meagre.allgather = meagre._allgather_base
-    wire = C10dCommunicator("meagre", 0, 1, meagre)
-    with pytest.raises(WireFailure, match="Backend meagre does not support _allgather_base"):
-        Direct(wire, SECONDS).all_gather(torch.ones(1), torch.ones(1))
+    backend = C10dCommunicator("meagre", 0, 1, meagre)
+    with pytest.raises(BackendFailure, match="Backend meagre does not support _allgather_base"):
+        Direct(backend, SECONDS).all_gather(torch.ones(1), torch.ones(1))

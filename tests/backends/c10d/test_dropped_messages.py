@@ -1,4 +1,4 @@
-"""Messages whose Work is dropped go on, on every wire, and what follows them arrives."""
+"""Messages whose Work is dropped go on, on every backend, and what follows them arrives."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 import meshdist as md
 from meshdist.backends.c10d.gloo_connections import DroppedMessages
 from tests.inner import Deadline, wait_until
-from tests.operations.cases import WIRES
+from tests.operations.cases import BACKENDS
 from tests.pool import Pool
 
 pytestmark = pytest.mark.filterwarnings("ignore:the Work of:UserWarning")
@@ -56,11 +56,11 @@ def receives_dropped(numel: int, is_sent_first: bool, is_named: bool) -> tuple[f
     return found, [first[-1].item(), second[-1].item()]
 
 
-@pytest.mark.parametrize("wire", ON)
-def test_a_receive(pool: Pool, wire: str) -> None:
+@pytest.mark.parametrize("backend", ON)
+def test_a_receive(pool: Pool, backend: str) -> None:
     """It is small or large, sent before or after, and from a member or from anyone."""
     cases = list(product((3, LARGE), (True, False), (True, False)))
-    for case, *found in zip(cases, *WIRES[wire](pool, each_dropped, 2, cases), strict=True):
+    for case, *found in zip(cases, *BACKENDS[backend](pool, each_dropped, 2, cases), strict=True):
         assert [one[0] for one in found] == [8.0, 8.0], case
         assert found[1][1] == [1.0, 2.0], case
 
@@ -83,9 +83,9 @@ def sends_dropped(numel: int) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("numel", [3, LARGE])
-@pytest.mark.parametrize("wire", ON)
-def test_a_send(pool: Pool, wire: str, numel: int) -> None:
-    assert WIRES[wire](pool, sends_dropped, 2, numel) == [(8.0, 0.0), (8.0, 1.0)]
+@pytest.mark.parametrize("backend", ON)
+def test_a_send(pool: Pool, backend: str, numel: int) -> None:
+    assert BACKENDS[backend](pool, sends_dropped, 2, numel) == [(8.0, 0.0), (8.0, 1.0)]
 
 
 def never_met() -> float:
@@ -96,9 +96,9 @@ def never_met() -> float:
     return total()
 
 
-@pytest.mark.parametrize("wire", ON)
-def test_one_that_never_meets_its_other_side_holds_nothing_up(pool: Pool, wire: str) -> None:
-    assert WIRES[wire](pool, never_met, 2) == [8.0, 8.0]
+@pytest.mark.parametrize("backend", ON)
+def test_one_that_never_meets_its_other_side_holds_nothing_up(pool: Pool, backend: str) -> None:
+    assert BACKENDS[backend](pool, never_met, 2) == [8.0, 8.0]
 
 
 def async_collectives_dropped() -> float:
@@ -109,9 +109,9 @@ def async_collectives_dropped() -> float:
     return total()
 
 
-@pytest.mark.parametrize("wire", ON)
-def test_collectives(pool: Pool, wire: str) -> None:
-    assert WIRES[wire](pool, async_collectives_dropped, 2) == [8.0, 8.0]
+@pytest.mark.parametrize("backend", ON)
+def test_collectives(pool: Pool, backend: str) -> None:
+    assert BACKENDS[backend](pool, async_collectives_dropped, 2) == [8.0, 8.0]
 
 
 def tensors_kept() -> int:
@@ -141,9 +141,9 @@ def tensors_kept() -> int:
     return int(x.item())
 
 
-@pytest.mark.parametrize("wire", ["shm", "gloo"])
-def test_their_memory_is_let_go(pool: Pool, wire: str) -> None:
-    assert WIRES[wire](pool, tensors_kept, 2) == [0, 0]
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_their_memory_is_let_go(pool: Pool, backend: str) -> None:
+    assert BACKENDS[backend](pool, tensors_kept, 2) == [0, 0]
 
 
 class Message:

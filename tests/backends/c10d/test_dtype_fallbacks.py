@@ -1,4 +1,4 @@
-"""What is reduced in place of what a wire lacks, against NumPy."""
+"""What is reduced in place of what a backend lacks, against NumPy."""
 
 from __future__ import annotations
 

@@ -68,8 +68,8 @@ def reductions(dtype: torch.dtype, op: ReduceKind, count: int) -> Iterator[tuple
     """Each reduction, as a call that gives the result."""
     size = md.get_world_size()
 
-    def run(verb: Call, result: torch.Tensor, *args: Any, **how: Any) -> torch.Tensor:
-        work = verb(result, *args, op=op, **how)
+    def run(operation: Call, result: torch.Tensor, *args: Any, **how: Any) -> torch.Tensor:
+        work = operation(result, *args, op=op, **how)
         if work is not None:
             work.wait()
         return result
@@ -88,11 +88,11 @@ def reductions(dtype: torch.dtype, op: ReduceKind, count: int) -> Iterator[tuple
 
 
 def moves(dtype: torch.dtype, count: int) -> Iterator[tuple[str, Call]]:
-    """Each verb that moves, as a call that gives the result."""
+    """Each collective that moves, as a call that gives the result."""
     size, root = md.get_world_size(), md.get_world_size() - 1
 
-    def run(verb: Call, results: Any, *args: Any, **how: Any) -> Any:
-        work = verb(results, *args, **how)
+    def run(operation: Call, results: Any, *args: Any, **how: Any) -> Any:
+        work = operation(results, *args, **how)
         if work is not None:
             work.wait()
         return torch.cat([one.view(-1) for one in results]) if type(results) is list else results
@@ -100,8 +100,8 @@ def moves(dtype: torch.dtype, count: int) -> Iterator[tuple[str, Call]]:
     def each(seed: int) -> list[torch.Tensor]:
         return [one.view(1, -1) for one in some(dtype, count * size, seed).view(size, -1).unbind()]
 
-    def at_root(verb: Call, mine: torch.Tensor, lists: list[torch.Tensor], **how: Any) -> Any:
-        work = verb(mine, lists if md.get_rank() == root else None, root, **how)
+    def at_root(operation: Call, mine: torch.Tensor, lists: list[torch.Tensor], **how: Any) -> Any:
+        work = operation(mine, lists if md.get_rank() == root else None, root, **how)
         if work is not None:
             work.wait()
         return torch.cat([mine.view(-1), *(one.view(-1) for one in lists)])
@@ -325,9 +325,9 @@ def left_alone() -> tuple[list[str], int]:
         "a reduction of another dtype": lambda: spy.reduce(x, md.ReduceOp.MAX, 0),
         "a message": lambda: spy.send(x, 1 - group.rank(), 0),
     }
-    before = group.open_channel("cpu").recorder.num_notes
+    before = group.open_device_group("cpu").recorder.num_notes
     taken = [name for name, call in cases.items() if call() is not False]
-    return taken, group.open_channel("cpu").recorder.num_notes - before
+    return taken, group.open_device_group("cpu").recorder.num_notes - before
 
 
 def test_it_leaves_alone_what_the_class_does_otherwise(pool: Pool) -> None:
@@ -375,7 +375,7 @@ def late_difference(is_fast: bool) -> str:
         while time.monotonic() < end:
             md.broadcast(x, 0)
 
-    with pytest.raises(md.AgreementError) as caught:
+    with pytest.raises(md.MismatchError) as caught:
         go_on()
     return str(caught.value)
 

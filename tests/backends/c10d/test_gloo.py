@@ -1,4 +1,4 @@
-"""Gloo opened for one group's members: every verb against NumPy, waits that end, devices."""
+"""Gloo opened for one group's members: every collective against NumPy, waits that end, devices."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from meshdist.backends.c10d.gloo_connections import (
 )
 from meshdist.reduce_ops import ReduceOp, find_refusal
 from tests.backends.direct import Direct
-from tests.backends.operations import WAITING, OnDevice, check_every_verb, waiting_times
+from tests.backends.operations import WAITING, OnDevice, check_every_operation, waiting_times
 from tests.backends.samples import DTYPES, OPS
 from tests.inner import (
+    BackendAborted,
+    BackendFailure,
+    BackendTimeout,
+    BackendUnsupported,
     Opening,
-    WireAborted,
-    WireFailure,
-    WireRefused,
-    WireTimeout,
-    find_wire,
-    get_wire,
+    find_backend,
+    get_backend,
 )
 from tests.load import is_within
 from tests.pool import Pool, places
@@ -55,11 +55,11 @@ def opening(rank: int = 0, size: int = 1, **more) -> Opening:
     [(1, SOME), (2, DTYPES), (3, SOME[:3]), (4, SOME[:1])],
     ids=["1 member", "2 members", "3 members", "4 members"],
 )
-def test_every_verb_on_every_dtype_matches_numpy(
+def test_every_collective_on_every_dtype_matches_numpy(
     pool: Pool, size: int, dtypes: tuple[torch.dtype, ...]
 ) -> None:
     def program() -> str:
-        return check_every_verb(md.group.WORLD.open_channel("cpu").communicator, dtypes)
+        return check_every_operation(md.group.WORLD.open_device_group("cpu").communicator, dtypes)
 
     digests = pool.run(program, size)
     assert len(set(digests)) == 1  # the same bits on every member
@@ -67,9 +67,11 @@ def test_every_verb_on_every_dtype_matches_numpy(
 
 @pytest.mark.soak
 @pytest.mark.parametrize("size", [3, 4, 5])
-def test_every_verb_on_every_dtype_matches_numpy_in_larger_groups(pool: Pool, size: int) -> None:
+def test_every_collective_on_every_dtype_matches_numpy_in_larger_groups(
+    pool: Pool, size: int
+) -> None:
     def program() -> str:
-        return check_every_verb(md.group.WORLD.open_channel("cpu").communicator)
+        return check_every_operation(md.group.WORLD.open_device_group("cpu").communicator)
 
     assert len(set(pool.run(program, size))) == 1
 
@@ -77,13 +79,13 @@ def test_every_verb_on_every_dtype_matches_numpy_in_larger_groups(pool: Pool, si
 @pytest.mark.soak
 def test_more_elements_than_32_bits_count(pool: Pool) -> None:
     def program() -> list[int]:
-        wire = md.group.WORLD.open_channel("cpu").communicator
+        backend = md.group.WORLD.open_device_group("cpu").communicator
         count, limit = (1 << 31) + 8, timedelta(minutes=4)
-        x = torch.full((count,), wire.rank + 3, dtype=torch.uint8)
+        x = torch.full((count,), backend.rank + 3, dtype=torch.uint8)
         y = torch.zeros(count, dtype=torch.uint8)
-        mine = [count - 5, 5] if wire.rank == 0 else [5, count - 5]
-        Direct(wire, limit).all_to_all_single(y, x, mine, mine).finish(limit)
-        Direct(wire, limit).broadcast(x, 1).finish(limit)
+        mine = [count - 5, 5] if backend.rank == 0 else [5, count - 5]
+        Direct(backend, limit).all_to_all_single(y, x, mine, mine).finish(limit)
+        Direct(backend, limit).broadcast(x, 1).finish(limit)
         return [int(one) for one in (y[4], y[5], y[-6], y[-5], x[0], x[-1])]
 
     expected = [[3, 3, 3, 4, 4, 4], [3, 4, 4, 4, 4, 4]]
@@ -112,14 +114,14 @@ from datetime import timedelta
 
 from meshdist.backends.c10d.gloo_connections import drop_within
 
-def refuse(thread):
+def reject(thread):
     raise RuntimeError("can't create new thread at interpreter shutdown")
 
 class Group:
     def __del__(self):
         print(threading.current_thread().name)
 
-threading.Thread.start = refuse
+threading.Thread.start = reject
 drop_within(timedelta(0), [Group()])
 """
 
@@ -132,17 +134,21 @@ def test_a_group_ends_here_where_no_thread_can_be_started() -> None:
 
 
 def test_an_abort_frees_whoever_waits(pool: Pool) -> None:
-    answers = pool.run(lambda: waiting_times(lambda wire: wire, WAITING, "abort"), 2)[0]
-    assert [(verb, how) for verb, how, _ in answers] == [(verb, "WireAborted") for verb in WAITING]
+    answers = pool.run(lambda: waiting_times(lambda backend: backend, WAITING, "abort"), 2)[0]
+    assert [(operation, how) for operation, how, _ in answers] == [
+        (operation, "BackendAborted") for operation in WAITING
+    ]
     assert is_within(max(seconds for _, _, seconds in answers), 1.9), answers
 
 
 def test_a_member_that_does_not_come_is_a_timeout(pool: Pool) -> None:
-    answers = pool.run(lambda: waiting_times(lambda wire: wire, WAITING, "timeout"), 2)[0]
-    assert [(verb, how) for verb, how, _ in answers] == [(verb, "WireTimeout") for verb in WAITING]
-    for verb, _, seconds in answers:
-        assert seconds > 0.5, (verb, seconds)
-        assert is_within(seconds, 1.9), (verb, seconds)
+    answers = pool.run(lambda: waiting_times(lambda backend: backend, WAITING, "timeout"), 2)[0]
+    assert [(operation, how) for operation, how, _ in answers] == [
+        (operation, "BackendTimeout") for operation in WAITING
+    ]
+    for operation, _, seconds in answers:
+        assert seconds > 0.5, (operation, seconds)
+        assert is_within(seconds, 1.9), (operation, seconds)
 
 
 def test_a_closed_group_waits_for_what_is_in_flight_but_not_for_ever(pool: Pool) -> None:
@@ -150,16 +156,16 @@ def test_a_closed_group_waits_for_what_is_in_flight_but_not_for_ever(pool: Pool)
         world = md.group.WORLD.world
         limit = timedelta(seconds=1)
         store = PrefixStore("in flight", world.store)
-        wire = get_wire("gloo").open(
+        backend = get_backend("gloo").open(
             Opening(store, lambda: store, (0, 1), world.rank, "cpu", limit)
         )
         begin = time.monotonic()
         if world.rank == 0:
-            Direct(wire, limit).all_reduce(torch.ones(1), ReduceOp.SUM)
-            wire.close()
+            Direct(backend, limit).all_reduce(torch.ones(1), ReduceOp.SUM)
+            backend.close()
             world.store.set("closed", "")
         world.store.wait(["closed"])
-        wire.close()
+        backend.close()
         return time.monotonic() - begin
 
     assert 0.9 < pool.run(program, 2)[0] < 4.0
@@ -167,19 +173,19 @@ def test_a_closed_group_waits_for_what_is_in_flight_but_not_for_ever(pool: Pool)
 
 def test_who_only_asks_for_a_message_learns_that_it_is_late(pool: Pool) -> None:
     def program() -> list[str]:
-        wire = md.group.WORLD.open_channel("cpu").communicator
-        if wire.rank == 1:
+        backend = md.group.WORLD.open_device_group("cpu").communicator
+        if backend.rank == 1:
             md.group.WORLD.world.store.wait(["over"])
             return []
         limit = timedelta(seconds=0.5)
-        receive = Direct(wire, limit).recv(torch.ones(1), 1, 0)
+        receive = Direct(backend, limit).recv(torch.ones(1), 1, 0)
         begin = time.monotonic()
         while not receive.poll():
             time.sleep(0.05)
         took = time.monotonic() - begin
         assert took > 0.4
         assert is_within(took, 3.0)
-        with pytest.raises(WireTimeout, match=r"not finished after 0\.5 s"):
+        with pytest.raises(BackendTimeout, match=r"not finished after 0\.5 s"):
             receive.finish(limit)
         md.group.WORLD.world.store.set("over", "")
         return ["late"]
@@ -189,11 +195,11 @@ def test_who_only_asks_for_a_message_learns_that_it_is_late(pool: Pool) -> None:
 
 def test_sums_of_many_bools_stay_bools(pool: Pool) -> None:
     def program() -> list[list[int]]:
-        wire = md.group.WORLD.open_channel("cpu").communicator
+        backend = md.group.WORLD.open_device_group("cpu").communicator
         tensors = [torch.tensor([True, False]) for _ in range(3)]
-        Direct(wire, SECONDS).all_reduce(tensors[0], ReduceOp.SUM).finish(SECONDS)
-        Direct(wire, SECONDS).reduce(tensors[1], ReduceOp.SUM, 1).finish(SECONDS)
-        Direct(wire, SECONDS).all_reduce_list(tensors[2:], ReduceOp.SUM).finish(SECONDS)
+        Direct(backend, SECONDS).all_reduce(tensors[0], ReduceOp.SUM).finish(SECONDS)
+        Direct(backend, SECONDS).reduce(tensors[1], ReduceOp.SUM, 1).finish(SECONDS)
+        Direct(backend, SECONDS).all_reduce_list(tensors[2:], ReduceOp.SUM).finish(SECONDS)
         return [tensor.view(torch.uint8).tolist() for tensor in tensors]
 
     assert pool.run(program, 3) == [[[1, 0]] * 3] * 3
@@ -201,24 +207,24 @@ def test_sums_of_many_bools_stay_bools(pool: Pool) -> None:
 
 def test_an_average_of_large_halves_is_no_infinity(pool: Pool) -> None:
     def program() -> list[float]:
-        wire = md.group.WORLD.open_channel("cpu").communicator
-        x = torch.full((2,), 40000.0 + 32 * wire.rank, dtype=torch.float16)
-        Direct(wire, SECONDS).all_reduce(x, ReduceOp.AVG).finish(SECONDS)
+        backend = md.group.WORLD.open_device_group("cpu").communicator
+        x = torch.full((2,), 40000.0 + 32 * backend.rank, dtype=torch.float16)
+        Direct(backend, SECONDS).all_reduce(x, ReduceOp.AVG).finish(SECONDS)
         return x.tolist()
 
     assert pool.run(program, 3) == [[40032.0] * 2] * 3
 
 
-def test_what_cannot_be_reduced_is_refused_before_anything_is_sent(pool: Pool) -> None:
+def test_what_cannot_be_reduced_is_rejected_before_anything_is_sent(pool: Pool) -> None:
     def program() -> list[str]:
-        wire = md.group.WORLD.open_channel("cpu").communicator
+        backend = md.group.WORLD.open_device_group("cpu").communicator
         x = torch.zeros(2, dtype=torch.float4_e2m1fn_x2)
         whole = torch.zeros(4, dtype=torch.float4_e2m1fn_x2)
         texts = []
         for call in (
-            lambda: Direct(wire, SECONDS).all_reduce(x, ReduceOp.SUM),
-            lambda: Direct(wire, SECONDS).reduce(x, ReduceOp.SUM, 0),
-            lambda: Direct(wire, SECONDS).reduce_scatter(x, whole, ReduceOp.SUM),
+            lambda: Direct(backend, SECONDS).all_reduce(x, ReduceOp.SUM),
+            lambda: Direct(backend, SECONDS).reduce(x, ReduceOp.SUM, 0),
+            lambda: Direct(backend, SECONDS).reduce_scatter(x, whole, ReduceOp.SUM),
         ):
             with pytest.raises(md.DtypeError) as caught:
                 call()
@@ -227,21 +233,21 @@ def test_what_cannot_be_reduced_is_refused_before_anything_is_sent(pool: Pool) -
         return texts[0].splitlines()
 
     expected = [
-        "the wire 'gloo' cannot reduce float4_e2m1fn_x2 with SUM",
+        "the backend 'gloo' cannot reduce float4_e2m1fn_x2 with SUM",
         "  expected: bool, or integers, floats and complex numbers of 8 bits and more",
         "  fix:      use another reduction, or convert the tensor",
     ]
     assert pool.run(program, 2) == [expected] * 2
 
 
-VERBS = ("all_reduce", "all_reduce_list", "reduce", "reduce_scatter", "reduce_scatter_list")
+OPERATIONS = ("all_reduce", "all_reduce_list", "reduce", "reduce_scatter", "reduce_scatter_list")
 MOVING = ("broadcast", "all_gather", "all_gather_list", "gather", "scatter", "all_to_all_single")
 
 
 def test_support_tells_what_is_gloos_own() -> None:
-    support = get_wire("gloo").support
-    for verb, dtype in itertools.product(MOVING, DTYPES):
-        assert support(verb, "cpu", dtype) == support(verb, "cuda", dtype) == "native"
+    support = get_backend("gloo").support
+    for operation, dtype in itertools.product(MOVING, DTYPES):
+        assert support(operation, "cpu", dtype) == support(operation, "cuda", dtype) == "native"
     assert support("barrier", "cpu", torch.float32) == "native"
     assert support("all_to_all", "cpu", torch.float32) == "built"
     assert (support("send", "cpu", torch.int16), support("recv", "cuda", torch.int16)) == (
@@ -249,9 +255,9 @@ def test_support_tells_what_is_gloos_own() -> None:
         "built",
     )
     assert support("all_reduce", "xpu", torch.float32) == ""
-    for verb, dtype, name in itertools.product(VERBS, DTYPES, OPS):
+    for operation, dtype, name in itertools.product(OPERATIONS, DTYPES, OPS):
         op = getattr(ReduceOp, name)
-        answer = support(verb, "cpu", dtype, op)
+        answer = support(operation, "cpu", dtype, op)
         assert (answer == "") == (find_refusal(op, dtype) is not None)
     assert support("all_reduce", "cpu", torch.float32) == "native"
     assert support("reduce", "cpu", torch.uint32, ReduceOp.SUM) == "native"
@@ -262,7 +268,7 @@ def test_support_tells_what_is_gloos_own() -> None:
 
 
 def test_gloo_of_one_member() -> None:
-    communicator = get_wire("gloo").open(opening())
+    communicator = get_backend("gloo").open(opening())
     x = torch.ones(3)
     Direct(communicator, SECONDS).all_reduce(x, md.ReduceOp.SUM).finish(SECONDS)
     Direct(communicator, SECONDS).barrier().finish(SECONDS)
@@ -275,20 +281,20 @@ def test_gloo_takes_torchs_own_options() -> None:
 
     options = ProcessGroupGloo._Options()
     options._threads = 1
-    communicator = get_wire("gloo").open(opening(options=options))
+    communicator = get_backend("gloo").open(opening(options=options))
     Direct(communicator, SECONDS).barrier().finish(SECONDS)
     assert options._timeout == SECONDS
 
 
 def test_a_member_that_never_comes_is_a_timeout_of_the_opening() -> None:
     lonely = Opening(HashStore(), HashStore, (0, 1), 0, "cpu", timedelta(seconds=1))
-    with pytest.raises(WireFailure):
-        get_wire("gloo").open(lonely)
+    with pytest.raises(BackendFailure):
+        get_backend("gloo").open(lonely)
 
 
 def test_a_message_to_oneself_without_counterpart_times_out() -> None:
-    communicator = get_wire("gloo").open(opening())
-    with pytest.raises(WireTimeout, match="no counterpart"):
+    communicator = get_backend("gloo").open(opening())
+    with pytest.raises(BackendTimeout, match="no counterpart"):
         Direct(communicator, SECONDS).recv(torch.ones(1), 0, 0).finish(timedelta(seconds=0.05))
 
 
@@ -302,7 +308,7 @@ def test_interfaces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_gloo_over_a_named_interface(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    communicator = get_wire("gloo").open(opening())
+    communicator = get_backend("gloo").open(opening())
     Direct(communicator, SECONDS).barrier().finish(SECONDS)
 
 
@@ -310,13 +316,15 @@ def test_one_device_for_each_interface_of_a_list(monkeypatch: pytest.MonkeyPatch
     assert len(gloo_devices(("lo",)).made) == 1
     assert len(gloo_devices(("lo", "lo")).made) == 2
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,lo")
-    communicator = get_wire("gloo").open(opening())
+    communicator = get_backend("gloo").open(opening())
     Direct(communicator, SECONDS).barrier().finish(SECONDS)
 
 
 def test_an_interface_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,nowhere0")
-    with pytest.raises(md.BackendError, match="the world could not be opened on wire 'gloo'") as e:
+    with pytest.raises(
+        md.BackendError, match="the world could not be opened on backend 'gloo'"
+    ) as e:
         md.init_process_group("gloo", store=md.HashStore(), rank=0, world_size=1)
     assert not md.is_initialized()
     assert (
@@ -363,7 +371,7 @@ def test_interfaces_are_compared_as_a_group_opens(
             assert text == str(float(len(named)))
             continue
         summary, *lines, fix = text.splitlines()
-        assert summary == "the world could not be opened on wire 'gloo'"
+        assert summary == "the world could not be opened on backend 'gloo'"
         assert "or unset the variable" in fix
         if named[rank] == "nosuch0":
             assert len(lines) == 1
@@ -398,7 +406,7 @@ def test_interfaces_are_compared_by_a_few_requests_however_many_members_there_ar
     assert agreed_devices(opening).made
     assert store.num_requests == 3
     store.set(f"interfaces/{size - 1}", '[2, "lo,lo"]')
-    with pytest.raises(WireRefused, match=rf"(?s)fit between.*rank {9 + size}: lo,lo"):
+    with pytest.raises(BackendUnsupported, match=rf"(?s)fit between.*rank {9 + size}: lo,lo"):
         check_interfaces(opening, timedelta(0))
 
 
@@ -436,9 +444,9 @@ def test_groups_of_a_process_share_one_device() -> None:
                     count += fields[3] == "0A" and f"socket:[{fields[9]}]" in own
         return count
 
-    first = get_wire("gloo").open(opening())
+    first = get_backend("gloo").open(opening())
     before = listening()
-    more = [get_wire("gloo").open(opening()) for _ in range(3)]
+    more = [get_backend("gloo").open(opening()) for _ in range(3)]
     assert listening() == before
     del first, more
 
@@ -459,7 +467,7 @@ class OnAGpu(torch.Tensor):
 
 
 class WithoutCuda:
-    """Gloo's class, whose coalesced all-reduce refuses CUDA tensors in its own words."""
+    """Gloo's class, whose coalesced all-reduce rejects CUDA tensors in its own words."""
 
     def __init__(self, group: Any) -> None:
         self._group = group
@@ -475,12 +483,14 @@ class WithoutCuda:
 
 
 def reduces_lists(kind: type[torch.Tensor], waits: bool) -> list[list[float]]:
-    gloo = md.group.WORLD.open_channel("cpu").communicator
-    wire = GlooCommunicator(
+    gloo = md.group.WORLD.open_device_group("cpu").communicator
+    backend = GlooCommunicator(
         "gloo", gloo.rank, gloo.size, WithoutCuda(gloo.torch_group), HashStore()
     )
-    tensors = [torch.full((n,), wire.rank + n).to(dtype).as_subclass(kind) for n, dtype in LISTED]
-    Direct(wire, SECONDS, waits).all_reduce_list(tensors, ReduceOp.SUM).finish(SECONDS)
+    tensors = [
+        torch.full((n,), backend.rank + n).to(dtype).as_subclass(kind) for n, dtype in LISTED
+    ]
+    Direct(backend, SECONDS, waits).all_reduce_list(tensors, ReduceOp.SUM).finish(SECONDS)
     return [x.tolist() for x in tensors]
 
 
@@ -496,11 +506,11 @@ def test_lists_are_reduced_where_the_class_lacks_cuda(
 
 
 def test_what_the_class_has_for_cpu_tensors_alone_is_built_for_others() -> None:
-    support = find_wire("gloo").support
-    for verb in ("all_reduce_list", "send", "recv"):
-        op = ReduceOp.SUM if verb == "all_reduce_list" else None
-        assert support(verb, "cpu", torch.float32, op) == "native"
-        assert support(verb, "cuda", torch.float32, op) == "built"
+    support = find_backend("gloo").support
+    for operation in ("all_reduce_list", "send", "recv"):
+        op = ReduceOp.SUM if operation == "all_reduce_list" else None
+        assert support(operation, "cpu", torch.float32, op) == "native"
+        assert support(operation, "cuda", torch.float32, op) == "built"
     assert support("all_reduce", "cuda", torch.float32, ReduceOp.SUM) == "native"
     assert support("all_reduce_list", "cuda", torch.int32, ReduceOp.AVG) == "built"
     assert support("all_reduce_list", "cuda", torch.bool, ReduceOp.AVG) == ""
@@ -508,19 +518,19 @@ def test_what_the_class_has_for_cpu_tensors_alone_is_built_for_others() -> None:
 
 def test_the_table_of_another_device_copies_there_and_back(pool: Pool) -> None:
     def program() -> str:
-        wire = md.group.WORLD.open_channel("cpu").communicator
-        return check_every_verb(OnDevice(wire, "cpu"), SOME[:2])
+        backend = md.group.WORLD.open_device_group("cpu").communicator
+        return check_every_operation(OnDevice(backend, "cpu"), SOME[:2])
 
     assert len(set(pool.run(program, 2))) == 1
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("waits", [False, True])
-def test_every_verb_on_cuda_tensors_matches_numpy(pool: Pool, waits: bool) -> None:
+def test_every_collective_on_cuda_tensors_matches_numpy(pool: Pool, waits: bool) -> None:
     def program() -> str:
         torch.cuda.set_device(0)
-        wire = md.new_group(backend="gloo").open_channel("cuda").communicator
-        return check_every_verb(OnDevice(wire, "cuda"), SOME, waits=waits)
+        backend = md.new_group(backend="gloo").open_device_group("cuda").communicator
+        return check_every_operation(OnDevice(backend, "cuda"), SOME, waits=waits)
 
     assert len(set(pool.run(program, 2))) == 1
 
@@ -539,13 +549,13 @@ def test_gloo_with_cuda_tensors_on_several_ranks(pool) -> None:
 @pytest.mark.gpu
 def test_messages_of_cuda_tensors_go_by_host_memory(pool: Pool) -> None:
     def program() -> tuple[list[float], int]:
-        wire = md.new_group(backend="gloo").open_channel("cuda").communicator
-        x = torch.full((3,), wire.rank + 1.0, device="cuda")
+        backend = md.new_group(backend="gloo").open_device_group("cuda").communicator
+        x = torch.full((3,), backend.rank + 1.0, device="cuda")
         y = torch.zeros(3, device="cuda")
-        other = 1 - wire.rank
+        other = 1 - backend.rank
         received, sent = (
-            Direct(wire, SECONDS).recv(y, other, 5),
-            Direct(wire, SECONDS).send(x, other, 5),
+            Direct(backend, SECONDS).recv(y, other, 5),
+            Direct(backend, SECONDS).send(x, other, 5),
         )
         for transfer in (received, sent):
             transfer.finish(SECONDS)
@@ -595,23 +605,23 @@ def test_any_number_of_large_tags_works(pool: Pool) -> None:
 
 
 def after_all_was_closed() -> str:
-    wire = md.new_group(backend="gloo").open_channel("cpu").communicator
+    backend = md.new_group(backend="gloo").open_device_group("cpu").communicator
     x = torch.ones(1)
-    Direct(wire, SECONDS).all_reduce(x, ReduceOp.SUM).finish(SECONDS)
-    wire.close()
+    Direct(backend, SECONDS).all_reduce(x, ReduceOp.SUM).finish(SECONDS)
+    backend.close()
     texts = set()
     for call in (
-        lambda: Direct(wire, SECONDS).all_reduce(x, ReduceOp.SUM),
-        lambda: Direct(wire, SECONDS).send(x, 1 - wire.rank, 0),
-        lambda: Direct(wire, SECONDS).barrier(),
+        lambda: Direct(backend, SECONDS).all_reduce(x, ReduceOp.SUM),
+        lambda: Direct(backend, SECONDS).send(x, 1 - backend.rank, 0),
+        lambda: Direct(backend, SECONDS).barrier(),
     ):
-        with pytest.raises(WireFailure) as caught:
+        with pytest.raises(BackendFailure) as caught:
             call()
         texts.add(str(caught.value))
     return "; ".join(texts)
 
 
-def test_verbs_after_the_end_of_the_program_say_so(pool: Pool) -> None:
+def test_collectives_after_the_end_of_the_program_say_so(pool: Pool) -> None:
     told = "the group's connection was closed, as at the end of the program"
     assert pool.run(after_all_was_closed, 2) == [told] * 2
 
@@ -634,7 +644,7 @@ def works_of_a_closed_group() -> tuple[list[float], str, float]:
 def test_waiting_for_a_message_of_a_closed_group_ends(pool: Pool) -> None:
     for got, text, seconds in pool.run(works_of_a_closed_group, 2):
         assert got == [1.0, 1.0]
-        assert "irecv on group of ranks 0-1 failed on wire 'gloo'" in text
+        assert "irecv on group of ranks 0-1 failed on backend 'gloo'" in text
         assert "the group was closed before this message came or went" in text
         assert is_within(seconds, 5.0)
 
@@ -663,8 +673,8 @@ class Connection:
     def own_timeout(self, timeout: timedelta) -> timedelta:
         return 2 * timeout
 
-    def failure(self, error: RuntimeError) -> WireFailure:
-        return WireFailure(f"cut: {error}")
+    def failure(self, error: RuntimeError) -> BackendFailure:
+        return BackendFailure(f"cut: {error}")
 
     def disconnect(self) -> None:
         self.num_disconnects += 1
@@ -690,7 +700,7 @@ def test_what_the_other_thread_met_is_raised_by_the_wait() -> None:
     _, transfer = transfer_of(message)
     while not transfer.poll():
         time.sleep(0.001)
-    with pytest.raises(WireFailure, match="cut: connection closed"):
+    with pytest.raises(BackendFailure, match="cut: connection closed"):
         transfer.finish(SECONDS)
 
 
@@ -699,7 +709,7 @@ def test_a_transfer_that_is_polled_in_vain_disconnects_once_and_is_late() -> Non
     while not transfer.poll():
         time.sleep(0.01)
     assert transfer.poll() and connection.num_disconnects == 1
-    with pytest.raises(WireTimeout, match="not finished after 20 s"):
+    with pytest.raises(BackendTimeout, match="not finished after 20 s"):
         transfer.finish(SECONDS)
 
 
@@ -707,7 +717,7 @@ def test_an_abort_frees_a_wait_beside_another_thread() -> None:
     connection, transfer = transfer_of(Message())
     transfer.poll()
     threading.Timer(0.05, lambda: setattr(connection, "is_aborted", True)).start()
-    with pytest.raises(WireAborted, match="aborted while waiting for a message"):
+    with pytest.raises(BackendAborted, match="aborted while waiting for a message"):
         transfer.finish(SECONDS)
 
 

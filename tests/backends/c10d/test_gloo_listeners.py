@@ -174,10 +174,10 @@ def test_a_listener_of_the_program_is_left_alone() -> None:
 
 @linux
 def test_where_filters_are_forbidden_it_hears(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:
+    def reject(*_: object) -> None:
         raise PermissionError
 
-    monkeypatch.setattr(socket.socket, "setsockopt", refuse)
+    monkeypatch.setattr(socket.socket, "setsockopt", reject)
     devices = Devices(loopback_device, are_deaf=True)
     with devices.hearing():
         pass

@@ -17,13 +17,13 @@ from torch.distributed import DebugLevel, HashStore
 
 import meshdist as md
 from tests.backends.c10d.nccl_stand_in import Device, Nccl, Xccl, standing_in
-from tests.backends.operations import OnDevice, check_every_verb
+from tests.backends.operations import OnDevice, check_every_operation
 from tests.inner import (
-    HeaderTable,
+    BackendType,
+    FingerprintTable,
     Opening,
     Registry,
-    Wire,
-    find_wire,
+    find_backend,
     get_registry,
     get_world,
 )
@@ -33,7 +33,7 @@ from tests.stand_in_cupy import StandInCupy
 
 SECONDS = timedelta(seconds=20)
 SHORT = timedelta(seconds=0.5)
-WIRES = ("gloo", "nccl")
+BACKENDS = ("gloo", "nccl")
 
 
 @pytest.fixture
@@ -42,11 +42,11 @@ def device() -> Iterator[Device]:
         yield device
 
 
-def open_group(options: Any = None, wire: str = "nccl", **more: Any) -> Any:
-    """The process group of torch's class that the wire makes."""
+def open_group(options: Any = None, backend: str = "nccl", **more: Any) -> Any:
+    """The process group of torch's class that the backend makes."""
     store, ranks = HashStore(), more.pop("ranks", (0,))
     opening = Opening(store, lambda: store, ranks, 0, "cuda", SECONDS, options=options, **more)
-    return find_wire(wire).open(opening).torch_group
+    return find_backend(backend).open(opening).torch_group
 
 
 @pytest.fixture
@@ -62,8 +62,8 @@ def world(device: Device, tmp_path: Any) -> Iterator[Device]:
 
 def start_world(folder: Any, **more: Any) -> None:
     method = f"file://{folder}/world"
-    wires = more.pop("backend", "cpu:nccl,cuda:nccl")
-    md.init_process_group(wires, init_method=method, rank=0, world_size=1, **more)
+    backends = more.pop("backend", "cpu:nccl,cuda:nccl")
+    md.init_process_group(backends, init_method=method, rank=0, world_size=1, **more)
 
 
 # -- how it is made -------------------------------------------------------------------------------
@@ -82,13 +82,13 @@ def test_the_programs_options_are_copied(device: Device) -> None:
     assert made[0]._timeout == SECONDS + timedelta(seconds=1)
     made[0].config.max_ctas = 9
     assert (given.config.max_ctas, made[1].config.max_ctas) == (4, 4)
-    # Options of another wire are not its own.
+    # Options of another backend are not its own.
     assert type(open_group(object()).options) is Nccl.Options
 
 
 def test_xccl_takes_its_options(device: Device) -> None:
     given = Xccl.Options(is_high_priority_stream=True)
-    group = open_group(given, wire="xccl")
+    group = open_group(given, backend="xccl")
     assert type(group) is Xccl and group.options.is_high_priority_stream
     assert group.options is not given
 
@@ -135,9 +135,9 @@ def test_the_environment_is_restored_after_a_failure(
 # -- programs -------------------------------------------------------------------------------------
 
 
-def test_every_verb_of_one_rank(world: Device) -> None:
-    communicator = md.group.WORLD.open_channel("cpu").communicator
-    check_every_verb(communicator, (torch.float32, torch.uint8))
+def test_every_collective_of_one_rank(world: Device) -> None:
+    communicator = md.group.WORLD.open_device_group("cpu").communicator
+    check_every_operation(communicator, (torch.float32, torch.uint8))
 
 
 def test_results_are_whole_after_the_world_has_ended(world: Device) -> None:
@@ -156,13 +156,13 @@ def test_results_are_whole_after_the_world_has_ended(world: Device) -> None:
 
 @pytest.fixture
 def openings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The groups that are opened, each with its wire."""
+    """The groups that are opened, each with its backend."""
     opened: list[str] = []
     acquire = Registry.acquire
 
-    def note(self: Registry, wire: Wire, opening: Opening, *more: Any) -> Any:
-        opened.append(f"{wire.name}: {opening.name}")
-        return acquire(self, wire, opening, *more)
+    def note(self: Registry, backend: BackendType, opening: Opening, *more: Any) -> Any:
+        opened.append(f"{backend.name}: {opening.name}")
+        return acquire(self, backend, opening, *more)
 
     monkeypatch.setattr(Registry, "acquire", note)
     return opened
@@ -186,7 +186,7 @@ def test_a_world_that_names_no_backend_opens_nccl_alone(
         md.monitored_barrier()
         assert openings == ["nccl: the world", *axes, "nccl: group of rank 0"]
         found: list[Any] = [None]
-        md.all_gather_object(found, 7, group)  # asks for the wire of CPU tensors
+        md.all_gather_object(found, 7, group)  # asks for the backend of CPU tensors
         md.all_reduce(torch.ones(1))
         assert found == [7] and openings[-2:] == ["shm: group of rank 0", "shm: the world"]
         assert device.names("enqueue") == ["barrier"] * 2
@@ -200,7 +200,11 @@ def test_a_backend_that_is_named_opens_with_the_world(
     start_world(tmp_path, backend="cpu:gloo,cuda:nccl")
     try:
         md.new_group([0])
-        both = [f"{wire}: {group}" for group in ("the world", "group of rank 0") for wire in WIRES]
+        both = [
+            f"{backend}: {group}"
+            for group in ("the world", "group of rank 0")
+            for backend in BACKENDS
+        ]
         assert openings == both
     finally:
         md.destroy_process_group()
@@ -221,7 +225,7 @@ def test_a_program_that_just_ends_shuts_down(pool: Pool, tmp_path: Any) -> None:
     assert (done.returncode, done.stdout) == (0, "['shutdown']\n")
 
 
-def test_a_verb_that_nobody_waits_for_is_raised_by_the_next(
+def test_a_collective_that_nobody_waits_for_is_raised_by_the_next(
     device: Device, tmp_path: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     start_world(tmp_path, timeout=SHORT)
@@ -243,7 +247,7 @@ def test_a_verb_that_nobody_waits_for_is_raised_by_the_next(
 
 
 def wait_until_broken(group: Any) -> None:
-    wait_until(group.open_channel("cpu").is_broken)
+    wait_until(group.open_device_group("cpu").is_broken)
 
 
 def wait_until(holds: Callable[[], bool]) -> None:
@@ -285,12 +289,14 @@ def test_an_abort_raises_in_waits_and_barriers(world: Device) -> None:
     assert not work.is_success()
 
 
-def test_a_barrier_of_both_kinds_of_wires_orders_the_device(device: Device, tmp_path: Any) -> None:
+def test_a_barrier_of_both_kinds_of_backends_orders_the_device(
+    device: Device, tmp_path: Any
+) -> None:
     start_world(tmp_path, backend="cpu:gloo,cuda:nccl")
     try:
         group = md.group.WORLD
-        group.open_channel("cpu")
-        group.open_channel("cuda")
+        group.open_device_group("cpu")
+        group.open_device_group("cuda")
         device.holds = True
         threading.Timer(0.3, lambda: device.kernels[-1].has_ended.set()).start()
         md.barrier()
@@ -309,22 +315,22 @@ def test_a_barrier_of_both_kinds_of_wires_orders_the_device(device: Device, tmp_
         md.destroy_process_group()
 
 
-@pytest.mark.parametrize("verb", ["all_reduce", "all_reduce_coalesced", "reduce", "broadcast"])
-def test_dense_tensors_are_reduced_as_they_lie(world: Device, verb: str) -> None:
+@pytest.mark.parametrize("operation", ["all_reduce", "all_reduce_coalesced", "reduce", "broadcast"])
+def test_dense_tensors_are_reduced_as_they_lie(world: Device, operation: str) -> None:
     images = torch.rand(2, 3, 4, 5).contiguous(memory_format=torch.channels_last)
     before = images.clone()
-    if verb == "all_reduce_coalesced":
+    if operation == "all_reduce_coalesced":
         md.all_reduce_coalesced([images, torch.ones(2)])
-    elif verb == "all_reduce":
+    elif operation == "all_reduce":
         md.all_reduce(images)
     else:
-        getattr(md, verb)(images, 0)
-    *_, arguments, _ = md.group.WORLD.open_channel("cpu").communicator.torch_group.calls[-1]
+        getattr(md, operation)(images, 0)
+    *_, arguments, _ = md.group.WORLD.open_device_group("cpu").communicator.torch_group.calls[-1]
     sent = arguments[0]
     assert sent.is_contiguous() and sent.numel() == images.numel()
     assert torch.equal(images, before) and images.is_contiguous(memory_format=torch.channels_last)
     # A source may lie otherwise than what receives it.
-    assert (sent.data_ptr() == images.data_ptr()) is (verb != "broadcast")
+    assert (sent.data_ptr() == images.data_ptr()) is (operation != "broadcast")
 
 
 def test_members_whose_tensors_lie_otherwise_disagree(pool: Pool) -> None:
@@ -340,7 +346,7 @@ def test_members_whose_tensors_lie_otherwise_disagree(pool: Pool) -> None:
                 while not work.is_completed() and time.monotonic() < end:
                     time.sleep(0.01)
                 work.wait()
-            except md.AgreementError as error:
+            except md.MismatchError as error:
                 told = str(error)
             md.barrier()
             return told
@@ -355,10 +361,10 @@ def test_layouts_that_cannot_be_compared_are_copied(pool: Pool) -> None:
     def program() -> list[float]:
         with standing_in(), pytest.MonkeyPatch.context() as patch:
             if md.get_rank() == 1:  # it has no room for what members compare
-                patch.setattr(HeaderTable, "reserve", lambda *_: None)
+                patch.setattr(FingerprintTable, "reserve", lambda *_: None)
             group = md.new_group([0, 1], backend="cpu:nccl")
             md.all_reduce(torch.arange(6.0).view(3, 2).t(), group=group)
-            sent = group.open_channel("cpu").communicator.torch_group.calls[-1][1][0]
+            sent = group.open_device_group("cpu").communicator.torch_group.calls[-1][1][0]
             return sent.view(-1).tolist()
 
     assert pool.run(program, 2) == [[0.0, 2.0, 4.0, 1.0, 3.0, 5.0]] * 2
@@ -367,9 +373,9 @@ def test_layouts_that_cannot_be_compared_are_copied(pool: Pool) -> None:
 def test_where_members_do_not_see_each_others_calls_a_round_compares_them(pool: Pool) -> None:
     def program() -> list[str]:
         with standing_in() as device, pytest.MonkeyPatch.context() as patch:
-            patch.setattr(HeaderTable, "sees_all", lambda _: False)
+            patch.setattr(FingerprintTable, "sees_all", lambda _: False)
             group = md.new_group([0, 1], backend="cpu:nccl", timeout=timedelta(seconds=20))
-            its_class = group.open_channel("cpu").communicator.torch_group
+            its_class = group.open_device_group("cpu").communicator.torch_group
             enqueue = its_class._allgather_base
 
             def gather(output: torch.Tensor, *others: Any) -> Any:
@@ -404,7 +410,7 @@ def test_the_world_ends_though_a_group_of_it_does_not(
         raise OSError("no more descriptors")
 
     groups = [md.new_group([0], backend="cpu:nccl") for _ in range(2)]
-    first, second = (group.open_channel("cpu").communicator for group in groups)
+    first, second = (group.open_device_group("cpu").communicator for group in groups)
     monkeypatch.setattr(first, "close", fail.__get__(first))
     md.destroy_process_group()
     assert second.is_aborted and "no more descriptors" in caplog.text
@@ -422,7 +428,7 @@ def test_signals_are_heard_after_an_abort_that_fails(device: Device, pool: Pool)
             told = []
             for group in (first, second):
                 end = time.monotonic() + 15
-                while not group.open_channel("cpu").is_broken() and time.monotonic() < end:
+                while not group.open_device_group("cpu").is_broken() and time.monotonic() < end:
                     time.sleep(0.01)
                 try:
                     md.all_reduce(torch.ones(1), group=group)
@@ -487,7 +493,7 @@ def test_members_that_disagree(pool: Pool, level: str) -> None:
                     time.sleep(0.01)
                 work.wait()
                 told = "no error"
-            except md.AgreementError as error:
+            except md.MismatchError as error:
                 told, enqueued = error.summary, device.names("enqueue")
             finally:
                 md.set_debug_level(DebugLevel.OFF)
@@ -522,7 +528,7 @@ def test_a_mesh_connects_the_selected_device_as_it_is_made(
         assert private.ndim == 2
         torch.cuda.set_device(0)
         for group in (*mesh.get_all_groups(), *private.get_all_groups()):
-            communicator = group.open_channel("cuda").communicator
+            communicator = group.open_device_group("cuda").communicator
             assert communicator.torch_group.connected == [chosen], group
         assert not device.names("connect late")
     finally:
@@ -536,7 +542,9 @@ def test_a_device_bound_to_the_world_comes_first(device: Device, tmp_path: Any) 
         get_world().device = bound
         mesh = md.init_device_mesh("cuda", (1,))
         assert torch.cuda.current_device() == 3
-        assert mesh.get_group().open_channel("cuda").communicator.torch_group.connected == [bound]
+        assert mesh.get_group().open_device_group("cuda").communicator.torch_group.connected == [
+            bound
+        ]
     finally:
         md.destroy_process_group()
 
@@ -549,7 +557,7 @@ def test_warmup_connects(device: Device, tmp_path: Any) -> None:
         assert not device.names("connect")
         mesh.warmup()
         assert len(device.names("connect")) == 1
-        device.captures = threading.current_thread()  # a first verb under capture
+        device.captures = threading.current_thread()  # a first collective under capture
         work = md.barrier(async_op=True)
         assert work is not None and device.ends == [] and not device.names("connect late")
     finally:
@@ -561,7 +569,9 @@ def test_members_that_do_not_connect_are_an_error_in_time(device: Device, tmp_pa
     start_world(tmp_path, backend="cuda:nccl", timeout=timedelta(seconds=1))
     try:
         device.connecting = threading.Event()
-        with pytest.raises(md.CollectiveTimeoutError, match="could not be opened on wire 'nccl'"):
+        with pytest.raises(
+            md.CollectiveTimeoutError, match="could not be opened on backend 'nccl'"
+        ):
             md.init_device_mesh("cuda", (1,))
         device.connecting.set()
         with pytest.raises(md.AbortedError, match=r"of DeviceMesh\(1\) did not connect"):
@@ -575,7 +585,7 @@ def test_members_that_do_not_connect_are_an_error_in_time(device: Device, tmp_pa
 
 def test_the_registry_aborts_communicators_of_one_message_together(world: Device) -> None:
     groups = [md.new_group([0], backend="cpu:nccl") for _ in range(2)]
-    labels = [group.open_channel("cpu").opened.label for group in groups]
+    labels = [group.open_device_group("cpu").opened.label for group in groups]
     get_registry(get_world()).abort(labels, {"reason": "both", "group": "both"})
     end = time.monotonic() + 10
     while not world.names("group end") and time.monotonic() < end:
@@ -600,7 +610,7 @@ def test_nccl_with_a_bound_device_and_options(tmp_path) -> None:
         device_id=device,
     )
     try:
-        group = md.group.WORLD.open_channel("cuda").communicator.torch_group
+        group = md.group.WORLD.open_device_group("cuda").communicator.torch_group
         assert group.options.is_high_priority_stream
         md.barrier(device_ids=[0])
         md.barrier()
@@ -618,16 +628,16 @@ def test_one_world_serves_both_kinds_of_tensors(tmp_path) -> None:
     try:
         assert md.get_backend() == "nccl"
         assert md.get_backend_config() == "cpu:shm,cuda:nccl"
-        for device, wire in (("cpu", "shm"), ("cuda", "nccl")):
+        for device, backend in (("cpu", "shm"), ("cuda", "nccl")):
             x = torch.ones(2, device=device)
             md.all_reduce(x)
-            assert md.group.WORLD.open_channel(device).communicator.wire == wire
+            assert md.group.WORLD.open_device_group(device).communicator.backend == backend
     finally:
         md.destroy_process_group()
 
 
 @pytest.mark.gpu
-def test_a_barrier_of_both_kinds_of_wires_waits_for_the_device(tmp_path) -> None:
+def test_a_barrier_of_both_kinds_of_backends_waits_for_the_device(tmp_path) -> None:
     md.init_process_group(init_method=f"file://{tmp_path}/world", rank=0, world_size=1)
     try:
         tensors = [torch.ones(2, device=device) for device in ("cpu", "cuda")]
@@ -728,7 +738,7 @@ try:
     while True:
         if work is not None and work.is_completed():
             work.wait()
-        if work is None and md.group.WORLD.open_channel("cuda").is_broken():
+        if work is None and md.group.WORLD.open_device_group("cuda").is_broken():
             time.sleep(0.5)
             md.all_reduce(x)
         time.sleep(0.01)
@@ -761,7 +771,7 @@ os._exit(0)
 
 
 @pytest.mark.gpu
-def test_the_first_verb_of_a_mesh_can_be_captured(pool: Pool, tmp_path: Any) -> None:
+def test_the_first_collective_of_a_mesh_can_be_captured(pool: Pool, tmp_path: Any) -> None:
     body = """
 start()
 mesh = md.init_device_mesh("cuda", (1, 1), mesh_dim_names=("dp", "tp"))
@@ -806,18 +816,18 @@ md.destroy_process_group()
 
 
 @pytest.mark.gpu
-def test_every_verb_over_nccl_of_one_rank(pool: Pool, tmp_path: Any) -> None:
+def test_every_collective_over_nccl_of_one_rank(pool: Pool, tmp_path: Any) -> None:
     md.init_process_group("nccl", init_method=f"file://{tmp_path}/world", rank=0, world_size=1)
     try:
-        communicator = md.group.WORLD.open_channel("cuda").communicator
+        communicator = md.group.WORLD.open_device_group("cuda").communicator
         on_gpu = OnDevice(communicator, "cuda")
-        check_every_verb(on_gpu, (torch.float32, torch.int16, torch.uint8))
+        check_every_operation(on_gpu, (torch.float32, torch.int16, torch.uint8))
     finally:
         md.destroy_process_group()
 
 
 @pytest.mark.gpu
-def test_a_blocking_verb_runs_on_the_current_stream(tmp_path: Any) -> None:
+def test_a_blocking_collective_runs_on_the_current_stream(tmp_path: Any) -> None:
     md.init_process_group("nccl", init_method=f"file://{tmp_path}/world", rank=0, world_size=1)
     try:
         x, side = torch.zeros(1 << 20, device="cuda"), torch.cuda.Stream()

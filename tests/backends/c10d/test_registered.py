@@ -1,4 +1,4 @@
-"""Backends written for torch.distributed, as wires."""
+"""Backends written for torch.distributed, as backends."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_what_a_registered_class_lacks_is_built(pool: Pool, tmp_path: Any) -> No
         import torch
         from torch.distributed import ProcessGroup, ProcessGroupGloo
 
-        from tests.inner import find_wire
+        from tests.inner import find_backend
 
         class Pigeon(ProcessGroup):
             """A backend in Python that has an all-reduce, a broadcast and a list all-gather."""
@@ -98,15 +98,15 @@ def test_what_a_registered_class_lacks_is_built(pool: Pool, tmp_path: Any) -> No
 
         md.Backend.register_backend("pigeon", make, devices=["cpu"])
         md.init_process_group("pigeon", f"file://{tmp_path}/meeting", rank=rank, world_size=2)
-        wire = md.group.WORLD.open_channel("cpu").communicator
+        backend = md.group.WORLD.open_device_group("cpu").communicator
         limit = timedelta(seconds=20)
         x = torch.full((2,), rank + 1.0)
         outputs = [torch.empty(2), torch.empty(2)] if rank == 1 else []
-        Direct(wire, limit).gather(outputs, x, 1).finish(limit)
-        Direct(wire, limit).scatter(x, outputs, 1).finish(limit)
-        Direct(wire, limit).reduce(x, md.ReduceOp.SUM, 0).finish(limit)
+        Direct(backend, limit).gather(outputs, x, 1).finish(limit)
+        Direct(backend, limit).scatter(x, outputs, 1).finish(limit)
+        Direct(backend, limit).reduce(x, md.ReduceOp.SUM, 0).finish(limit)
         md.destroy_process_group()
-        served = find_wire("pigeon").support("gather", "cpu", torch.float32)
+        served = find_backend("pigeon").support("gather", "cpu", torch.float32)
         return [one.tolist() for one in outputs], x.tolist(), served
 
     assert pool.call(program, 2) == [
@@ -120,8 +120,8 @@ def test_a_registered_gloo_is_waited_for_as_gloo(pool: Pool) -> None:
         from torch.distributed import ProcessGroupGloo
 
         md.Backend.register_backend("pigeon", ProcessGroupGloo, devices="cpu")
-        wire = md.new_group(backend="pigeon").open_channel("cpu").communicator
-        return type(wire).__name__, wire.wire
+        backend = md.new_group(backend="pigeon").open_device_group("cpu").communicator
+        return type(backend).__name__, backend.backend
 
     assert pool.run(program, 1) == [("GlooCommunicator", "pigeon")]
 
@@ -134,8 +134,8 @@ def test_a_backend_registered_with_torch_works_by_its_name(pool: Pool, tmp_path:
         def make(store: Any, rank: int, size: int, timeout: Any) -> Any:
             return ProcessGroupGloo(store, rank, size, timeout)
 
-        Backend.register_backend("carrier", make, devices=["cpu"])
-        assert md.is_backend_available("carrier")
+        Backend.register_backend("executor", make, devices=["cpu"])
+        assert md.is_backend_available("executor")
         md.init_process_group("CARRIER", f"file://{tmp_path}/meeting", rank=rank, world_size=2)
         x = torch.ones(2)
         md.all_reduce(x)
@@ -143,7 +143,7 @@ def test_a_backend_registered_with_torch_works_by_its_name(pool: Pool, tmp_path:
         md.destroy_process_group()
         return answer
 
-    assert pool.call(program, 2) == [("carrier", "cpu:carrier", [2.0, 2.0])] * 2
+    assert pool.call(program, 2) == [("executor", "cpu:executor", [2.0, 2.0])] * 2
 
 
 def test_a_backend_registered_with_torch_for_an_options_object(pool: Pool) -> None:

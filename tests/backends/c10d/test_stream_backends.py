@@ -1,4 +1,4 @@
-"""Verbs that are kernels on a stream, over a stand-in for NCCL: how they begin, end and fail."""
+"""Collectives that are kernels on a stream, over a stand-in for NCCL: how they begin, end and fail."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from meshdist.reduce_ops import ReduceOp
 from tests.backends.c10d.nccl_stand_in import Device, standing_in
 from tests.backends.direct import Direct
 from tests.inner import (
+    BackendAborted,
+    BackendFailure,
+    BackendTimeout,
     Chain,
     Opening,
-    Operation,
-    PreparedCall,
-    WireAborted,
-    WireFailure,
-    WireTimeout,
+    OperationArgs,
+    Request,
     bound,
-    bounded_calls,
-    find_wire,
+    find_backend,
+    timeout_calls,
     work as work_module,
 )
 from tests.load import is_within
@@ -49,33 +49,33 @@ def device() -> Iterator[Device]:
 
 
 def opened(
-    timeout: timedelta = LONG, wire: str = "nccl", size: int = 1, **more: Any
+    timeout: timedelta = LONG, backend: str = "nccl", size: int = 1, **more: Any
 ) -> EnqueueingCommunicator:
     store = HashStore()
     opening = Opening(store, lambda: store, tuple(range(size)), 0, "cuda", timeout, **more)
-    communicator = find_wire(wire).open(opening)
+    communicator = find_backend(backend).open(opening)
     assert isinstance(communicator, EnqueueingCommunicator)
     return communicator
 
 
-def all_reduce(communicator: EnqueueingCommunicator, *, waits: bool = False, **more) -> Operation:
+def all_reduce(communicator: EnqueueingCommunicator, *, waits: bool = False, **more) -> Request:
     options = communicator.torch_group.options
     timeout = more.pop("timeout", options._timeout - ENDS_LATER)
     return Direct(communicator, timeout, waits).all_reduce(torch.ones(4), ReduceOp.SUM)
 
 
-def explain(failure: WireFailure, note: int) -> Exception:
-    kind = CollectiveTimeoutError if isinstance(failure, WireTimeout) else BackendError
+def explain(failure: BackendFailure, note: int) -> Exception:
+    kind = CollectiveTimeoutError if isinstance(failure, BackendTimeout) else BackendError
     return kind(f"explained: {failure}")
 
 
 def work_of(
-    operation: Operation,
+    request: Request,
     timeout: timedelta = LONG,
     copy_back: Callable[[], None] | None = None,
     result: list[Any] | None = None,
 ) -> Work:
-    return Work(operation, timeout, explain, result or [torch.ones(4)], copy_back)
+    return Work(request, timeout, explain, result or [torch.ones(4)], copy_back)
 
 
 def wait_for(condition: Callable[[], object], seconds: float = 10.0) -> None:
@@ -245,7 +245,7 @@ def test_a_barrier_that_was_cut_off_raises(device: Device) -> None:
     def wait() -> None:
         try:
             Direct(communicator, LONG, waits=True).barrier()
-        except WireFailure as failure:
+        except BackendFailure as failure:
             raised.append(failure)
 
     waiting = threading.Thread(target=wait)
@@ -253,17 +253,17 @@ def test_a_barrier_that_was_cut_off_raises(device: Device) -> None:
     wait_for(lambda: device.names("wait"))
     communicator.abort()
     waiting.join(10)
-    assert [type(one) for one in raised] == [WireAborted]
+    assert [type(one) for one in raised] == [BackendAborted]
 
 
 # -- the watchdog ---------------------------------------------------------------------------------
 
 
-def watched(communicator: EnqueueingCommunicator) -> list[tuple[WireFailure, int | None]]:
+def watched(communicator: EnqueueingCommunicator) -> list[tuple[BackendFailure, int | None]]:
     """What the communicator lets the group explain."""
-    told: list[tuple[WireFailure, int | None]] = []
+    told: list[tuple[BackendFailure, int | None]] = []
 
-    def tell(failure: WireFailure, note: int | None) -> Exception:
+    def tell(failure: BackendFailure, note: int | None) -> Exception:
         told.append((failure, note))
         return explain(failure, 0)
 
@@ -275,15 +275,15 @@ def test_nobody_need_wait_for_what_is_late(device: Device) -> None:
     device.holds = True
     communicator = opened(SHORT)
     told = watched(communicator)
-    prepared = PreparedCall("", "all_reduce", both := [torch.ones(4)], both, op=ReduceOp.SUM)
+    prepared = OperationArgs("", "all_reduce", both := [torch.ones(4)], both, op=ReduceOp.SUM)
     prepared.timeout, prepared.number = SHORT, 7
-    operation = communicator.start(prepared)
+    request = communicator.start(prepared)
     wait_for(lambda: device.names("group end"))
     ((failure, note),) = told
-    assert isinstance(failure, WireTimeout) and note == 7
+    assert isinstance(failure, BackendTimeout) and note == 7
     assert "query" not in [line[0] for line in device.log]
     with pytest.raises(CollectiveTimeoutError, match=r"explained: not finished after 0.3 s"):
-        operation.finish(LONG)
+        request.finish(LONG)
     assert communicator.take_error() is None  # it was raised
 
 
@@ -292,7 +292,7 @@ def test_a_wait_while_a_failure_is_explained_raises_it(device: Device) -> None:
     communicator = opened()
     is_explaining, goes_on = threading.Event(), threading.Event()
 
-    def tell(failure: WireFailure, note: int | None) -> Exception:
+    def tell(failure: BackendFailure, note: int | None) -> Exception:
         is_explaining.set()
         assert goes_on.wait(10.0)
         return explain(failure, 0)
@@ -309,7 +309,7 @@ def test_a_wait_while_a_failure_is_explained_raises_it(device: Device) -> None:
         other.wait()
 
 
-def test_a_verbs_own_timeout_is_its_bound(device: Device) -> None:
+def test_a_collectives_own_timeout_is_its_bound(device: Device) -> None:
     device.holds = True
     communicator = opened()
     told = watched(communicator)
@@ -321,14 +321,14 @@ def test_a_verbs_own_timeout_is_its_bound(device: Device) -> None:
     wait_for(lambda: communicator.is_aborted)
 
 
-def test_a_verb_without_a_work_is_bounded_by_what_c10d_tells(device: Device) -> None:
+def test_a_collective_without_a_work_is_bounded_by_what_c10d_tells(device: Device) -> None:
     device.holds = True
     communicator = opened(SHORT)
     told = watched(communicator)
     all_reduce(communicator, waits=True)
     assert ("enqueue", "allreduce", "default") in device.log and not communicator.outcomes
     wait_for(lambda: communicator.is_aborted)
-    assert isinstance(told[0][0], WireTimeout)
+    assert isinstance(told[0][0], BackendTimeout)
     error = communicator.take_error()
     assert isinstance(error, CollectiveTimeoutError) and communicator.take_error() is None
     assert device.ends == []
@@ -342,7 +342,7 @@ def test_a_failure_that_c10d_sees_is_told(device: Device, *, waits: bool) -> Non
     all_reduce(communicator, waits=waits)
     device.kernels[0].fails = True
     wait_for(lambda: communicator.is_aborted)
-    assert type(told[0][0]) is WireFailure and "reports" in str(told[0][0])
+    assert type(told[0][0]) is BackendFailure and "reports" in str(told[0][0])
 
 
 def test_a_work_that_is_bounded_later_is_watched_by_that(device: Device) -> None:
@@ -365,12 +365,12 @@ def test_the_watchdog_outlives_whatever_it_watches(
             if self.num_looks == 1:
                 raise ValueError("a bad one")
 
-    monkeypatch.setattr(bounded_calls, "PERIOD_S", 0.0)
+    monkeypatch.setattr(timeout_calls, "PERIOD_S", 0.0)
     first = One()
-    bounded_calls.watch(first)
+    timeout_calls.watch(first)
     kept = [One() for _ in range(3000)]
     for one in kept:
-        bounded_calls.watch(one)
+        timeout_calls.watch(one)
     wait_for(lambda: first.num_looks > 3 and kept[-1].num_looks > 3)
     assert "a communicator could not be looked after" in caplog.text
 
@@ -424,14 +424,14 @@ def test_an_abort_that_raises_is_logged(device: Device, caplog: pytest.LogCaptur
 # -- streams --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("wire", ["nccl", "xccl"])
-def test_a_blocking_verb_goes_out_on_the_current_stream_where_c10d_bounds_it(
-    device: Device, wire: str
+@pytest.mark.parametrize("backend", ["nccl", "xccl"])
+def test_a_blocking_collective_goes_out_on_the_current_stream_where_c10d_bounds_it(
+    device: Device, backend: str
 ) -> None:
-    communicator = opened(wire=wire)
+    communicator = opened(backend=backend)
     all_reduce(communicator, waits=True)
     Direct(communicator, LONG, waits=True).broadcast(torch.ones(2), 0)
-    is_bounded = wire == "nccl"  # XCCL tells of no error: each verb keeps its work
+    is_bounded = backend == "nccl"  # XCCL tells of no error: each collective keeps its work
     waits = device.names("wait", "stream waits")
     assert (waits == []) is is_bounded
     options = [call[-1] for call in communicator.torch_group.calls]
@@ -516,8 +516,8 @@ def test_a_futures_copies_come_behind_the_kernel(device: Device) -> None:
 
 def test_a_message_has_no_future_of_how_it_ended(device: Device) -> None:
     communicator = opened(size=2)
-    operation = Direct(communicator, LONG).send(torch.ones(1), 1, 0)
-    work = Work(operation, LONG, explain, [], None, "isend", "a group", True)
+    request = Direct(communicator, LONG).send(torch.ones(1), 1, 0)
+    work = Work(request, LONG, explain, [], None, "isend", "a group", True)
     for ask in (work.get_future, work.get_future_result):
         with pytest.raises(BackendError, match="a send or a receive has no future"):
             ask()
@@ -565,7 +565,9 @@ def test_the_result_of_one_that_fails_is_told(device: Device) -> None:
 def test_connecting_is_bounded(device: Device) -> None:
     communicator, device.connecting = opened(SHORT), threading.Event()
     begin = time.monotonic()
-    with pytest.raises(WireTimeout, match=r"the members did not connect: not finished after 0.3 s"):
+    with pytest.raises(
+        BackendTimeout, match=r"the members did not connect: not finished after 0.3 s"
+    ):
         communicator.connect(torch.device("cuda", 1))
     assert is_within(time.monotonic() - begin, 3.0)
     device.connecting.set()
@@ -576,7 +578,7 @@ def test_an_abort_ends_connecting(device: Device) -> None:
     threading.Timer(0.3, communicator.abort).start()
     begin = time.monotonic()
     for _ in range(2):
-        with pytest.raises(WireAborted, match="aborted while the members connected"):
+        with pytest.raises(BackendAborted, match="aborted while the members connected"):
             communicator.connect(torch.device("cuda", 1))
     assert is_within(time.monotonic() - begin, 3.0)
     device.connecting.set()
@@ -596,7 +598,7 @@ def test_a_barrier_names_its_device_in_the_field_that_is_read(device: Device) ->
     Direct(communicator, LONG).barrier(torch.device("cuda", 1))
     communicator.connect(torch.device("cuda", 2))
     Direct(communicator, LONG).barrier()
-    xccl = opened(wire="xccl")
+    xccl = opened(backend="xccl")
     Direct(xccl, LONG).barrier()
     assert xccl.torch_group.calls[-1][-1].device_ids == [3]
     asked = [call[-1].device_ids for call in communicator.torch_group.calls if call[0] == "barrier"]

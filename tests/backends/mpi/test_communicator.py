@@ -1,4 +1,4 @@
-"""The wire over MPI: every verb against NumPy, waits that end, mismatches, errors, worlds."""
+"""The backend over MPI: every collective against NumPy, waits that end, mismatches, errors, worlds."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ import meshdist as md
 from benchmarks._mpi import MPIEXEC, environment, job_command
 from meshdist.reduce_ops import ReduceOp
 from tests.backends.direct import Direct
-from tests.backends.operations import WAITING, OnDevice, check_every_verb, waiting_times
+from tests.backends.operations import WAITING, OnDevice, check_every_operation, waiting_times
 from tests.backends.samples import DTYPES
-from tests.inner import find_wire
+from tests.inner import find_backend
 from tests.load import is_within
 from tests.mpi_job import job_of
 from tests.pool import Pool
@@ -36,9 +36,9 @@ SECONDS = timedelta(seconds=20)
 SOME = (torch.float32, torch.bfloat16, torch.uint16, torch.bool, torch.complex64)
 
 
-def of_the_wire(dtypes: tuple[torch.dtype, ...]) -> list[str]:
-    wire = md.group.WORLD.open_channel("cpu").communicator
-    return [check_every_verb(wire, dtypes, waits=waits) for waits in (False, True)]
+def of_the_backend(dtypes: tuple[torch.dtype, ...]) -> list[str]:
+    backend = md.group.WORLD.open_device_group("cpu").communicator
+    return [check_every_operation(backend, dtypes, waits=waits) for waits in (False, True)]
 
 
 @pytest.mark.parametrize(
@@ -51,33 +51,35 @@ def of_the_wire(dtypes: tuple[torch.dtype, ...]) -> list[str]:
     ],
     ids=["1 rank", "2 ranks", "3 ranks", "4 ranks"],
 )
-def test_every_verb_on_every_dtype_matches_numpy(
+def test_every_collective_on_every_dtype_matches_numpy(
     pool: Pool, size: int, dtypes: tuple[torch.dtype, ...]
 ) -> None:
-    digests = job_of(pool, size).run_in_world(of_the_wire, dtypes)
+    digests = job_of(pool, size).run_in_world(of_the_backend, dtypes)
     assert len({digest for of_rank in digests for digest in of_rank}) == 1  # the same bits
 
 
 def of_cuda_tensors(dtypes: tuple[torch.dtype, ...]) -> list[str]:
-    wire = md.group.WORLD.open_channel("cuda").communicator
-    both = (check_every_verb(OnDevice(wire, "cuda"), dtypes, waits=w) for w in (False, True))
+    backend = md.group.WORLD.open_device_group("cuda").communicator
+    both = (
+        check_every_operation(OnDevice(backend, "cuda"), dtypes, waits=w) for w in (False, True)
+    )
     return list(both)
 
 
 @pytest.mark.gpu
-def test_every_verb_on_cuda_tensors(pool: Pool) -> None:
+def test_every_collective_on_cuda_tensors(pool: Pool) -> None:
     digests = job_of(pool, 2).run_in_world(of_cuda_tensors, SOME)
     assert len({digest for of_rank in digests for digest in of_rank}) == 1
 
 
 def some_wait_and_some_do_not() -> list[float]:
     """The members need not agree on who waits."""
-    wire = md.group.WORLD.open_channel("cpu").communicator
+    backend = md.group.WORLD.open_device_group("cpu").communicator
     found = []
     for turn in range(8):
-        waits = bool(turn >> wire.rank & 1)
-        x = torch.full((3,), float(wire.rank + turn))
-        Direct(wire, SECONDS, waits).all_reduce(x, ReduceOp.SUM).finish(SECONDS)
+        waits = bool(turn >> backend.rank & 1)
+        x = torch.full((3,), float(backend.rank + turn))
+        Direct(backend, SECONDS, waits).all_reduce(x, ReduceOp.SUM).finish(SECONDS)
         found.append(x[2].item())
     return found
 
@@ -89,13 +91,13 @@ def test_members_that_wait_and_members_that_go_on_meet(pool: Pool) -> None:
 
 def many_at_once() -> list[float]:
     """More than the others' words are kept for, and one member comes late."""
-    wire = md.group.WORLD.open_channel("cpu").communicator
-    if wire.rank == 1:
+    backend = md.group.WORLD.open_device_group("cpu").communicator
+    if backend.rank == 1:
         time.sleep(0.3)
     tensors = [torch.full((1,), float(k)) for k in range(2000)]
-    started = [Direct(wire, SECONDS).all_reduce(x, ReduceOp.SUM) for x in tensors]
-    for operation in started:
-        operation.finish(SECONDS)
+    started = [Direct(backend, SECONDS).all_reduce(x, ReduceOp.SUM) for x in tensors]
+    for request in started:
+        request.finish(SECONDS)
     return [x.item() for x in tensors[::500]]
 
 
@@ -214,10 +216,11 @@ def test_a_signals_handler_that_raises_does_not_end_the_job(pool: Pool) -> None:
 def with_few_counted() -> list[str]:
     """What more elements than a count holds go through, with a small one."""
     group = md.new_group(range(md.get_world_size()))
-    wire = group.open_channel("cpu").communicator
-    wire.buffers.most = 16
+    backend = group.open_device_group("cpu").communicator
+    backend.buffers.most = 16
     return [
-        check_every_verb(wire, (torch.float32, torch.int16), waits=waits) for waits in (False, True)
+        check_every_operation(backend, (torch.float32, torch.int16), waits=waits)
+        for waits in (False, True)
     ]
 
 
@@ -228,12 +231,12 @@ def test_messages_larger_than_a_count_holds(pool: Pool, size: int) -> None:
 
 
 def large() -> list[int]:
-    wire = md.group.WORLD.open_channel("cpu").communicator
+    backend = md.group.WORLD.open_device_group("cpu").communicator
     count, limit = (1 << 31) + 8, timedelta(minutes=4)
-    call = Direct(wire, limit, waits=True)
-    x = torch.full((count,), wire.rank + 3, dtype=torch.uint8)
+    call = Direct(backend, limit, waits=True)
+    x = torch.full((count,), backend.rank + 3, dtype=torch.uint8)
     y = torch.zeros(count, dtype=torch.uint8)
-    mine = [count - 5, 5] if wire.rank == 0 else [5, count - 5]
+    mine = [count - 5, 5] if backend.rank == 0 else [5, count - 5]
     call.all_to_all_single(y, x, mine, mine).finish(limit)
     call.broadcast(x, 1).finish(limit)
     found = [int(one) for one in (y[4], y[5], y[-6], y[-5], x[0], x[-1])]
@@ -251,40 +254,42 @@ def test_more_elements_than_32_bits_count(pool: Pool) -> None:
 
 
 def waiting_callers(ends: str) -> list[tuple[str, str, float]]:
-    return waiting_times(lambda wire: wire, WAITING, ends, "mpi")
+    return waiting_times(lambda backend: backend, WAITING, ends, "mpi")
 
 
 @pytest.mark.parametrize(
     ("ends", "how", "least", "most"),
     [
-        ("abort", "WireAborted", 0.2, 1.9),
-        ("timeout", "WireTimeout", 0.5, 1.9),
+        ("abort", "BackendAborted", 0.2, 1.9),
+        ("timeout", "BackendTimeout", 0.5, 1.9),
     ],
 )
 def test_every_wait_ends(pool: Pool, ends: str, how: str, least: float, most: float) -> None:
     answers = job_of(pool, 2).run_in_world(waiting_callers, ends)[0]
-    assert [(verb, found) for verb, found, _ in answers] == [(verb, how) for verb in WAITING]
-    for verb, _, seconds in answers:
-        assert least < seconds, (verb, seconds)
-        assert is_within(seconds, most), (verb, seconds)
+    assert [(operation, found) for operation, found, _ in answers] == [
+        (operation, how) for operation in WAITING
+    ]
+    for operation, _, seconds in answers:
+        assert least < seconds, (operation, seconds)
+        assert is_within(seconds, most), (operation, seconds)
 
 
 def who_comes_late(how: str) -> tuple[str, list[float]]:
     """Member 1 comes to the call of member 0 when that one has given up."""
-    wire = md.new_group([0, 1], timeout=SECONDS).open_channel("cpu").communicator
-    world = md.group.WORLD.open_channel("cpu").communicator
-    if wire.rank == 1:
+    backend = md.new_group([0, 1], timeout=SECONDS).open_device_group("cpu").communicator
+    world = md.group.WORLD.open_device_group("cpu").communicator
+    if backend.rank == 1:
         Direct(world, SECONDS, waits=True).barrier().finish(SECONDS)
-    if wire.rank == 0 and how == "abort":
-        threading.Timer(0.2, wire.abort).start()
-    limit = timedelta(seconds=0.4) if how == "timeout" and wire.rank == 0 else SECONDS
-    begin, x = time.monotonic(), torch.full((2,), wire.rank + 1.0)
+    if backend.rank == 0 and how == "abort":
+        threading.Timer(0.2, backend.abort).start()
+    limit = timedelta(seconds=0.4) if how == "timeout" and backend.rank == 0 else SECONDS
+    begin, x = time.monotonic(), torch.full((2,), backend.rank + 1.0)
     try:
-        Direct(wire, limit, waits=True).all_reduce(x, ReduceOp.SUM)
+        Direct(backend, limit, waits=True).all_reduce(x, ReduceOp.SUM)
         told = "done"
     except Exception as error:
         told = f"{type(error).__name__}: {error}"
-    if wire.rank == 0:
+    if backend.rank == 0:
         Direct(world, SECONDS, waits=True).barrier().finish(SECONDS)
     assert is_within(time.monotonic() - begin, 5)
     return told, x.tolist()
@@ -294,7 +299,7 @@ def who_comes_late(how: str) -> tuple[str, list[float]]:
 def test_who_comes_after_another_has_given_up_is_not_kept_waiting(pool: Pool, how: str) -> None:
     (first, _), second = job_of(pool, 2).run_in_world(who_comes_late, how)
     why = "not finished after 0.4 s" if how == "timeout" else "aborted while waiting"
-    assert first == f"{'WireTimeout' if how == 'timeout' else 'WireAborted'}: {why}"
+    assert first == f"{'BackendTimeout' if how == 'timeout' else 'BackendAborted'}: {why}"
     # It gets its result if MPI needs no further step of the member that gave up.
     is_lost = second[0] == "MemberLost: has closed this group, or ends"
     assert is_lost or second == ("done", [3.0, 3.0])
@@ -307,7 +312,7 @@ def mismatch(counts: tuple[int, int], async_op: bool) -> str:
         work = md.all_reduce(x, group=group, async_op=async_op)
         if work is not None:
             work.wait()
-    except md.AgreementError as error:
+    except md.MismatchError as error:
         assert x.tolist() == [0.0] * len(x)
         return str(error)
     return "nobody was told"
@@ -405,10 +410,10 @@ def permuted_mesh() -> list[object]:
     found: list[object] = []
     for name in ("dp", "tp"):
         group = mesh.get_group(name)
-        wire = group.open_channel("cpu").communicator
+        backend = group.open_device_group("cpu").communicator
         ranks = torch.zeros(2, dtype=torch.int64)
         md.all_gather_single(ranks, torch.tensor([md.get_rank()]), group=group)
-        found += [ranks.tolist() == list(group.ranks), mesh.get_local_rank(name) == wire.rank]
+        found += [ranks.tolist() == list(group.ranks), mesh.get_local_rank(name) == backend.rank]
     return found
 
 
@@ -416,7 +421,7 @@ def test_members_stand_in_the_order_of_the_mesh(pool: Pool) -> None:
     assert job_of(pool, 4).run_in_world(permuted_mesh) == [[True] * 4] * 4
 
 
-def verbs_in_threads() -> list[float]:
+def operations_in_threads() -> list[float]:
     groups = [md.new_group([0, 1, 2], group_desc=f"of thread {n}") for n in range(2)]
     found: dict[int, float] = {}
 
@@ -435,7 +440,7 @@ def verbs_in_threads() -> list[float]:
 
 
 def test_two_threads_each_with_a_group_of_its_own(pool: Pool) -> None:
-    found = job_of(pool, 3).run_in_world(verbs_in_threads)
+    found = job_of(pool, 3).run_in_world(operations_in_threads)
     assert found == [[3.0, 6.0]] * 3
 
 
@@ -751,4 +756,4 @@ def test_processes_of_different_worlds_of_mpi(tmp_path: Path) -> None:
 
 
 def test_availability() -> None:
-    assert md.is_mpi_available() and find_wire("mpi").is_available()
+    assert md.is_mpi_available() and find_backend("mpi").is_available()

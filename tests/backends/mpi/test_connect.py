@@ -13,7 +13,7 @@ import pytest
 
 import meshdist as md
 from meshdist.backends.mpi import connect as module
-from tests.inner import Opening, my_card
+from tests.inner import Opening, my_process_info
 
 
 def open_alone(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
@@ -40,13 +40,13 @@ def test_every_member_raises_what_mpi_says(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize(("rank", "size"), [(5, 8), (5, 2), (-1, 2), (1 << 40, 2)])
-def test_members_of_other_worlds_of_mpi_are_refused(
+def test_members_of_other_worlds_of_mpi_are_rejected(
     rank: int, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world = SimpleNamespace(Get_rank=lambda: 0, Get_size=lambda: 2)
     monkeypatch.setattr(module, "start_mpi", lambda: SimpleNamespace(COMM_WORLD=world))
     store = md.HashStore()
-    other = {"card": my_card().to_json(), "rank": rank, "size": size, "tag": 1}
+    other = {"process_info": my_process_info().to_json(), "rank": rank, "size": size, "tag": 1}
     store.set("mpi/1", json.dumps(other))
     two = Opening(store, lambda: store, (3, 4), 0, "cpu", timedelta(seconds=5), name="a group")
     with pytest.raises(md.BackendError) as caught:

@@ -1,4 +1,4 @@
-"""MPI through MPICH, in an environment of its own: the verbs, and what differs from Open MPI."""
+"""MPI through MPICH, in an environment of its own: the collectives, and what differs from Open MPI."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_which_mpi_it_is(job: MpiJob) -> None:
         assert found["large_counts"] is True
 
 
-def test_a_sample_of_the_verbs(job: MpiJob) -> None:
+def test_a_sample_of_the_collectives(job: MpiJob) -> None:
     cases = sample(3, 3)
     judge("mpi", cases, job.run_in_world(perform_all, cases))
 

@@ -45,7 +45,7 @@ def test_encoded_reduced_and_decoded(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_floats_in_the_order_of_whole_numbers(dtype: torch.dtype, device: str) -> None:
+def test_floats_in_the_order_of_integers(dtype: torch.dtype, device: str) -> None:
     info = torch.finfo(dtype)
     values = [-float("inf"), info.min, -1.0, -info.tiny, -0.0, 0.0, info.tiny, 1.0, info.max]
     x = torch.tensor([*values, float("inf")], dtype=dtype, device=device)
@@ -73,6 +73,6 @@ def test_what_mpi_does_alone() -> None:
     assert not find_plan(ReduceOp.AVG, torch.float32).is_plain
 
 
-def test_what_has_no_meaning_is_refused() -> None:
-    with pytest.raises(md.DtypeError, match="the wire 'mpi' cannot reduce complex64 with MAX"):
+def test_what_has_no_meaning_is_rejected() -> None:
+    with pytest.raises(md.DtypeError, match="the backend 'mpi' cannot reduce complex64 with MAX"):
         find_plan(ReduceOp.MAX, torch.complex64)

@@ -1,4 +1,4 @@
-"""All-to-alls of parts of any sizes through shared memory: values, paths, refusals, failures."""
+"""All-to-alls of parts of any sizes through shared memory: values, paths, rejections, failures."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import pytest
 import torch
 
 import meshdist as md
-from meshdist.backends.shm.communicator import ShmWire
-from meshdist.errors import AgreementError, CollectiveTimeoutError, MeshdistError, ShapeError
+from meshdist.backends.shm.communicator import ShmBackend
+from meshdist.errors import CollectiveTimeoutError, MeshdistError, MismatchError, ShapeError
 from tests.backends.fast_paths import opened, seconds_until_interrupted
 from tests.load import is_within
 from tests.pool import Pool
 
-pytestmark = pytest.mark.skipif(not ShmWire().is_available(), reason="no native core here")
+pytestmark = pytest.mark.skipif(not ShmBackend().is_available(), reason="no native core here")
 
 LARGE = 1_000_000
 Amounts = list[list[int]]
@@ -169,9 +169,9 @@ def left_alone() -> tuple[list[str], int]:
         "lists of two dtypes": lambda: spy.all_to_all([y[:2].double(), y[2:].double()], split),
         "a short list": lambda: spy.all_to_all([y], [x]),
     }
-    before = group.open_channel("cpu").recorder.num_notes
+    before = group.open_device_group("cpu").recorder.num_notes
     taken = [name for name, call in cases.items() if call() is not False]
-    return taken, group.open_channel("cpu").recorder.num_notes - before
+    return taken, group.open_device_group("cpu").recorder.num_notes - before
 
 
 def test_the_fast_path_leaves_alone_what_is_not_plain(pool: Pool) -> None:
@@ -188,7 +188,7 @@ def test_what_a_member_takes_otherwise_than_it_is_sent_raises_on_all(
             group.fast_path = None
         sizes = [[0, 2, 0], [2, 0, 1], [0, 2, 0]][group.rank()]
         x = torch.ones(sum(sizes))
-        with pytest.raises(AgreementError) as caught:
+        with pytest.raises(MismatchError) as caught:
             md.all_to_all_single(torch.zeros_like(x), x, sizes, sizes)
         return str(caught.value)
 
@@ -198,7 +198,7 @@ def test_what_a_member_takes_otherwise_than_it_is_sent_raises_on_all(
         assert "what one member takes as the other sends it" in text
 
 
-def test_another_part_for_itself_is_refused_before_anything_is_sent(pool: Pool) -> None:
+def test_another_part_for_itself_is_rejected_before_anything_is_sent(pool: Pool) -> None:
     def program() -> str:
         opened()
         x = torch.ones(3)

@@ -18,7 +18,7 @@ from torch.distributed import PrefixStore
 import meshdist as md
 from meshdist.backends.shm import listener
 from meshdist.backends.shm.attach import Shared, share
-from tests.inner import Deadline, WireFailure, WireRefused, WireTimeout, get_world
+from tests.inner import BackendFailure, BackendTimeout, BackendUnsupported, Deadline, get_world
 from tests.load import is_within
 from tests.pool import Failure, Pool
 
@@ -82,13 +82,13 @@ def test_a_member_that_cannot_attach_is_a_refusal_for_all(member: int, error: Ex
             raise error
 
     told = str(error) or "MemoryError"
-    all_tell(Circle(4).run(attach), WireRefused, f"rank {10 + member}: {told}")
+    all_tell(Circle(4).run(attach), BackendUnsupported, f"rank {10 + member}: {told}")
     assert num_files() <= before  # threads of other tests may close some meanwhile
 
 
 def test_memory_that_cannot_be_made_is_a_refusal_for_all() -> None:
     found = Circle(3).run(make=lambda: raise_it(OSError(errno.ENOMEM, "Cannot allocate memory")))
-    all_tell(found, WireRefused, "rank 10: [Errno 12] Cannot allocate memory")
+    all_tell(found, BackendUnsupported, "rank 10: [Errno 12] Cannot allocate memory")
 
 
 @pytest.mark.parametrize("member", [0, 2])
@@ -99,14 +99,14 @@ def test_a_system_without_process_handles_is_a_refusal_for_all(
     other = lambda pid: raise_it(error)  # noqa: E731
     monkeypatch.setattr(os, "pidfd_open", only_on(member, os.pidfd_open, other))
     found = Circle(3).run()
-    all_tell(found, WireRefused, f"rank {10 + member}: [Errno 38] Function not implemented")
+    all_tell(found, BackendUnsupported, f"rank {10 + member}: [Errno 38] Function not implemented")
 
 
 def test_a_python_without_process_handles_is_a_refusal_for_all(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delattr(os, "pidfd_open")
-    all_tell(Circle(2).run(), WireRefused, "rank 10: this system has no pidfd_open")
+    all_tell(Circle(2).run(), BackendUnsupported, "rank 10: this system has no pidfd_open")
 
 
 @pytest.mark.parametrize(("member", "teller"), [(0, 11), (1, 11)])
@@ -114,7 +114,7 @@ def test_a_member_of_another_user_is_a_refusal_for_all(
     member: int, teller: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "getuid", only_on(member, os.getuid, lambda: 12345))
-    all_tell(Circle(2).run(), WireRefused, f"rank {teller}: rank 10 runs as another user")
+    all_tell(Circle(2).run(), BackendUnsupported, f"rank {teller}: rank 10 runs as another user")
 
 
 def test_a_member_that_is_turned_away_before_it_speaks_is_told_why(
@@ -128,7 +128,7 @@ def test_a_member_that_is_turned_away_before_it_speaks_is_told_why(
 
     monkeypatch.setattr(os, "getuid", only_on(0, os.getuid, lambda: 12345))
     monkeypatch.setattr(listener, "send_part", only_on(1, usual, send_late))
-    all_tell(Circle(2).run(), WireRefused, "rank 11: rank 10 runs as another user")
+    all_tell(Circle(2).run(), BackendUnsupported, "rank 11: rank 10 runs as another user")
 
 
 def test_a_stranger_is_turned_away_and_gets_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,12 +165,12 @@ def test_a_member_that_cannot_connect_is_a_refusal_for_all(monkeypatch: pytest.M
     class Refusing(socket.socket):
         def connect(self, address: Any) -> None:
             if threading.current_thread().name == "2":
-                raise ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")
+                raise ConnectionRefusedError(errno.ECONNREFUSED, "Connection rejected")
             super().connect(address)
 
     monkeypatch.setattr(socket, "socket", Refusing)
-    text = "rank 12 cannot reach rank 10: [Errno 111] Connection refused"
-    all_tell(Circle(4).run(), WireRefused, text)
+    text = "rank 12 cannot reach rank 10: [Errno 111] Connection rejected"
+    all_tell(Circle(4).run(), BackendUnsupported, text)
 
 
 @pytest.mark.parametrize("missing", [[0], [1], [1, 2, 4]])
@@ -181,7 +181,7 @@ def test_members_that_never_come_are_named_by_all_others(missing: list[int]) -> 
     named = {1: "rank 11", 0: "rank 10", 3: "ranks 11-12, 14"}[
         len(missing) if len(missing) > 1 else missing[0]
     ]
-    all_tell(found, WireTimeout, f"{named} did not come to share memory")
+    all_tell(found, BackendTimeout, f"{named} did not come to share memory")
     assert num_files() <= before  # threads of other tests may close some meanwhile
 
 
@@ -195,7 +195,7 @@ def test_a_member_that_stops_in_the_middle_is_a_timeout_for_all() -> None:
             os.close(handle)
 
         found = circle.run(members=[0, 2], timeout_s=0.4, meanwhile=stop)
-    all_tell(found, WireTimeout, "rank 11 did not come to share memory")
+    all_tell(found, BackendTimeout, "rank 11 did not come to share memory")
 
 
 def test_a_member_that_leaves_before_all_have_come() -> None:
@@ -208,7 +208,7 @@ def test_a_member_that_leaves_before_all_have_come() -> None:
         os.close(handle)
 
     found = circle.run(members=[0], meanwhile=leave)
-    all_tell(found, WireFailure, "rank 11 left while memory was shared")
+    all_tell(found, BackendFailure, "rank 11 left while memory was shared")
 
 
 @pytest.mark.parametrize("junk", [b"x", b"name", b"name not-hex", bytes(range(200, 256))])
@@ -216,7 +216,7 @@ def test_an_address_that_no_member_wrote_is_named(junk: bytes) -> None:
     circle = Circle(2)
     circle.store.set("shared/address", junk)
     (found,) = circle.run(members=[1])
-    assert isinstance(found, WireRefused)
+    assert isinstance(found, BackendUnsupported)
     assert "rank 11: the store has" in str(found)
     assert "where the socket's address should be" in str(found)
 
@@ -229,7 +229,7 @@ def test_a_trouble_that_no_member_wrote_is_named(junk: bytes) -> None:
     circle.store.set("shared/trouble", junk)
     (found,) = circle.run(members=[0])
     text = "a key of the group in the store holds what no member has written"
-    all_tell([found], WireFailure, text)
+    all_tell([found], BackendFailure, text)
 
 
 def answered_by(first: Callable[[socket.socket], None], timeout_s: float) -> Exception | None:
@@ -267,7 +267,7 @@ def test_an_answer_with_other_files_than_a_group_has_is_a_refusal(
         if files:
             socket.send_fds(connection, [b"f"], files)
 
-    all_tell([answered_by(answer, 5.0)], WireRefused, told)
+    all_tell([answered_by(answer, 5.0)], BackendUnsupported, told)
 
 
 def test_an_answer_that_comes_in_drops_does_not_put_off_the_timeout() -> None:
@@ -278,7 +278,7 @@ def test_an_answer_that_comes_in_drops_does_not_put_off_the_timeout() -> None:
 
     begin = time.monotonic()
     found = answered_by(drip, 0.5)
-    all_tell([found], WireTimeout, "rank 10 did not answer while memory was shared")
+    all_tell([found], BackendTimeout, "rank 10 did not answer while memory was shared")
     assert is_within(time.monotonic() - begin, 4.0)
 
 
@@ -323,7 +323,7 @@ def test_a_process_that_ends_in_the_middle_is_noticed_at_once(dying: int, pool: 
     outcomes = pool.outcomes(program, 3)
     assert isinstance(outcomes.pop(dying), Failure)
     for told, seconds in outcomes:
-        assert told[:2] == ("WireFailure", f"rank {dying} left while memory was shared")
+        assert told[:2] == ("BackendFailure", f"rank {dying} left while memory was shared")
         assert told[2] <= 0  # the Gloo connection to it may have ended too
         assert is_within(seconds, 2.0)
 
@@ -338,15 +338,15 @@ def test_too_few_file_numbers_are_a_refusal_for_all_and_leave_none_behind(pool: 
                 os.close(file)
 
     by_rank = pool.run(program, 4)
-    refused = ("WireRefused", "rank 1: [Errno 24] Too many open files", 0)
+    rejected = ("BackendUnsupported", "rank 1: [Errno 24] Too many open files", 0)
     outcomes = by_rank[1]
     for found in by_rank:
         assert [told for *told, _ in found] == [told for *told, _ in outcomes]
         # The signal thread of a host's first rank may open its connection meanwhile.
         assert sum(gained for *_, gained in found) <= 1
-    assert set(outcomes) == {refused, ("", "", 0)}
-    assert outcomes == sorted(outcomes, reverse=True)  # refused until there are enough
-    assert outcomes[0] == refused
+    assert set(outcomes) == {rejected, ("", "", 0)}
+    assert outcomes == sorted(outcomes, reverse=True)  # rejected until there are enough
+    assert outcomes[0] == rejected
     assert outcomes[-1] == ("", "", 0)
 
 

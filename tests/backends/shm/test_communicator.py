@@ -1,4 +1,5 @@
-"""Shared memory among processes: what the table of verbs does not ask, and all of it on 8 ranks."""
+"""Shared memory among processes: what the table of collectives does not ask, and all of it on 8
+ranks."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ from meshdist.backends.shm import communicator as shm
 from tests.load import is_within
 from tests.operations import oracle
 from tests.operations.cases import is_legal, run_cases, sample
-from tests.operations.plans import VERBS, Case
+from tests.operations.plans import OPERATIONS, Case
 from tests.pool import Pool
 
 LIMIT = timedelta(seconds=30)
@@ -40,11 +41,11 @@ def on(pool: Pool, fn: Callable[..., Any], size: int, *args: Any, **more: Any) -
     return pool.run(fn, size, *args, backend="shm", **more)
 
 
-# -- every verb, on up to 8 ranks -----------------------------------------------------------------
+# -- every collective, on up to 8 ranks ------------------------------------------------------------
 
 
 @pytest.mark.parametrize("size", [5, 6, 7, 8])
-def test_every_verb_on_more_ranks_than_cores(size: int, pool: Pool) -> None:
+def test_every_collective_on_more_ranks_than_cores(size: int, pool: Pool) -> None:
     run_cases("shm", sample(size, 3), pool)
 
 
@@ -59,10 +60,10 @@ COUNTS = st.one_of(
 
 @st.composite
 def cases(draw: Any, size: int) -> Case:
-    name = draw(st.sampled_from(list(VERBS)))
-    verb = VERBS[name]
+    name = draw(st.sampled_from(list(OPERATIONS)))
+    operation = OPERATIONS[name]
     shape = (draw(COUNTS), *draw(st.sampled_from([(), (1,), (2,)])))
-    op = draw(st.sampled_from(oracle.OPS)) if verb.reduces else None
+    op = draw(st.sampled_from(oracle.OPS)) if operation.reduces else None
     kinds = [kind for kind in oracle.DTYPES if op is None or oracle.has_meaning(op, kind)]
     is_uneven = draw(st.booleans()) and is_legal(name, shape, True)
     if not is_legal(name, shape, is_uneven):
@@ -76,10 +77,10 @@ def cases(draw: Any, size: int) -> Case:
         shape,
         draw(st.sampled_from(["plain", "strided"])),
         is_uneven,
-        draw(st.sampled_from(verb.forms)),
-        draw(st.integers(0, size - 1)) if verb.root else None,
-        bool(verb.root) and draw(st.booleans()),
-        verb.takes_async and draw(st.booleans()),
+        draw(st.sampled_from(operation.forms)),
+        draw(st.integers(0, size - 1)) if operation.root else None,
+        bool(operation.root) and draw(st.booleans()),
+        operation.takes_async and draw(st.booleans()),
     )
 
 
@@ -101,7 +102,7 @@ def test_many_drawn_calls_hold_what_numpy_holds(pool: Pool, batch: list[Case]) -
 
 @pytest.mark.soak
 @pytest.mark.parametrize("size", range(1, 9))
-def test_every_verb_in_all_dtypes_on_up_to_8_ranks(size: int, pool: Pool) -> None:
+def test_every_collective_in_all_dtypes_on_up_to_8_ranks(size: int, pool: Pool) -> None:
     run_cases("shm", sample(size, 150), pool)
 
 
@@ -144,7 +145,7 @@ def test_sums_have_the_same_bits_on_all_ranks_and_from_run_to_run(
 
 
 def a_thousand_in_order() -> list[int]:
-    """A thousand verbs on one tensor, each on what the one before left in it."""
+    """A thousand collectives on one tensor, each on what the one before left in it."""
     rank, size = md.get_rank(), md.get_world_size()
     x = torch.tensor([1, rank])
     works = []
@@ -160,7 +161,7 @@ def a_thousand_in_order() -> list[int]:
     return [int(value) for value in x]
 
 
-def test_a_thousand_verbs_in_flight_run_in_order(pool: Pool) -> None:
+def test_a_thousand_collectives_in_flight_run_in_order(pool: Pool) -> None:
     size = 3
     wanted = [[1, rank] for rank in range(size)]
     wrap = 2**64
@@ -177,7 +178,7 @@ def test_a_thousand_verbs_in_flight_run_in_order(pool: Pool) -> None:
 
 
 def tensors_kept() -> list[int]:
-    """How many tensors live after their verbs: waited for, dropped, and dropped long ago."""
+    """How many tensors live after their collectives: waited for, dropped, and dropped long ago."""
     x = torch.ones(10)
     kept = []
     for is_waited_for in (True, False):
@@ -210,7 +211,7 @@ def last_elements_around_a_close() -> list[tuple[float, float]]:
         x, result = torch.ones(1 << 25), torch.zeros(1 << 25)
         md.all_gather_into_tensor(result, x, group=group, async_op=True)
         time.sleep(delay_s)
-        group.open_channel("cpu").communicator.close()
+        group.open_device_group("cpu").communicator.close()
         before = result[-1].item()
         time.sleep(0.1)
         found.append((before, result[-1].item()))
@@ -390,7 +391,7 @@ BACKGROUND: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
         lambda: md.broadcast(torch.ones(2), 0, async_op=True),
         lambda: md.broadcast(torch.ones(2), 2, async_op=True),
     ),
-    "verbs": (
+    "operations": (
         lambda: md.all_gather_into_tensor(torch.ones(6), torch.ones(2), async_op=True),
         lambda: md.reduce_scatter_tensor(torch.ones(2), torch.ones(6), async_op=True),
     ),
@@ -433,12 +434,12 @@ def disagreeing_in_the_background(name: str) -> Any:
 @pytest.mark.parametrize("name", BACKGROUND)
 def test_calls_in_flight_that_differ_raise_on_every_rank(name: str, pool: Pool) -> None:
     for (kind, text), *later in on(pool, disagreeing_in_the_background, 3, name):
-        assert kind == "AgreementError"
+        assert kind == "MismatchError"
         assert text.startswith("the members of a group disagree about their call 2\n")
         assert "ranks 0, 2: " in text and "rank 1: " in text, text
         assert text.count("test_communicator.py:") >= 2
         for kind_later, text_later in later:
-            assert kind_later == "AgreementError", text_later
+            assert kind_later == "MismatchError", text_later
 
 
 @pytest.mark.parametrize("what", ["size", "dtype"])
@@ -457,7 +458,7 @@ def test_a_message_that_does_not_fit_raises_on_both_sides(
             lambda: md.recv(other, 0, tag=3),
             lambda: md.barrier(),
         ]
-        with pytest.raises(md.AgreementError) as caught:
+        with pytest.raises(md.MismatchError) as caught:
             calls[rank]()
         return str(caught.value)
 
@@ -565,7 +566,7 @@ def mapped_bytes() -> int:
 
 
 def test_shared_memory_that_there_is_not(pool: Pool) -> None:
-    def refused(group: md.ProcessGroup) -> str:
+    def rejected(group: md.ProcessGroup) -> str:
         with patch.object(shm, "free_bytes", lambda: 1e6):
             try:
                 md.shared_empty(1_000_000, dtype=torch.uint8, group=group)
@@ -575,7 +576,7 @@ def test_shared_memory_that_there_is_not(pool: Pool) -> None:
 
     def program() -> str:
         group = md.new_group()
-        told = refused(group)
+        told = rejected(group)
         x = md.shared_empty(1000, group=group).fill_(1.0)
         md.all_reduce(x, group=group)
         assert x.sum() == 2000

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import meshdist as md
-from meshdist.backends.shm.communicator import ShmWire
+from meshdist.backends.shm.communicator import ShmBackend
 from meshdist.distributed import ProcessGroup
 from meshdist.reduce_ops import ReduceKind, ReduceOp
 from tests.backends.fast_paths import (
@@ -28,7 +28,7 @@ from tests.backends.fast_paths import (
 from tests.load import is_within
 from tests.pool import Pool
 
-pytestmark = pytest.mark.skipif(not ShmWire().is_available(), reason="no native core here")
+pytestmark = pytest.mark.skipif(not ShmBackend().is_available(), reason="no native core here")
 
 
 SHOWN = ("sequence", "call", "arguments", "where", "waits_for")
@@ -38,7 +38,7 @@ def notes_of_both_paths() -> list[dict[str, Any]]:
     x = torch.ones(2, 3, dtype=torch.float64)
     md.all_reduce(x)  # opens the group; from here on the fast path is there
     group = md.group.WORLD
-    recorder = group.open_channel("cpu").recorder
+    recorder = group.open_device_group("cpu").recorder
     found = []
     for path in (group.fast_path, None):
         group.fast_path = path
@@ -141,7 +141,7 @@ def sums_of_many_shapes() -> list[float]:
             x = torch.ones(shape, dtype=dtype)
             assert fast(x, md.ReduceOp.SUM) is None
             assert (x == 2).all()
-            found.append(group.open_channel("cpu").recorder.find_note().arguments)
+            found.append(group.open_device_group("cpu").recorder.find_note().arguments)
     return found
 
 
@@ -185,7 +185,7 @@ def told(caplog_level: int) -> list[str]:
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
-    log = logging.getLogger("meshdist.verbs")
+    log = logging.getLogger("meshdist.operations")
     log.addHandler(handler)
     log.setLevel(caplog_level)
     md.all_reduce(torch.ones(3))
@@ -195,14 +195,14 @@ def told(caplog_level: int) -> list[str]:
     return lines
 
 
-def test_it_gives_way_to_the_log_of_all_verbs(pool: Pool) -> None:
+def test_it_gives_way_to_the_log_of_all_collectives(pool: Pool) -> None:
     for (line,) in pool.run(told, 2, 5, backend="shm"):
         assert "all_reduce((3,) float32, SUM)" in line
 
 
 def differ() -> str:
     md.all_reduce(torch.ones(1))
-    with pytest.raises(md.AgreementError) as caught:
+    with pytest.raises(md.MismatchError) as caught:
         md.all_reduce(torch.ones(3 + md.get_rank()))
     with pytest.raises(md.MeshdistError, match="a group disagree about their call 2"):
         md.all_reduce(torch.ones(3))  # broken now
@@ -236,7 +236,7 @@ def fails(how: str) -> str:
     ("how", "told"),
     [
         ("is late", "CollectiveTimeoutError: all_reduce on group of ranks 0-1 was not finished"),
-        ("dies", "BackendError: all_reduce on group of ranks 0-1 failed on wire 'shm'"),
+        ("dies", "BackendError: all_reduce on group of ranks 0-1 failed on backend 'shm'"),
         ("aborts", "AbortedError: all_reduce on group of ranks 0-1 was aborted"),
     ],
 )
@@ -318,19 +318,19 @@ def left_alone() -> tuple[list[str], int]:
         "rows of two sizes": lambda: spy.all_to_all_single(torch.empty(0, 3), torch.empty(0, 5)),
         "no dim": lambda: spy.all_to_all_single(torch.tensor(1.0), torch.tensor(1.0)),
     }
-    before = group.open_channel("cpu").recorder.num_notes
+    before = group.open_device_group("cpu").recorder.num_notes
     taken = [name for name, call in cases.items() if call() is not False]
-    return taken, group.open_channel("cpu").recorder.num_notes - before
+    return taken, group.open_device_group("cpu").recorder.num_notes - before
 
 
-def test_other_verbs_leave_alone_what_is_not_plain(pool: Pool) -> None:
+def test_other_collectives_leave_alone_what_is_not_plain(pool: Pool) -> None:
     assert pool.run(left_alone, 2, backend="shm") == [([], 0)] * 2
 
 
 def after_another_group_broke() -> list[bool]:
     group, spy = opened()
     other = md.new_group()
-    with pytest.raises(md.AgreementError):
+    with pytest.raises(md.MismatchError):
         md.all_reduce(torch.ones(1 + md.get_rank()), group=other)
     md.all_reduce(torch.ones(1), group=group)
     return spy.answers

@@ -1,4 +1,4 @@
-"""Numbers and open files through a Unix socket: many at a time, and where the system refuses."""
+"""Numbers and open files through a Unix socket: many at a time, and where the system rejects."""
 
 from __future__ import annotations
 

@@ -15,8 +15,8 @@ from contextlib import ExitStack, contextmanager, suppress
 import pytest
 
 import meshdist as md
-from meshdist.backends.shm.listener import Door
-from tests.inner import WireRefused
+from meshdist.backends.shm.listener import Listener
+from tests.inner import BackendUnsupported
 from tests.load import is_within
 from tests.pool import Pool
 
@@ -148,29 +148,29 @@ def test_a_stranger_does_not_put_off_the_timeout() -> None:
 def test_file_numbers_that_strangers_take_are_given_to_a_member(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Where none is left the oldest stranger goes; without strangers the group is refused."""
+    """Where none is left the oldest stranger goes; without strangers the group is rejected."""
     usual = socket.socket.accept
     refusals = [OSError(24, "Too many open files")]
 
     def accept(self: socket.socket) -> object:
-        if len(door.watched()) == 3 and refusals:
+        if len(listener.watched()) == 3 and refusals:
             raise refusals.pop()
         return usual(self)
 
-    door = Door(2)
+    listener = Listener(2)
     try:
         with ExitStack() as stack:
             for _ in range(3):
                 stranger = stack.enter_context(socket.socket(socket.AF_UNIX))
-                stranger.connect("\0" + door.address.split()[0])
+                stranger.connect("\0" + listener.address.split()[0])
             monkeypatch.setattr(socket.socket, "accept", accept)
             counts = []
             for _ in range(4):
-                assert door.look(door.watched()[0]) is None
-                counts.append(len(door.watched()) - 1)
+                assert listener.look(listener.watched()[0]) is None
+                counts.append(len(listener.watched()) - 1)
             assert counts == [1, 2, 1, 2]
     finally:
-        door.close()
+        listener.close()
 
 
 def test_no_file_number_and_no_stranger_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,7 +179,7 @@ def test_no_file_number_and_no_stranger_is_a_refusal(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(socket.socket, "accept", accept)
     found = Circle(2).run()
-    assert [type(error) for error in found] == [WireRefused] * 2
+    assert [type(error) for error in found] == [BackendUnsupported] * 2
     assert {str(error) for error in found} == {"rank 10: [Errno 24] Too many open files"}
 
 
@@ -220,21 +220,21 @@ def test_groups_open_on_shared_memory_while_strangers_connect(size: int, pool: P
 
 @pytest.mark.parametrize("files", [[], [0, 1], [0, 1, 2]])
 def test_a_greeting_without_the_one_handle_lets_nobody_in(files: list[int]) -> None:
-    door, before = Door(2), num_files()
-    name, secret = door.address.split()
+    listener, before = Listener(2), num_files()
+    name, secret = listener.address.split()
     with socket.socket(socket.AF_UNIX) as visitor:
         visitor.connect(f"\0{name}")
         socket.send_fds(visitor, [bytes.fromhex(secret) + struct.pack("!I", 1)], files)
         with suppress(OSError):  # more files than there is room for, as where no number is left
             for _ in range(2):
-                assert door.look(door.watched()[-1]) is None
-    assert door.awaited == {1}
+                assert listener.look(listener.watched()[-1]) is None
+    assert listener.awaited == {1}
     assert num_files() <= before  # threads of other tests may close some meanwhile
-    door.close()
+    listener.close()
 
 
 def test_the_secret_is_the_groups_own() -> None:
-    first, second = Door(2), Door(2)
+    first, second = Listener(2), Listener(2)
     try:
         assert len({*first.address.split(), *second.address.split()}) == 4
         assert len(bytes.fromhex(first.address.split()[1])) == 16

@@ -38,7 +38,7 @@ SMALL, LARGE = (3,), (50_000,)
 
 @pytest.mark.parametrize("shape", [SMALL, LARGE, (0,)], ids=str)
 @pytest.mark.parametrize("size", [2, 3])
-def test_all_verbs_give_the_same_on_both_ways(
+def test_all_collectives_give_the_same_on_both_ways(
     size: int, shape: tuple[int, ...], pool: Pool
 ) -> None:
     for found in on(pool, both_ways, size, shape):

@@ -1,4 +1,4 @@
-"""The wire of simulated ranks: every verb against NumPy, and what its operations promise."""
+"""The backend of simulated ranks: every collective against NumPy, and what its operations promise."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from torch.distributed import HashStore
 
 from meshdist import simulate
-from meshdist.errors import AgreementError, DtypeError
+from meshdist.errors import DtypeError, MismatchError
 from meshdist.reduce_ops import ReduceOp
 from tests.backends.direct import Direct
 from tests.backends.samples import (
@@ -27,23 +27,23 @@ from tests.backends.samples import (
     reduced_in_numpy,
 )
 from tests.inner import (
-    BUILT,
+    COMPOSED,
+    BackendAborted,
+    BackendFailure,
     Chain,
     Communicator,
     Opening,
-    Operation,
-    PreparedCall,
-    WireAborted,
-    WireFailure,
+    OperationArgs,
+    Request,
     all_reduce_by_gathering,
-    get_wire,
+    get_backend,
     get_world,
 )
 
 SIZES = (1, 2, 3, 4)
 COMPLEX_HALF = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
 
-# ---- every verb, every dtype --------------------------------------------------------------------
+# ---- every collective, every dtype ---------------------------------------------------------------
 
 Tensors = list[torch.Tensor]
 Inputs = Sequence[Tensors]
@@ -51,14 +51,14 @@ Inputs = Sequence[Tensors]
 
 
 @dataclass(frozen=True)
-class Verb:
-    """One verb of a communicator.
+class OperationSpec:
+    """One collective of a communicator.
 
     Args:
         counts: how many elements a member's inputs have: of (member, size of the group, whether
             sizes are to differ).
-        run: starts the verb on a group with a member's own copies of all inputs, its own among
-            them; returns what was started, and the tensors that hold the result.
+        run: starts the collective on a group with a member's own copies of all inputs, its own
+            among them; returns what was started, and the tensors that hold the result.
         expect: the result of each member, as bytes, of all inputs.
         can_differ: whether sizes may differ.
         reduces: whether it takes an op.
@@ -171,29 +171,29 @@ def joined(expected: list[list[bytes]]) -> list[list[bytes]]:
     return [[b"".join(each)] for each in expected]
 
 
-VERBS = {
-    "all_reduce": Verb(
+OPERATIONS = {
+    "all_reduce": OperationSpec(
         one, lambda g, x, _, op: (Direct(g).all_reduce(x[0], op), x), all_reduced, reduces=True
     ),
-    "all_reduce_list": Verb(
+    "all_reduce_list": OperationSpec(
         by_receiver,
         lambda g, x, _, op: (Direct(g).all_reduce_list(x, op), x),
         all_reduced,
         can_differ=True,
         reduces=True,
     ),
-    "reduce": Verb(
+    "reduce": OperationSpec(
         one,
         lambda g, x, _, op: (Direct(g).reduce(x[0], op, root_of(g)), x),
         reduced_at_root,
         reduces=True,
     ),
-    "broadcast": Verb(
+    "broadcast": OperationSpec(
         one,
         lambda g, x, _, op: (Direct(g).broadcast(x[0], root_of(g)), x),
         lambda inputs, _: [[bits(inputs[len(inputs) // 2][0])]] * len(inputs),
     ),
-    "gather": Verb(
+    "gather": OperationSpec(
         one,
         gather,
         lambda inputs, _: [
@@ -201,21 +201,21 @@ VERBS = {
             for member in range(len(inputs))
         ],
     ),
-    "scatter": Verb(
+    "scatter": OperationSpec(
         by_receiver, scatter, lambda inputs, _: [[bits(x)] for x in inputs[len(inputs) // 2]]
     ),
-    "all_gather": Verb(one, all_gather, lambda inputs, op: joined(gathered(inputs, op))),
-    "all_gather_list": Verb(own_count, all_gather_list, gathered, can_differ=True),
-    "reduce_scatter": Verb(one, reduce_scatter, reduced_blocks, reduces=True),
-    "reduce_scatter_list": Verb(
+    "all_gather": OperationSpec(one, all_gather, lambda inputs, op: joined(gathered(inputs, op))),
+    "all_gather_list": OperationSpec(own_count, all_gather_list, gathered, can_differ=True),
+    "reduce_scatter": OperationSpec(one, reduce_scatter, reduced_blocks, reduces=True),
+    "reduce_scatter_list": OperationSpec(
         by_receiver,
         reduce_scatter_list,
         lambda inputs, op: [[bits(reduced_in_numpy(column, op))] for column in columns(inputs)],
         can_differ=True,
         reduces=True,
     ),
-    "all_to_all": Verb(by_pair, all_to_all, exchanged, can_differ=True),
-    "all_to_all_single": Verb(
+    "all_to_all": OperationSpec(by_pair, all_to_all, exchanged, can_differ=True),
+    "all_to_all_single": OperationSpec(
         by_pair,
         all_to_all_single,
         lambda inputs, op: joined(exchanged(inputs, op)),
@@ -226,11 +226,12 @@ WRITE_THEIR_INPUTS = ("all_reduce", "all_reduce_list", "reduce", "broadcast")
 
 
 @COMPLEX_HALF
-@pytest.mark.parametrize("verb", VERBS)
-def test_every_verb_matches_numpy(verb: str) -> None:
-    """Every third dtype, another third for the next verb; tests/operations draws from all of them."""
-    case = VERBS[verb]
-    for dtype, size in product(DTYPES[list(VERBS).index(verb) % 3 :: 3], SIZES):
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_every_collective_matches_numpy(operation: str) -> None:
+    """Every third dtype, another third for the next collective; tests/operations draws from all of
+    them."""
+    case = OPERATIONS[operation]
+    for dtype, size in product(DTYPES[list(OPERATIONS).index(operation) % 3 :: 3], SIZES):
         ops = legal_ops(dtype) if case.reduces else ["SUM"]
         for uneven in (False, True)[: 1 + case.can_differ]:
             inputs = [
@@ -249,7 +250,7 @@ def test_every_verb_matches_numpy(verb: str) -> None:
                     mine = [x.clone() for x in inputs[group.rank]]
                     pending, result = case.run(group, mine, inputs, getattr(ReduceOp, op))
                     pending.finish(T)
-                    assert verb in WRITE_THEIR_INPUTS or [bits(x) for x in mine] == given
+                    assert operation in WRITE_THEIR_INPUTS or [bits(x) for x in mine] == given
                     results.append([bits(x) for x in result])
                 return results
 
@@ -258,20 +259,20 @@ def test_every_verb_matches_numpy(verb: str) -> None:
                 assert results == [each[member] for each in expected], (dtype, size, uneven, member)
 
 
-def test_what_the_wire_says_it_serves_is_what_the_table_runs() -> None:
-    wire = get_wire("simulated")
-    for name, verb in VERBS.items():
+def test_what_the_backend_says_it_serves_is_what_the_table_runs() -> None:
+    backend = get_backend("simulated")
+    for name, operation in OPERATIONS.items():
         for dtype in DTYPES:
-            assert wire.support(name, "cpu", dtype) == "native"
+            assert backend.support(name, "cpu", dtype) == "native"
             for op in OPS:
-                runs = not verb.reduces or op in legal_ops(dtype)
-                told = wire.support(name, "cuda", dtype, getattr(ReduceOp, op))
+                runs = not operation.reduces or op in legal_ops(dtype)
+                told = backend.support(name, "cuda", dtype, getattr(ReduceOp, op))
                 assert told == ("native" if runs else "")
-        assert wire.support(name, "privateuseone", torch.float32) == ""
-        told = wire.support(name, "cpu", torch.float4_e2m1fn_x2)
-        assert told == ("" if verb.reduces else "native")
+        assert backend.support(name, "privateuseone", torch.float32) == ""
+        told = backend.support(name, "cpu", torch.float4_e2m1fn_x2)
+        assert told == ("" if operation.reduces else "native")
     for name in ("send", "recv", "barrier"):
-        assert wire.support(name, "cpu", torch.int8) == "native"
+        assert backend.support(name, "cpu", torch.int8) == "native"
 
 
 @COMPLEX_HALF
@@ -372,7 +373,7 @@ def test_parameters_and_inference_tensors_are_written() -> None:
         ),
     ],
 )
-def test_reductions_that_a_dtype_lacks_are_refused(
+def test_reductions_that_a_dtype_lacks_are_rejected(
     op: str, dtype: torch.dtype, served: str
 ) -> None:
     def program() -> None:
@@ -381,7 +382,7 @@ def test_reductions_that_a_dtype_lacks_are_refused(
             Direct(group).all_reduce(torch.empty(2, dtype=dtype), getattr(ReduceOp, op))
         name = str(dtype).removeprefix("torch.")
         assert str(caught.value).splitlines() == [
-            f"the wire 'simulated' cannot reduce {name} with {op}",
+            f"the backend 'simulated' cannot reduce {name} with {op}",
             f"  expected: {served}",
             "  fix:      use another reduction, or convert the tensor",
         ]
@@ -511,24 +512,24 @@ def test_a_chain_fails_as_its_part_does() -> None:
     def program() -> None:
         group = open_group()
         chain = Chain([Direct(group).barrier(), Direct(group).broadcast(torch.ones(1), group.rank)])
-        with pytest.raises(AgreementError, match="disagree about their call 2"):
+        with pytest.raises(MismatchError, match="disagree about their call 2"):
             chain.finish(T)
 
     simulate(program, 2)
 
 
 class Building:
-    """Carries a verb by others of another communicator."""
+    """Carries a collective by others of another communicator."""
 
-    def __init__(self, wire: Communicator) -> None:
-        self.wire, self.rank, self.size = wire, wire.rank, wire.size
+    def __init__(self, backend: Communicator) -> None:
+        self.backend, self.rank, self.size = backend, backend.rank, backend.size
 
-    def start(self, prepared: PreparedCall) -> Operation:
-        ways = {**BUILT, "all_reduce": all_reduce_by_gathering}
-        return ways[prepared.way](self.wire, prepared)
+    def start(self, prepared: OperationArgs) -> Request:
+        ways = {**COMPOSED, "all_reduce": all_reduce_by_gathering}
+        return ways[prepared.way](self.backend, prepared)
 
 
-def test_verbs_made_of_others_run_here_too() -> None:
+def test_collectives_made_of_others_run_here_too() -> None:
     def program() -> list[Any]:
         group = open_group()
         mine = torch.arange(4.0) + group.rank
@@ -564,25 +565,25 @@ def test_abort_frees_all_members() -> None:
         if group.rank == 2:
             group.abort()
         start = [lambda: Direct(group).recv(torch.zeros(1), 1, 0), lambda: Direct(group).barrier()]
-        with pytest.raises(WireAborted) as caught:
+        with pytest.raises(BackendAborted) as caught:
             start[min(group.rank, 1)]().finish(T)
-        for refused in every_kind_of_call(group):
-            with pytest.raises(WireAborted):
-                refused()
+        for rejected in every_kind_of_call(group):
+            with pytest.raises(BackendAborted):
+                rejected()
         return str(caught.value)
 
     assert simulate(program, 3) == ["the communicator was aborted"] * 3
 
 
-def test_a_closed_communicator_refuses_calls() -> None:
+def test_a_closed_communicator_rejects_calls() -> None:
     def program() -> None:
         group = open_group()
         pending = Direct(group).barrier()
         group.close()
         pending.finish(T)
-        for refused in every_kind_of_call(group):
-            with pytest.raises(WireFailure, match="the communicator was closed"):
-                refused()
+        for rejected in every_kind_of_call(group):
+            with pytest.raises(BackendFailure, match="the communicator was closed"):
+                rejected()
 
     simulate(program, 2)
 
@@ -590,7 +591,7 @@ def test_a_closed_communicator_refuses_calls() -> None:
 def test_data_that_cannot_be_moved_is_a_failure_of_every_member() -> None:
     def program() -> None:
         group = open_group()
-        with pytest.raises(WireFailure, match="moving the data failed: RuntimeError: shape"):
+        with pytest.raises(BackendFailure, match="moving the data failed: RuntimeError: shape"):
             Direct(group).all_gather(torch.zeros(3), torch.zeros(2)).finish(T)
 
     simulate(program, 2)
@@ -601,13 +602,13 @@ def test_members_that_disagree_about_the_group() -> None:
         ranks = (0, 1) if get_world().rank == 0 else (1, 0)
         open_group(ranks)
 
-    with pytest.raises(AgreementError) as caught:
+    with pytest.raises(MismatchError) as caught:
         simulate(program, 2)
     assert caught.value.found == "ranks 0-1 elsewhere; ranks 1, 0 here"
     assert "disagree about who they are" in str(caught.value)
 
 
-def test_the_wire_serves_simulated_ranks_alone() -> None:
+def test_the_backend_serves_simulated_ranks_alone() -> None:
     opening = Opening(HashStore(), HashStore, (0,), 0, "cpu", T)
-    with pytest.raises(WireFailure, match=r"serves simulated ranks alone: .* meshdist.simulate"):
-        get_wire("simulated").open(opening)
+    with pytest.raises(BackendFailure, match=r"serves simulated ranks alone: .* meshdist.simulate"):
+        get_backend("simulated").open(opening)

@@ -12,8 +12,8 @@ from torch.distributed import PrefixStore
 
 from meshdist import simulate
 from meshdist.backends.simulated.matching import find_mismatch
-from meshdist.checking.calls import Call, GroupFacts, Note
-from meshdist.errors import AgreementError, BackendError, DeadlockError
+from meshdist.checking.calls import Call, CallRecord, GroupFacts
+from meshdist.errors import BackendError, DeadlockError, MismatchError
 from meshdist.reduce_ops import ReduceOp
 from tests.backends.direct import Direct
 from tests.backends.samples import T, open_group
@@ -106,7 +106,7 @@ def test_a_message_that_does_not_fit_is_told_to_both() -> None:
         texts = []
 
         def fail(start: Callable[[], Any]) -> None:
-            with pytest.raises(AgreementError) as caught:
+            with pytest.raises(MismatchError) as caught:
                 start().finish(T)
             texts.append(re.sub(r"at \S+:\d+ in \S+", "at LINE", str(caught.value)))
 
@@ -144,7 +144,7 @@ def test_a_message_of_a_rank_to_itself_breaks_nobody() -> None:
         x = torch.ones(2)
         if group.rank == 0:
             Direct(group).send(torch.zeros(3), 0, 4)
-            with pytest.raises(AgreementError) as caught:
+            with pytest.raises(MismatchError) as caught:
                 Direct(group).recv(x, 0, 4).finish(T)
             assert "broken" not in str(caught.value)
         Direct(group).all_reduce(x, ReduceOp.SUM).finish(T)
@@ -156,13 +156,13 @@ def test_a_message_of_a_rank_to_itself_breaks_nobody() -> None:
 # ---- sizes ----------------------------------------------------------------------------------
 
 
-def noted(verb: str, *sizes: tuple[int, ...]) -> Note:
+def noted(operation: str, *sizes: tuple[int, ...]) -> CallRecord:
     """The record of a call on two elements, by one of two members."""
     group = GroupFacts("", (4, 5), 0)
-    return Note(1, group, Call(verb, (torch.Size([2]), torch.float32)), sizes)
+    return CallRecord(1, group, Call(operation, (torch.Size([2]), torch.float32)), sizes)
 
 
-def all_to_all(sends: tuple[int, ...], takes: tuple[int, ...]) -> Note:
+def all_to_all(sends: tuple[int, ...], takes: tuple[int, ...]) -> CallRecord:
     return noted("all_to_all", sends, takes)
 
 
@@ -196,10 +196,10 @@ def all_to_all(sends: tuple[int, ...], takes: tuple[int, ...]) -> Note:
             "rank 4 sends 3 to rank 5, which takes 2",
         ),
         ([noted("all_reduce"), noted("all_reduce")], None),
-        ([Note(1, GroupFacts("", (4, 5), 0), Call("barrier", None))] * 2, None),
+        ([CallRecord(1, GroupFacts("", (4, 5), 0), Call("barrier", None))] * 2, None),
     ],
 )
-def test_pairs_that_disagree_are_named(calls: list[Note], text: str | None) -> None:
+def test_pairs_that_disagree_are_named(calls: list[CallRecord], text: str | None) -> None:
     assert find_mismatch(1, dict(enumerate(calls)), (4, 5)) == text
 
 
@@ -225,10 +225,10 @@ def test_members_that_disagree_all_raise_the_same() -> None:
             else:
                 Direct(group).all_reduce(x, ReduceOp.SUM).finish(T)
 
-        with pytest.raises(AgreementError) as caught:
+        with pytest.raises(MismatchError) as caught:
             call()
         assert x.tolist() == [1.0] * 4
-        with pytest.raises(AgreementError) as again:
+        with pytest.raises(MismatchError) as again:
             Direct(group).all_reduce(x, ReduceOp.SUM).finish(T)
         assert x.tolist() == [1.0] * 4
         assert str(again.value) == str(caught.value)
@@ -239,12 +239,12 @@ def test_members_that_disagree_all_raise_the_same() -> None:
     assert texts[0] == (
         "the members of a group disagree about their call 1\n"
         "  where:    ranks 0-3; no data was moved\n"
-        "  expected: the same verb, dtype, number of elements, op and root on every member\n"
+        "  expected: the same collective, dtype, number of elements, op and root on every member\n"
         f"  found:    ranks 0-1: all_reduce((4,) float32, SUM) at {line_of(program, 8)} in call\n"
         "            rank 2: broadcast((4,) float32, root rank 0) at "
         f"{line_of(program, 6)} in call\n"
         "            rank 3: not there yet\n"
-        "  fix:      make every member call the same verbs in the same order, on fitting "
+        "  fix:      make every member call the same collectives in the same order, on fitting "
         "tensors; the group is broken now"
     )
 
@@ -254,13 +254,13 @@ def test_what_waits_when_members_disagree_fails_with_them() -> None:
         group = open_group()
         x = torch.ones(2)
         if group.rank == 2:
-            with pytest.raises(AgreementError) as caught:
+            with pytest.raises(MismatchError) as caught:
                 Direct(group).recv(x, 0, 0).finish(T)
             return str(caught.value)
         early = Direct(group).barrier()  # rank 2 does not come to it any more
-        with pytest.raises(AgreementError) as caught:
+        with pytest.raises(MismatchError) as caught:
             Direct(group).all_reduce(torch.ones(1 + group.rank), ReduceOp.SUM).finish(T)
-        with pytest.raises(AgreementError):
+        with pytest.raises(MismatchError):
             early.finish(T)
         return str(caught.value)
 
@@ -324,7 +324,7 @@ def test_what_waits_when_members_disagree_fails_with_them() -> None:
         "op",
         "root",
         "dtype",
-        "verb",
+        "operation",
         "reduce",
         "gather",
         "scatter",
@@ -336,7 +336,7 @@ def test_what_waits_when_members_disagree_fails_with_them() -> None:
 def test_every_part_of_a_call_is_compared(calls: Callable[[Any], Any], shown: str) -> None:
     def program() -> None:
         group = open_group()
-        with pytest.raises(AgreementError) as caught:
+        with pytest.raises(MismatchError) as caught:
             calls(group).finish(T)
         assert shown in (caught.value.found or "").splitlines()[1]
 
@@ -397,9 +397,9 @@ def test_a_pair_that_disagrees_about_its_sizes_is_named(
 ) -> None:
     def program() -> str:
         group = open_group()
-        with pytest.raises(AgreementError) as caught:
+        with pytest.raises(MismatchError) as caught:
             call(group).finish(T)
-        with pytest.raises(AgreementError):
+        with pytest.raises(MismatchError):
             Direct(group).barrier().finish(T)
         return str(caught.value)
 
@@ -411,9 +411,9 @@ def test_a_pair_that_disagrees_about_its_sizes_is_named(
 
 def test_sizes_that_disagree_as_a_whole() -> None:
     def program() -> tuple[str, list[list[float]]]:
-        group = open_group(title="axis 'tp'")
+        group = open_group(op_name="axis 'tp'")
         outputs = [torch.full((count,), -1.0) for count in (2, 3)]
-        with pytest.raises(AgreementError) as caught:
+        with pytest.raises(MismatchError) as caught:
             Direct(group).all_to_all(outputs, ones(2, 2)).finish(T)
         return str(caught.value), [x.tolist() for x in outputs]
 
@@ -433,7 +433,7 @@ def test_sizes_that_disagree_as_a_whole() -> None:
     )
 
 
-def test_a_deadlock_in_each_verb_is_told_in_words() -> None:
+def test_a_deadlock_in_each_collective_is_told_in_words() -> None:
     calls: list[tuple[Callable[[Any], Any], str]] = [
         (
             lambda g: Direct(g).gather(ones(4, 4, 4, 4), ones(4)[0], 0),
@@ -452,7 +452,7 @@ def test_a_deadlock_in_each_verb_is_told_in_words() -> None:
     for call, text in calls:
 
         def program(call: Callable[[Any], Any] = call) -> str:
-            group = open_group(title="axis 'tp'")
+            group = open_group(op_name="axis 'tp'")
             Direct(group).barrier().finish(T)
             if group.rank > 1:
                 return ""
@@ -516,7 +516,7 @@ def test_deadlock_tells_what_every_rank_waits_for() -> None:
         "            ranks 2, 4: waits in all_reduce((2,) float32, MAX) for ranks 0-1, 3; "
         f"call 1 over ranks 0-4, called at {line_of(program, 11)} in program\n"
         "            rank 3: returned\n"
-        "  fix:      make every member call the same verbs in the same order, give every receive "
+        "  fix:      make every member call the same collectives in the same order, give every receive "
         "its send, and set every key that a rank waits for"
     )
 

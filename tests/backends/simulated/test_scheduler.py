@@ -161,12 +161,12 @@ def test_threads_that_cannot_start_end_the_run(monkeypatch: pytest.MonkeyPatch) 
     start = threading.Thread.start
     began = []
 
-    def refuse(thread: threading.Thread) -> None:
+    def reject(thread: threading.Thread) -> None:
         if thread.name == "simulated rank 2":
             raise RuntimeError("can't start new thread")
         start(thread)
 
-    monkeypatch.setattr(threading.Thread, "start", refuse)
+    monkeypatch.setattr(threading.Thread, "start", reject)
     before = threading.enumerate()
     with pytest.raises(RuntimeError, match="can't start new thread"):
         Scheduler[None](4).run(began.append)
@@ -225,7 +225,7 @@ def test_an_interruption_between_any_two_turns_ends_the_run() -> None:
         assert set(ended) <= {0, 1}  # rank 1 may not have begun
 
 
-def test_another_thread_is_refused() -> None:
+def test_another_thread_is_rejected() -> None:
     def body(rank: int) -> str:
         mine = here()
         errors: list[BaseException] = []
@@ -246,7 +246,9 @@ def test_another_thread_is_refused() -> None:
         lines = text.splitlines()
         assert lines[0] == f"simulated rank {rank} was used from another thread"
         assert lines[1].startswith(f"  where:    thread 'loader', called at {__file__}:")
-        assert lines[2].startswith("  expected: verbs and store waits on the rank's own thread")
+        assert lines[2].startswith(
+            "  expected: collectives and store waits on the rank's own thread"
+        )
         assert lines[3].endswith("run the program as processes (meshdist run, meshdist.spawn)")
 
 

@@ -151,7 +151,7 @@ def test_bad_calls_of_the_store() -> None:
         store.add("text", 1)
     assert str(caught.value) == (
         "store.add cannot add to key 'text'\n"
-        "  expected: a key that is absent or holds a whole number\n"
+        "  expected: a key that is absent or holds an integer\n"
         "  found:    b'x'\n"
         "  fix:      use different keys for texts and for counters"
     )

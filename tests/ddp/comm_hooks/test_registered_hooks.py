@@ -126,12 +126,12 @@ def test_the_hooks_of_torchs_documentation() -> None:
     def by_the_groups_own_method(group: Any, bucket: md.GradBucket) -> FutureOfTensor:
         return group.allreduce([bucket.buffer().div_(group.size())]).get_future()
 
-    def without_verbs(state: Any, bucket: md.GradBucket) -> FutureOfTensor:
+    def without_operations(state: Any, bucket: md.GradBucket) -> FutureOfTensor:
         future = done_with(torch.ones_like(bucket.buffer()))
         return future.then(lambda done: done.value() + torch.ones_like(done.value()))
 
     def program() -> list[Any]:
-        hooks = (encode_and_decode, by_the_groups_own_method, without_verbs)
+        hooks = (encode_and_decode, by_the_groups_own_method, without_operations)
         return [step(wrapped(hook)) for hook in hooks]
 
     assert md.simulate(program, 2) == [[[3.0], [1.5], [2.0]]] * 2
@@ -186,9 +186,9 @@ def test_any_object_that_can_be_called() -> None:
 # -- order ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("wire", ["shm", "gloo"])
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
 def test_callbacks_run_where_the_backward_waits_in_the_order_of_the_buckets(
-    wire: str, pool: Pool
+    backend: str, pool: Pool
 ) -> None:
     def program() -> list[Any]:
         told: list[Any] = []
@@ -207,10 +207,10 @@ def test_callbacks_run_where_the_backward_waits_in_the_order_of_the_buckets(
         return told
 
     starts = ["start 0", "start 1", "start 2"]
-    assert pool.run(program, 2, backend=wire) == [[*starts, (0, True), (1, True), (2, True)]] * 2
+    assert pool.run(program, 2, backend=backend) == [[*starts, (0, True), (1, True), (2, True)]] * 2
 
 
-# -- what is refused at registration --------------------------------------------------------------
+# -- what is rejected at registration --------------------------------------------------------------
 
 
 def of_an_int(state: Any, bucket: int) -> FutureOfTensor:
@@ -327,7 +327,7 @@ def test_annotations_that_fit() -> None:
     assert md.simulate(program, 2) == [[[1.5], [1.5]]] * 2
 
 
-def test_a_second_hook_and_a_late_one_are_refused() -> None:
+def test_a_second_hook_and_a_late_one_are_rejected() -> None:
     def program() -> list[str]:
         told = []
         model = wrapped(average)
@@ -354,7 +354,7 @@ def test_a_second_hook_and_a_late_one_are_refused() -> None:
     ]
 
 
-# -- what is refused of its answers ---------------------------------------------------------------
+# -- what is rejected of its answers ---------------------------------------------------------------
 
 
 def test_a_hook_that_returns_no_future() -> None:
@@ -454,9 +454,9 @@ def test_a_future_that_nothing_completes(pool: Pool) -> None:
 
     (told, _), (simulated, _) = pool.run(program, 2), md.simulate(program, 2)
     assert told.splitlines()[2:] == [
-        "  expected: a Future that a callback of the hook's verbs completes, or another thread "
+        "  expected: a Future that a callback of the hook's collectives completes, or another thread "
         "within 0.2 s",
-        "  found:    all verbs that the hook has started are done",
+        "  found:    all collectives that the hook has started are done",
         "  fix:      look for a callback that raises before it calls set_result; return what "
         "then() gives instead, which carries the error",
     ]
@@ -482,8 +482,8 @@ def test_a_future_that_another_thread_completes(pool: Pool) -> None:
 # -- flags, which travel by themselves ------------------------------------------------------------
 
 
-@pytest.mark.parametrize("wire", ["simulated", "shm", "gloo"])
-def test_a_backward_that_raises_on_one_rank_is_told_on_all(wire: str, pool: Pool) -> None:
+@pytest.mark.parametrize("backend", ["simulated", "shm", "gloo"])
+def test_a_backward_that_raises_on_one_rank_is_told_on_all(backend: str, pool: Pool) -> None:
     def program() -> list[Any]:
         model = md.DDP(Fragile(), bucket_cap_mb=1e-6)
         model.register_comm_hook(None, md.comm_hooks.fp16_compress_hook)
@@ -511,7 +511,7 @@ def test_a_backward_that_raises_on_one_rank_is_told_on_all(wire: str, pool: Pool
     }
     cut = "rank 1: an exception was raised inside backward()"
     good = [1.0, 1.0]
-    assert runs[wire]() == [[good, cut, good], [good, "its own", cut, good]]
+    assert runs[backend]() == [[good, cut, good], [good, "its own", cut, good]]
 
 
 def test_a_parameter_without_a_gradient_is_told_on_all() -> None:

@@ -56,7 +56,7 @@ def test_a_sparse_bucket() -> None:
 def test_nothing_is_sent_by_the_hook_that_does_nothing() -> None:
     def program() -> list[float]:
         x = torch.tensor([1.0 * md.get_rank()])
-        if md.get_rank() == 0:  # alone: a verb would wait
+        if md.get_rank() == 0:  # alone: a collective would wait
             averaged(md.comm_hooks.noop_hook, x)
         return x.tolist()
 
