@@ -34,9 +34,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks._operations import BLOCKING, IN_FLIGHT
-
 from benchmarks._mpi import OPEN_MPI
+from benchmarks._operations import BLOCKING, IN_FLIGHT
 from benchmarks._report import REPORTS, interleaved, some_of
 from meshdist.bench.measurement import Cell, Entrant, measure, running
 from meshdist.bench.reports import size_text, time_text, to_json, write

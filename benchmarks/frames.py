@@ -30,10 +30,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks._operations import BLOCKING, IN_FLIGHT, calls_of_operations
-
 from benchmarks._mesh_calls import MESH_CALLS, calls_on_mesh
 from benchmarks._mpi import environment, job_command
+from benchmarks._operations import BLOCKING, IN_FLIGHT, calls_of_operations
 from benchmarks._report import parser_of, some_of, start_ranks, write_report
 from tests.backends.c10d import nccl_stand_in
 

@@ -243,7 +243,7 @@ def run(
             handle, rank, size, LONG, "stand-ins", ("stand-in",), rank % PER_HOST
         )
         host = f"host {rank // PER_HOST}"
-        attempt.card = dataclasses.replace(attempt.card, host=host, hostname=host)
+        attempt.process_info = dataclasses.replace(attempt.process_info, host=host, hostname=host)
         stores[rank].set("warm", "")
         handle.wait(["warm"])  # its connection is there
         meeting.wait()

@@ -42,7 +42,7 @@ PRESCRIBED = {
     "meshdist/worlds/initialization.py init_process_group": "torch.distributed.init_process_group",
 }
 """The functions that have the parameters of another library's."""
-FAILURE = re.compile(r"except [^\n]*\bWireFailure\b")
+FAILURE = re.compile(r"except [^\n]*\bBackendFailure\b")
 Sources = Mapping[PurePosixPath, str]
 
 

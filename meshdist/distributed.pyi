@@ -95,7 +95,7 @@ from .groups.group_calls import (
     split_group as split_group,
 )
 from .groups.process_group import ProcessGroup as ProcessGroup
-from .join.join import Join as Join, Joinable as Joinable, JoinHook as JoinHook
+from .join.join_context import Join as Join, Joinable as Joinable, JoinHook as JoinHook
 from .mesh.constructors import init_device_mesh as init_device_mesh
 from .mesh.device_mesh import DeviceMesh as DeviceMesh
 from .reduce_ops import ReduceOp as ReduceOp, reduce_op as reduce_op

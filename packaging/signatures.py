@@ -16,7 +16,7 @@ from typing import Any
 
 import meshdist as md
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "operations.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "collectives.md"
 _SPAN = re.compile(r"`(\w+)\(([^`]*)\)`")
 _ANYWHERE = ("P2POp", "breakpoint")
 

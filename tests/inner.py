@@ -147,7 +147,9 @@ from meshdist.collectives.torch_private import (
     SingleLevelFunction as SingleLevelFunction,
     is_apply_bare as is_apply_bare,
 )
+from meshdist.functional import reductions as reductions
 from meshdist.functional.equality_checks import names_of as names_of
+from meshdist.groups import device_group as device_group
 from meshdist.groups.agreement import Agreements as Agreements
 from meshdist.groups.communicators import Registry as Registry, get_registry as get_registry
 from meshdist.groups.control_messages import (

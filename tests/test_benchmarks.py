@@ -27,8 +27,8 @@ from benchmarks import (
     structure,
 )
 from benchmarks._report import interleaved
-from benchmarks._step_times import Sample, outcome as outcome_of_target, quotient
-from benchmarks.before_after import AFTER, BEFORE, best, outcome, run, spread
+from benchmarks._step_times import Sample, quotient, verdict as outcome_of_target
+from benchmarks.before_after import AFTER, BEFORE, best, run, spread, verdict
 from benchmarks.busy import busy_processes, row
 from tests.inner import Cell
 
@@ -72,7 +72,7 @@ def test_benchmarks_find_what_they_import() -> None:
 )
 def test_a_cell_is_slower_beyond_what_rounds_differ_by(after: list[float], expected: str) -> None:
     cell = Cell("all_reduce", 8, samples={BEFORE: [1.0, 2.0, 3.0, 4.0], AFTER: after})
-    assert outcome(cell) == expected
+    assert verdict(cell) == expected
     assert best(cell) == after[0]
 
 
@@ -92,7 +92,7 @@ def test_a_row_beside_busy_processes_compares_each_round(
     cell = Cell("all_reduce", 8, samples={"meshdist/shm": ours, "torch/gloo": [1.0, 2.0, 3.0]})
     found = row(cell, 6)
     assert (found["busy"], found["size"]) == (6, "8 B")
-    assert (pytest.approx(found["shm / gloo"]), found["outcome"]) == expected
+    assert (pytest.approx(found["shm / gloo"]), found["verdict"]) == expected
 
 
 def test_the_spread_is_the_distance_between_quartiles() -> None:
@@ -168,15 +168,15 @@ def test_sides_of_ddp_are_compared_within_each_round() -> None:
     ]
     against_default, against_best = rows.values()
     assert against_default["CPU"] == against_default["wall"] == pytest.approx(0.2)
-    assert against_default["outcome"] == "met (at most 0.3)"
-    assert (against_best["best"], against_best["outcome"]) == ("torch", "")
+    assert against_default["verdict"] == "met (at most 0.3)"
+    assert (against_best["best"], against_best["verdict"]) == ("torch", "")
 
 
 def test_a_target_of_ddp_is_missed_where_one_clock_misses_it() -> None:
     samples = samples_of(torch=[2.0], views=[1.0], gloo=[1.5])
     (row,) = ddp.comparison_rows("many", samples)
     assert (row["what"], row["best"]) == ("step: meshdist/gloo / torch, best", "torch/views")
-    assert (row["CPU"], row["outcome"]) == (1.5, "MISSED (at most 1)")
+    assert (row["CPU"], row["verdict"]) == (1.5, "MISSED (at most 1)")
     assert outcome_of_target(0.3, [0.2, 0.4]) == "MISSED (at most 0.3)"
 
 
@@ -215,8 +215,8 @@ def test_costs_of_types_are_compared_within_each_round() -> None:
     }
     assert axis_types.quotients(taken) == (2.0, 1.5)
     row = axis_types.target("step", 1.6, *axis_types.quotients(taken))
-    assert row == {"what": "step", "CPU": 2.0, "wall": 1.5, "outcome": "MISSED (at most 1.6)"}
-    assert axis_types.target("call", 10, 9.5)["outcome"] == "met (at most 10)"
+    assert row == {"what": "step", "CPU": 2.0, "wall": 1.5, "verdict": "MISSED (at most 1.6)"}
+    assert axis_types.target("call", 10, 9.5)["verdict"] == "met (at most 10)"
 
 
 @pytest.mark.soak
@@ -288,15 +288,15 @@ def test_transitions_are_compared_with_the_best_of_dtensor() -> None:
         rows = reshard.transition_targets("x", transition, times, received, fewest)
         assert [row["quotient"] for row in rows] == [0.5, 0.75, 1.5]
         assert rows[0]["best"] == "DTensor/flattened"
-        assert rows[0]["outcome"] == f"{'MISSED' if most < 0.5 else 'met'} (at most {most:g})"
-        assert (rows[1]["outcome"], rows[2]["outcome"]) == ("", "MISSED (at most 1.05)")
+        assert rows[0]["verdict"] == f"{'MISSED' if most < 0.5 else 'met'} (at most {most:g})"
+        assert (rows[1]["verdict"], rows[2]["verdict"]) == ("", "MISSED (at most 1.05)")
 
 
 def test_not_slower_is_within_what_rounds_differ_by() -> None:
     row = reshard.compared("x", [1.0, 1.2, 1.4], [1.0, 1.0, 1.0], reshard.NOT_SLOWER)
-    assert (row["quartiles"], row["outcome"]) == ("1.10-1.30", "met (at most 1.2)")
+    assert (row["quartiles"], row["verdict"]) == ("1.10-1.30", "met (at most 1.2)")
     row = reshard.compared("x", [1.0, 1.3, 1.6], [1.0, 1.0, 1.0], 1.2)
-    assert row["outcome"] == "MISSED (at most 1.2)"
+    assert row["verdict"] == "MISSED (at most 1.2)"
 
 
 def test_planning_may_take_longer_with_more_peers_than_64() -> None:
@@ -350,10 +350,10 @@ def test_checkpoints_are_compared_in_each_round() -> None:
     name = "small, save of rows, 2 ranks: shm / DCP"
     row = checkpoint.compared(name, "small, save of rows", ours, dcps, by_cpu=True)
     assert row["what"] == name
-    assert (row["quotient"], row["outcome"]) == (0.2, "met (at most 0.3)")
+    assert (row["quotient"], row["verdict"]) == (0.2, "met (at most 0.3)")
     row = checkpoint.compared("x", "load columns from rows", ours, dcps, by_cpu=False)
     assert (row["quotient"], row["quartiles"]) == (0.5, "0.38-0.50")
-    assert row["outcome"] == "met (at most 0.5)"
+    assert row["verdict"] == "met (at most 0.5)"
 
 
 @pytest.mark.soak

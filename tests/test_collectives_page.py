@@ -16,7 +16,7 @@ from meshdist.operation_table import OPERATIONS
 from tests.inner import table_page
 
 ROOT = Path(__file__).resolve().parents[1]
-PATH = ROOT / "docs" / "operations.md"
+PATH = ROOT / "docs" / "collectives.md"
 
 
 def page() -> str:

@@ -188,7 +188,7 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
         ),
         "join": (
             "step_flags",
-            "join",
+            "join_context",
             "uneven_loops",
         ),
         "annotations": ("axis_types", "tensor_specs"),
@@ -305,7 +305,7 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
         ),
         "torch_backends": ("torch_backends",),
     },
-    {"bench": ("sides", "worker", "measuring", "reporting")},
+    {"bench": ("sides", "worker", "measurement", "reports")},
     {
         "cli": (
             "torchrun_flags",
@@ -709,7 +709,7 @@ def test_other_names_in_a_test_are_its_own_business(text: str) -> None:
 
 
 def test_an_import_of_another_room_is_found() -> None:
-    text = "import meshdist as md\nfrom meshdist.backends.shm import door\n"
+    text = "import meshdist as md\nfrom meshdist.backends.shm import listener\n"
     assert inner_imports(Path("tests/backends/shm/test_listener.py"), text) == []
     for path in (Path("tests/ddp/test_buckets.py"), Path("tests/test_kills.py")):
         assert inner_imports(path, text) == [

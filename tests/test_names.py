@@ -13,9 +13,9 @@ import meshdist
 ROOT = Path(__file__).resolve().parents[1] / "meshdist"
 FILES = sorted(path for path in ROOT.rglob("*.py") if path.name != "__init__.py")
 
-# A collective's name leads to its room in `functional/` and to its JAX name's in `lax/`; each
+# A collective's name leads to its module in `functional/` and to its JAX name's in `lax/`; each
 # backend has a communicator.
-SHARED = {"communicator", "moving", "reducing"}
+SHARED = {"communicator", "data_movement", "reductions", "equality_checks"}
 
 
 def classes_of(source: str) -> set[str]:

@@ -1,7 +1,7 @@
 """The abilities of each backend, its own or built for it, and what has no meaning: one table.
 
 It is made from the code (``BackendType.support``), never written by hand. ``meshdist doctor``
-prints it; ``python -m meshdist.backends.capabilities docs/operations.md`` writes it into the page,
+prints it; ``python -m meshdist.backends.capabilities docs/collectives.md`` writes it into the page,
 between its marks.
 """
 

@@ -14,7 +14,7 @@ import torch
 from ..collectives.flat_sums import broadcast_from
 from ..collectives.tensor_collectives import all_reduce
 from ..groups.process_group import ProcessGroup
-from ..join.join import Join, Joinable, JoinHook, config_of
+from ..join.join_context import Join, Joinable, JoinHook, config_of
 from ..join.step_flags import Flags
 from ..reduce_ops import ReduceOp
 from .autograd_engines import NO_TASK, current_task

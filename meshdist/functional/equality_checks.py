@@ -164,7 +164,7 @@ def _parts(name: str, tree: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 PVARY_FIX = (
-    "where a result of {collective} meets values that vary along the axis, as a shard of weights does, "
+    "where a result of {operation} meets values that vary along the axis, as a shard of weights does, "
     "cast it first: y = lax.pvary(y, axis)"
 )
 

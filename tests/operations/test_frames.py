@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from benchmarks._operations import BLOCKING
 
 import meshdist as md
+from benchmarks._operations import BLOCKING
 from benchmarks.frames import count_frames, frames_of, most_of
 from tests.backends.c10d.nccl_stand_in import standing_in
 from tests.operations.cases import BACKENDS

@@ -156,7 +156,7 @@ ENQUEUED = f"{BACKENDS}test_stream_backends.py::"
 
 NUMBERS = [
     everywhere(
-        "[Every collective](verbs.md#what-all-verbs-have-in-common) holds what NumPy computes, in "
+        "[Every collective](collectives.md#what-all-verbs-have-in-common) holds what NumPy computes, in "
         "every dtype and "
         "op that is served; what is rejected is rejected on all ranks",
         "tests/operations/test_table.py::test_sample",
@@ -164,64 +164,64 @@ NUMBERS = [
         nccl=f"{NCCL}test_every_collective_of_one_rank",
     ),
     everywhere(
-        "[MIN and MAX](verbs.md#reducing) of floats are NaN where any rank has one",
+        "[MIN and MAX](collectives.md#reducing) of floats are NaN where any rank has one",
         f"{OPERATIONS}test_the_smallest_and_largest_are_nan_whichever_member_has_one",
         nccl=f"{BACKENDS}test_communicator.py::test_what_nccl_does_not_reduce_is_asked_for_otherwise",
     ),
     everywhere(
-        "[SUM, AVG, PRODUCT and PREMUL_SUM](verbs.md#reducing) of 16-bit floats are made in "
+        "[SUM, AVG, PRODUCT and PREMUL_SUM](collectives.md#reducing) of 16-bit floats are made in "
         "float32 and "
         "rounded once; none overflows on the way",
         f"{OPERATIONS}test_narrow_floats_are_added_in_float32_and_rounded_once",
         nccl="NCCL [rounds at every step](differences.md#meaning), as in torch",
     ),
     everywhere(
-        "[Sums](verbs.md#reducing) are the same bits on all ranks",
+        "[Sums](collectives.md#reducing) are the same bits on all ranks",
         program=programs.sums_are_the_same_bits_on_all_ranks,
     ),
     everywhere(
-        "[Sums](verbs.md#reducing) are the same bits in each call on the same numbers, waited for "
+        "[Sums](collectives.md#reducing) are the same bits in each call on the same numbers, waited for "
         "or not",
         program=programs.sums_are_the_same_bits_in_each_call,
     ),
     everywhere(
-        "[MIN and MAX](verbs.md#reducing) that are given up leave floats that are numbers of the "
+        "[MIN and MAX](collectives.md#reducing) that are given up leave floats that are numbers of the "
         "ranks",
         f"{OPERATIONS}test_floats_of_a_failed_min_are_floats",
     ),
     everywhere(
-        "[Arrays](verbs.md#what-all-verbs-have-in-common) may be strided or transposed, torch's "
+        "[Arrays](collectives.md#what-all-verbs-have-in-common) may be strided or transposed, torch's "
         "or NumPy's; "
         "what lies between is not touched",
         f"{OPERATIONS}test_every_collective_takes_non_contiguous_arrays",
         nccl=f"{NCCL}test_dense_tensors_are_reduced_as_they_lie",
     ),
     everywhere(
-        "[Layouts](verbs.md#what-all-verbs-have-in-common) may differ between ranks, and change "
+        "[Layouts](collectives.md#what-all-verbs-have-in-common) may differ between ranks, and change "
         "no result",
         program=programs.layouts_may_differ,
         nccl="[rejected in reductions](cuda.md#layouts-and-other-wires) on one host",
     ),
     everywhere(
-        "[Tensors without elements](verbs.md#what-all-verbs-have-in-common) are served by every "
+        "[Tensors without elements](collectives.md#what-all-verbs-have-in-common) are served by every "
         "operation",
         f"{OPERATIONS}test_every_collective_takes_tensors_without_elements",
         nccl=NOT_SEEN,
     ),
     everywhere(
-        "[More than 2^31 elements](verbs.md#what-all-verbs-have-in-common) are served",
+        "[More than 2^31 elements](collectives.md#what-all-verbs-have-in-common) are served",
         program=programs.large,
         size=2,
         soak=frozenset(OF_PROCESSES),
         nccl=NOT_SEEN,
     ),
     everywhere(
-        "[Input and output](verbs.md#what-all-verbs-have-in-common) may be one memory where "
+        "[Input and output](collectives.md#what-all-verbs-have-in-common) may be one memory where "
         "torch allows it",
         f"{OPERATIONS}test_what_is_sent_may_lie_where_the_result_comes_to",
     ),
     everywhere(
-        "[Read-only arrays](verbs.md#what-all-verbs-have-in-common) are read and never written; "
+        "[Read-only arrays](collectives.md#what-all-verbs-have-in-common) are read and never written; "
         "sparse "
         "tensors are rejected",
         f"{OPERATIONS}test_read_only_arrays_are_read_and_never_written",
@@ -229,77 +229,77 @@ NUMBERS = [
         nccl=OF_THE_GROUP,
     ),
     everywhere(
-        "[Collectives](verbs.md#what-all-verbs-have-in-common) serve inference mode and its tensors",
+        "[Collectives](collectives.md#what-all-verbs-have-in-common) serve inference mode and its tensors",
         f"{OPERATIONS}test_every_collective_in_inference_mode",
         f"{OPERATIONS}test_inference_tensors_are_premultiplied_outside_their_mode",
         nccl=OF_THE_GROUP,
     ),
     everywhere(
-        "[shared_empty](verbs.md#memory-that-a-group-shares) gives memory that every backend takes",
+        "[shared_empty](collectives.md#memory-that-a-group-shares) gives memory that every backend takes",
         program=programs.shared_memory_or_none,
-        nccl="of CPU tensors [alone](verbs.md#memory-that-a-group-shares)",
+        nccl="of CPU tensors [alone](collectives.md#memory-that-a-group-shares)",
     ),
 ]
 
 ORDER = [
     everywhere(
-        "[Async collectives](verbs.md#async) of one group end as they were started, of several in any "
+        "[Async collectives](collectives.md#async) of one group end as they were started, of several in any "
         "order",
         "tests/operations/test_stress.py::test_eight_of_each_collective_in_flight",
         "tests/operations/test_stress.py::test_collectives_in_flight_over_three_overlapping_groups",
         nccl="[one global order](cuda.md#several-communicators) over several groups",
     ),
     everywhere(
-        "[Works](verbs.md#async) have a result, and futures that chain",
+        "[Works](collectives.md#async) have a result, and futures that chain",
         f"{OPERATIONS}test_every_collective_has_a_future_that_chains",
         f"{OPERATIONS}test_rooted_collectives_have_their_tensor_as_result_on_every_rank",
         nccl=f"{ENQUEUED}test_a_future_is_torchs_own_and_complete_at_once",
     ),
     everywhere(
-        "[A dropped Work](verbs.md#async) is warned of, and its collective goes on",
+        "[A dropped Work](collectives.md#async) is warned of, and its collective goes on",
         program=programs.dropped_works_are_told,
         nccl=NOT_SEEN,
     ),
     everywhere(
-        "[A dropped message](verbs.md#point-to-point) goes on",
+        "[A dropped message](collectives.md#point-to-point) goes on",
         f"{BACKENDS}test_dropped_messages.py::test_a_receive",
         f"{BACKENDS}test_dropped_messages.py::test_a_send",
         nccl=NOT_SEEN,
     ),
     everywhere(
-        "[A barrier](verbs.md#waiting-for-each-other) ends behind every earlier collective of its group",
+        "[A barrier](collectives.md#waiting-for-each-other) ends behind every earlier collective of its group",
         f"{OPERATIONS}test_a_barrier_is_behind_every_earlier_collective",
         nccl=f"{NCCL}test_a_barrier_of_both_kinds_of_backends_orders_the_device",
     ),
     everywhere(
-        "[monitored_barrier](verbs.md#waiting-for-each-other) names the absent, and breaks nothing",
+        "[monitored_barrier](collectives.md#waiting-for-each-other) names the absent, and breaks nothing",
         program=programs.monitored_barriers_name,
         differs={
             "simulated": "[a DeadlockError](simulation.md#errors) at once, with the same words",
         },
-        nccl="by the store: [no backend takes part](verbs.md#waiting-for-each-other)",
+        nccl="by the store: [no backend takes part](collectives.md#waiting-for-each-other)",
     ),
     everywhere(
-        "[Messages](verbs.md#point-to-point) of one tag arrive in order; tags match sends to "
+        "[Messages](collectives.md#point-to-point) of one tag arrive in order; tags match sends to "
         "receives",
         "tests/operations/test_messages.py::test_tags_match_sends_to_receives",
         "tests/operations/test_messages.py::test_recv_from_any_source_keeps_each_sender_s_order",
-        nccl="[no tags, and no receive from any](verbs.md#point-to-point)",
+        nccl="[no tags, and no receive from any](collectives.md#point-to-point)",
     ),
     everywhere(
-        "[isend and irecv](verbs.md#point-to-point) serve a rank and itself; a batch has no order",
+        "[isend and irecv](collectives.md#point-to-point) serve a rank and itself; a batch has no order",
         "tests/operations/test_messages.py::test_isend_and_irecv_between_all_pairs_and_oneself",
         "tests/operations/test_messages.py::test_batch_of_a_ring",
         nccl=f"{BACKENDS}test_communicator.py::test_a_batch_goes_out_as_one_call_on_nccl",
     ),
     everywhere(
-        "[Objects](verbs.md#objects) arrive as they were, arrays and tensors among them",
+        "[Objects](collectives.md#objects) arrive as they were, arrays and tensors among them",
         "tests/operations/test_objects.py::test_all_gather_object",
         "tests/operations/test_objects.py::test_tensors_and_arrays_are_objects_too",
         nccl=NOT_SEEN,
     ),
     everywhere(
-        "[An object that cannot be pickled](verbs.md#when-ranks-disagree) is one error on all "
+        "[An object that cannot be pickled](collectives.md#when-ranks-disagree) is one error on all "
         "ranks; the "
         "group stays whole",
         program=programs.objects_that_cannot_be_pickled,
@@ -309,7 +309,7 @@ ORDER = [
 
 FAULTS = [
     everywhere(
-        "[Calls that differ](verbs.md#when-ranks-disagree) are one error on all ranks, and the "
+        "[Calls that differ](collectives.md#when-ranks-disagree) are one error on all ranks, and the "
         "group is broken; the rank that sees it has sent no data; over shared memory and on "
         "simulated ranks no data move",
         "tests/operations/test_checks.py::test_members_that_call_different_things_all_raise",
@@ -326,27 +326,27 @@ FAULTS = [
         nccl=f"{NCCL}test_members_that_disagree",
     ),
     everywhere(
-        "[A message that does not fit](verbs.md#point-to-point) raises where it arrives, if the "
+        "[A message that does not fit](collectives.md#point-to-point) raises where it arrives, if the "
         "receive names its sender",
         "tests/operations/test_checks.py::test_a_receiver_notices_a_message_of_another_size",
         differs={
-            "gloo across hosts": "[left where it is](verbs.md#when-ranks-disagree) until the "
+            "gloo across hosts": "[left where it is](collectives.md#when-ranks-disagree) until the "
             "timeout",
         },
         nccl=NOT_SEEN,
     ),
     everywhere(
-        "[A rejection](verbs.md#when-ranks-disagree) of an argument sends nothing and breaks nothing",
+        "[A rejection](collectives.md#when-ranks-disagree) of an argument sends nothing and breaks nothing",
         program=programs.arguments_that_are_rejected_break_nothing,
         nccl=OF_THE_GROUP,
     ),
     everywhere(
-        "[A rank outside of a group](verbs.md#what-all-verbs-have-in-common) gets NotInGroupError",
+        "[A rank outside of a group](collectives.md#what-all-verbs-have-in-common) gets NotInGroupError",
         program=programs.outsiders_are_rejected,
         nccl=OF_THE_GROUP,
     ),
     everywhere(
-        "[A destroyed group](verbs.md#when-ranks-disagree) rejects every call",
+        "[A destroyed group](collectives.md#when-ranks-disagree) rejects every call",
         program=programs.closed_groups_reject,
         nccl=OF_THE_GROUP,
     ),
@@ -389,24 +389,24 @@ FAULTS = [
         nccl=NOT_SEEN,
     ),
     everywhere(
-        "[An abort](verbs.md#when-ranks-disagree) frees all that wait, with the reason and who "
+        "[An abort](collectives.md#when-ranks-disagree) frees all that wait, with the reason and who "
         "gave it",
         program=programs.abort_frees_all,
         nccl=f"{NCCL}test_an_abort_raises_in_waits_and_barriers",
     ),
     everywhere(
-        "[A broken group](verbs.md#when-ranks-disagree) rejects every call; a new one is whole",
+        "[A broken group](collectives.md#when-ranks-disagree) rejects every call; a new one is whole",
         program=programs.new_groups_follow_broken_ones,
         nccl=f"{NCCL}test_a_collective_that_nobody_waits_for_is_raised_by_the_next",
     ),
     everywhere(
-        "[A collective in a signal's handler](verbs.md#signal-handlers) inside a collective is rejected at once",
+        "[A collective in a signal's handler](collectives.md#signal-handlers) inside a collective is rejected at once",
         "tests/collectives/test_nested_collectives.py::test_a_handler_is_rejected_every_collective",
         differs={"simulated": "handlers run [outside of all ranks](simulation.md#limits)"},
         nccl=OF_THE_GROUP,
     ),
     everywhere(
-        "[A collective that a handler's exception leaves](verbs.md#signal-handlers) breaks its "
+        "[A collective that a handler's exception leaves](collectives.md#signal-handlers) breaks its "
         "group for "
         "all, with the reason; nothing is written behind it",
         "tests/groups/test_failures.py::"
@@ -415,7 +415,7 @@ FAULTS = [
         nccl="the program [goes on while kernels run](cuda.md#what-a-verbs-return-means)",
     ),
     Promise(
-        "[A receive that a handler's exception leaves](verbs.md#signal-handlers) takes no later "
+        "[A receive that a handler's exception leaves](collectives.md#signal-handlers) takes no later "
         "message",
         ("tests/collectives/test_nested_collectives.py::test_a_receive_that_a_handler_leaves",),
         differs={
@@ -446,7 +446,7 @@ PROMISES: dict[str, list[Promise]] = {
 
 HEAD = """# What holds on which backend
 
-Each promise of the pages on [collectives](verbs.md), [debugging](debugging.md) and
+Each promise of the pages on [collectives](collectives.md), [debugging](debugging.md) and
 [worlds](worlds.md), and what shows on each backend that it is kept. *tested*: the suite runs it
 over that backend on each change; *tested in `make soak`*: the long run does. *differs* says what is
 otherwise there. Ranks are processes of one host. *Two hosts, feigned* are ranks of one host that

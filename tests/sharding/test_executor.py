@@ -111,6 +111,6 @@ def test_collectives_are_entered_under_the_title() -> None:
         md.reshard(torch.ones(2, 4), "s@a d -> s d@a", mesh)
         note = mesh.get_group("a").device_groups[0].recorder.find_note()
         assert note is not None
-        return note.call.title
+        return note.call.op_name
 
     assert md.simulate(program, 2) == ["s@a d -> s d@a of shape (4, 4)"] * 2

@@ -42,18 +42,18 @@ def test_specs_and_patterns_give_the_same_steps() -> None:
 
 
 def test_titles_tell_plans_apart() -> None:
-    assert md.plan("b@dp -> b", mesh=MESH, b=8).title == "b@dp -> b of shape (8,)"
+    assert md.plan("b@dp -> b", mesh=MESH, b=8).op_name == "b@dp -> b of shape (8,)"
     plan = md.plan(P("dp"), P(None, unreduced={"tp"}), MESH, (8,))
-    assert plan.title == f"{P('dp')!r} -> {P(None, unreduced={'tp'})!r} of shape (8,)"
-    assert plan.T.title == f"transpose of {plan.title}"
+    assert plan.op_name == f"{P('dp')!r} -> {P(None, unreduced={'tp'})!r} of shape (8,)"
+    assert plan.T.op_name == f"transpose of {plan.op_name}"
     few = NamedSharding(MESH, P("dp"), shard_sizes={0: (7, 1)})
-    title = md.plan(few, P(), MESH, (8,)).title
+    title = md.plan(few, P(), MESH, (8,)).op_name
     assert title == f"{P('dp')!r} with shard sizes {{0: (7, 1)}} -> {P()!r} of shape (8,)"
     many = [
         NamedSharding(Layout.from_shape((16,), ("tp",)), P("tp"), shard_sizes={0: sizes})
         for sizes in ((3, *[1] * 14, 0), (0, *[1] * 14, 3))
     ]
-    titles = {md.plan(one, P(), one.layout, (17,)).title for one in many}
+    titles = {md.plan(one, P(), one.layout, (17,)).op_name for one in many}
     assert len(titles) == 2
     assert all(re.search(r"shard sizes #[0-9a-f]{8} -> ", title) for title in titles)
 
@@ -131,7 +131,7 @@ def test_all_ranks_choose_one_route() -> None:
     shardings = NamedSharding(MESH, P("tp", unreduced={"dp"})), NamedSharding(MESH, P(None, "dp"))
     plans = [md.plan(*shardings, shape=(8, 8), rank=rank) for rank in range(8)]
     assert len({tuple(type(step) for step in plan.steps) for plan in plans}) == 1
-    assert len({plan.title for plan in plans}) == 1
+    assert len({plan.op_name for plan in plans}) == 1
 
 
 # -- rejections -----------------------------------------------------------------------------------

@@ -329,8 +329,8 @@ def test_equal_arguments_give_one_plan() -> None:
     assert make_plan(source, target, (0,)) is make_plan(source, target, (0,))
     plan = make_plan(source, target, (0,))
     assert plan.T is make_plan(source, target, (0,)).T
-    assert plan.T.T.title == plan.title and plan.T.T.steps == plan.steps
-    assert repr(make_plan(source, target, (0,), title="b@dp -> b")) == (
+    assert plan.T.T.op_name == plan.op_name and plan.T.T.steps == plan.steps
+    assert repr(make_plan(source, target, (0,), op_name="b@dp -> b")) == (
         "<Plan 'b@dp -> b' at (0,): all-gather>"
     )
     assert repr(make_plan(source, source, (0,))) == "<Plan 'a plan' at (0,): nothing to do>"
@@ -343,7 +343,7 @@ def test_a_plan_explains_itself() -> None:
         placed((2, 2), (7, 6), (), ()),
     )
     plan = make_plan(
-        source, target, (1, 0), layout=mesh, title="rows@tp columns {U:dp} -> rows columns"
+        source, target, (1, 0), layout=mesh, op_name="rows@tp columns {U:dp} -> rows columns"
     )
     assert plan.explain(itemsize=8) == (
         "rows@tp columns {U:dp} -> rows columns\n"
@@ -353,7 +353,7 @@ def test_a_plan_explains_itself() -> None:
         "144 bytes in, 192 bytes out, 5 us\n"
         "  in all: 336 bytes in, 384 bytes out, 1.0 KiB at peak, 15 us, at 8 bytes an element"
     )
-    same = make_plan(target, target, (0, 0), layout=mesh, title="as it is").explain()
+    same = make_plan(target, target, (0, 0), layout=mesh, op_name="as it is").explain()
     assert "  this rank's part stays as it is\n" in same
 
 

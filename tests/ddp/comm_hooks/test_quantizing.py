@@ -38,7 +38,7 @@ def expected(num_ranks: int, numel: int, channel_size: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("numel", [1, 511, 512, 513, 2000])
-@pytest.mark.parametrize("name", ["tensor", "device_group"])
+@pytest.mark.parametrize("name", ["tensor", "channel"])
 def test_averages_of_what_is_left(name: str, numel: int) -> None:
     def program() -> np.ndarray:
         hook = getattr(md.comm_hooks, f"quantization_per{name}_hook")
