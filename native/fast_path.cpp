@@ -299,7 +299,7 @@ class FastPath {
   }
 
   // The Work of a call that was started.
-  nb::object make_work(const Collective& call, const nb::object& operation) {
+  nb::object make_work(const Collective& call, const nb::object& request) {
     // Where this member only sends, those that receive may tell.
     const bool warns = call.written.is_valid() || !call.read.is_valid();
     const WorkFacts facts{terms_, call.header.operation, warns ? terms_->warn_dropped : nb::none(), call.note};
@@ -311,14 +311,14 @@ class FastPath {
     }
     const nb::object user = call_with(terms_->user);
     PyOperation* started = nullptr;
-    if (!nb::try_cast(operation, started)) {
-      const nb::object fields = facts.with(operation, result, user);
+    if (!nb::try_cast(request, started)) {
+      const nb::object fields = facts.with(request, result, user);
       return checked(PyObject_CallObject(terms_->of_python.ptr(), fields.ptr()));
     }
     started->serve(facts, timeout_s_, wait_of(call.header.operation));
     const nb::object work =
         checked(PyType_GenericAlloc(reinterpret_cast<PyTypeObject*>(terms_->of_core.ptr()), 0));
-    for (const auto& [name, value] : {std::pair(&names::started, operation),
+    for (const auto& [name, value] : {std::pair(&names::started, request),
                                       std::pair(&names::result, result), std::pair(&names::user, user)}) {
       if (PyObject_GenericSetAttr(work.ptr(), name->object, value.ptr()) != 0) throw nb::python_error();
     }

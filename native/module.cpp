@@ -107,7 +107,7 @@ NB_MODULE(native, m) {
       .def_ro("has_exited", &Failure::has_exited)
       .def_ro("source", &Failure::source)
       .def_ro("other_note", &Failure::other_note);
-  // As `Operation` in Python has them.
+  // As `Request` in Python has them.
   nb::class_<PyOperation>(m, "Started")
       .def("wait", &PyOperation::wait)
       .def("wait_plainly", &PyOperation::wait_plainly)
@@ -124,8 +124,8 @@ NB_MODULE(native, m) {
            [](nb::handle self) {
              const int source = nb::cast<PyOperation&>(self).source();
              if (source >= 0) return nb::object(nb::int_(source));
-             const nb::object operations = nb::module_::import_("meshdist.backends.requests");
-             return nb::object(operations.attr("Operation").attr("source")(self));  // raises
+             const nb::object requests = nb::module_::import_("meshdist.backends.requests");
+             return nb::object(requests.attr("Request").attr("source")(self));  // raises
            })
       .def_prop_ro_static("is_plain", [](nb::handle) { return true; })
       .def_prop_ro_static("on_stream", [](nb::handle) { return false; })

@@ -64,14 +64,14 @@ struct WorkFacts {
   std::uint64_t note = 0;
 
   // The arguments of a Work, in the order of `Work` in Python.
-  nb::object with(nb::handle operation, nb::handle result, nb::handle user) const {
+  nb::object with(nb::handle request, nb::handle result, nb::handle user) const {
     const nb::object none = nb::none();
-    return tuple_of(operation, terms->timeout, terms->explain, result, none, operation, terms->group,
+    return tuple_of(request, terms->timeout, terms->explain, result, none, operation, terms->group,
                     nb::bool_(false), none, whole(note), warn_dropped, user, terms->uses_streams);
   }
 };
 
-// A collective or a message in flight, which keeps its tensors: an `Operation` of Python's. Where it
+// A collective or a message in flight, which keeps its tensors: a `Request` of Python's. Where it
 // is dropped before it is done the tensors stay, since a thread of the core may write to them; the
 // next that is made frees those of calls that are done by then.
 class PyOperation {

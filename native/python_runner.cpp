@@ -87,20 +87,20 @@ nb::object call_by_list(nb::handle function, const Arguments& given) {
 // A collective that a method has started, with the Python operation that waits for it.
 class PythonStarted final : public PyOperation {
  public:
-  explicit PythonStarted(nb::object operation)
-      : PyOperation({}, 0), operation_(std::move(operation)),
-        is_on_stream_(is_true(get(operation_, names::on_stream))) {}
+  explicit PythonStarted(nb::object request)
+      : PyOperation({}, 0), request_(std::move(request)),
+        is_on_stream_(is_true(get(request_, names::on_stream))) {}
 
   int wait(double timeout) override {
     if (is_true(facts_.terms->uses_streams) && !is_on_stream_) return 1;  // Python orders streams behind it
-    return static_cast<int>(number(call(operation_, names::wait, nb::float_(is_on_stream_ ? 0 : timeout))));
+    return static_cast<int>(number(call(request_, names::wait, nb::float_(is_on_stream_ ? 0 : timeout))));
   }
-  bool is_done() override { return is_true(call(operation_, names::poll)); }
+  bool is_done() override { return is_true(call(request_, names::poll)); }
   bool is_on_stream() const override { return is_on_stream_; }
-  nb::object of_work() const override { return operation_; }
+  nb::object of_work() const override { return request_; }
 
  private:
-  const nb::object operation_;
+  const nb::object request_;
   const bool is_on_stream_;
 };
 
@@ -135,10 +135,10 @@ class PythonRunner final : public Runner {
   nb::object start(const Collective& call) override {
     try {
       const Begun begun = begin(call);
-      nb::object operation = call_with(end_, begun.work, begun.then, whole(call.note));
+      nb::object request = call_with(end_, begun.work, begun.then, whole(call.note));
       // What completes a result on a stream is ordered by a Work of Python's.
-      if (!begun.then.is_none()) return operation;
-      return nb::cast(std::make_unique<PythonStarted>(std::move(operation)));
+      if (!begun.then.is_none()) return request;
+      return nb::cast(std::make_unique<PythonStarted>(std::move(request)));
     } catch (nb::python_error& error) {
       raise_error(call_with(explain_, nb::borrow(error.value())));
     }

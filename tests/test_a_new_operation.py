@@ -41,9 +41,9 @@ OPERATION: Edits = {
             '        BackendOperation("barrier",',
         ),
         (
-            '        Collective("barrier",',
-            '        Collective("total", ("total",), (_in_place("tensor"), _OP), "I"),\n'
-            '        Collective("barrier",',
+            '        OperationSpec("barrier",',
+            '        OperationSpec("total", ("total",), (_in_place("tensor"), _OP), "I"),\n'
+            '        OperationSpec("barrier",',
         ),
     ],
     "collectives/tensor_collectives.py": [

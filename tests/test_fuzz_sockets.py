@@ -293,13 +293,13 @@ def use(table: FingerprintTable, call: int, kind: str, number: int, place: int) 
 
 
 READERS: Readers = {
-    "the door of shared memory": (visits, listener),
-    "the address of the door": (
+    "the listener of shared memory": (visits, listener),
+    "the address of the listener": (
         texts(f"meshdist-{'0a' * 16} {'1b' * 16}"),
         lambda text: address_of_listener(as_bytes(text)),
     ),
     "the trouble of an opening": (records(["rejected", "rank 0: none"], ["late", ""]), trouble),
-    "the door's answer": (answer_parts, answer_of_listener),
+    "the listener's answer": (answer_parts, answer_of_listener),
     "the greeting of a benchmark's rank": (
         records({"secret": "secret", "rank": 1, "side": "a", "size": 2}),
         greeting_of_bench,

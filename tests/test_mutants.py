@@ -140,12 +140,12 @@ def test_rooms_of_every_folder_have_tests() -> None:
 
 def test_the_report_counts_and_tells_what_was_not_caught() -> None:
     rows = [
-        {"name": f"meshdist/mesh/{letter}.py::f", "step": "room", **outcome, "file": f"{letter}.py"}
+        {"name": f"meshdist/mesh/{letter}.py::f", "step": "room", **verdict, "file": f"{letter}.py"}
         | {"function": "f", "was": "a <\n b", "now": "(a <= b)"}
-        for letter, outcome in {
-            "a": {"outcome": "caught"},
-            "b": {"outcome": "hangs"},
-            "c": {"outcome": "missed", "note": "equivalent: a is never b"},
+        for letter, verdict in {
+            "a": {"verdict": "caught"},
+            "b": {"verdict": "hangs"},
+            "c": {"verdict": "missed", "note": "equivalent: a is never b"},
             "d": {},
         }.items()
     ]
@@ -160,7 +160,7 @@ def test_the_report_is_of_the_verdicts_and_has_a_reason_for_each_that_is_left() 
     rows = json.loads(file.read_text(encoding="utf-8"))
     page = file.with_suffix(".md").read_text(encoding="utf-8")
     assert "\n".join(mutants.table(rows)) in page
-    left = [row for row in rows if row["outcome"] not in mutants.CAUGHT]
+    left = [row for row in rows if row["verdict"] not in mutants.CAUGHT]
     assert all(row["note"] and f": {row['note']}\n" in page for row in left)
     assert page.count("\n* ") == len(left)
 
@@ -175,14 +175,14 @@ def test_a_run_against_another(tmp_path: Path) -> None:
         if site.function == "coalesced" and site.kind == "return"
     )
     rows = [
-        {"name": site.name, "outcome": "caught"},
-        {"name": f"{path}::gone::return 1#0::return0", "outcome": "caught"},
+        {"name": site.name, "verdict": "caught"},
+        {"name": f"{path}::gone::return 1#0::return0", "verdict": "caught"},
     ]
     old, new = tmp_path / "old.json", tmp_path / "new.json"
     old.write_text(json.dumps(rows))
     command = ["packaging/mutants.py", "--workers", "1", "--against", str(old)]
     done = subprocess.run(
-        [sys.executable, *command, "--outcomes", str(new)],
+        [sys.executable, *command, "--verdicts", str(new)],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -191,5 +191,5 @@ def test_a_run_against_another(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"no longer exists: {rows[1]['name']}\n" in done.stdout
     (row,) = json.loads(new.read_text())
-    assert row["outcome"] == "caught" and row["test"] and row["step"] == "room"
+    assert row["verdict"] == "caught" and row["test"] and row["step"] == "room"
     assert (ROOT / path).read_text(encoding="utf-8") == source

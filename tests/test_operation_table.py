@@ -173,4 +173,4 @@ def test_no_room_asks_for_a_collectives_name() -> None:
     package = Path(md.__file__).parent
     asked = {str(file.relative_to(package)): asked_names(file) for file in package.rglob("*.py")}
     found = {name: texts for name, texts in asked.items() if texts and "bench/" not in name}
-    assert found == {"annotations/axis_types.py": ["collective == 'all_gather'"]}  # that of lax
+    assert found == {"annotations/axis_types.py": ["operation == 'all_gather'"]}  # that of lax

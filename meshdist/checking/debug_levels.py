@@ -40,7 +40,7 @@ TRACE = 5
 """The level of messages about every collective, below ``logging.DEBUG``."""
 
 logging.addLevelName(TRACE, "TRACE")
-operations_log = logging.getLogger("meshdist.operations")
+operations_log = logging.getLogger("meshdist.collectives")
 """Logs every collective, its rank and its caller's line, at level TRACE."""
 
 _CPP_LEVELS = {

@@ -126,7 +126,7 @@ class Backward:
         self.is_running: Callable[[], bool] = bool  # whether it has not ended, nor raised
         self.outcome: BackwardOutcome | None = None  # until it has ended
         self._late: list[int] = []  # parameters whose gradient came after its bucket had gone
-        self._places, self._is_learned = layout.places, layout.is_learned
+        self._places = layout.places
 
     # -- gradients come ---------------------------------------------------------------------------
 
@@ -148,7 +148,7 @@ class Backward:
         bucket_state = self.bucket_states[number]
         if bucket_state.streams is not None:
             bucket_state.streams.note()
-        if not self._is_learned:
+        if not self.layout.is_learned:
             self.reducer_state.expected_gradients.order.append(index)
             return
         more = count - self.reducer_state.expected_gradients.expected[index]

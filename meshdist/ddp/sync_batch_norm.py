@@ -45,7 +45,7 @@ class SyncBatchNorm(_BatchNorm):
     Gradients of ``weight`` and ``bias`` are this rank's own, for DDP to average, as in torch.
 
     Args:
-        num_features: device groups, the size of dim 1 of the input.
+        num_features: channels, the size of dim 1 of the input.
         eps: added to the variance.
         momentum: the share of the new batch in the running estimates; None averages all batches.
         affine: whether there are ``weight`` and ``bias``.
@@ -63,10 +63,10 @@ class SyncBatchNorm(_BatchNorm):
         needs none takes part then. There is no second derivative.
 
     Cost: one all-reduce of 3 C + 3 float64 in the forward and, if any rank's input needs a
-        gradient, one of 2 C in the backward, for C device groups.
+        gradient, one of 2 C in the backward, for C channels.
 
     Raises:
-        ShapeError: the input has fewer than 2 dims, or another number of device groups.
+        ShapeError: the input has fewer than 2 dims, or another number of channels.
         GradientError: in the backward: another rank ran the forward so that it has no backward,
             under ``no_grad`` say, while this rank needs its part.
 
@@ -195,9 +195,9 @@ class SyncBatchNorm(_BatchNorm):
     def _check_input_dim(self, input: torch.Tensor) -> None:
         if input.dim() < 2 or input.shape[1] != self.num_features or self.num_features == 0:
             raise ShapeError(
-                f"SyncBatchNorm of {self.num_features} device groups cannot take an input of shape "
+                f"SyncBatchNorm of {self.num_features} channels cannot take an input of shape "
                 f"{tuple(input.shape)}",
-                expected=f"at least 2 dims, {self.num_features or 'some'} device groups in dim 1",
+                expected=f"at least 2 dims, {self.num_features or 'some'} channels in dim 1",
                 fix="pass (0, C, ...) on a rank that has no data" if input.dim() < 2 else None,
             )
 
@@ -259,7 +259,7 @@ class _Normalization(torch.autograd.Function):
         has_backward: bool,
         group: ProcessGroup,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return (result, values per device group, means, sums of squared distances) of the group."""
+        """Return (result, values per channel, means, sums of squared distances) of the group."""
         wide = x.to(_wide_dtype(x.dtype))
         near = wide.mean(_channel_dims(wide)) if wide.numel() else wide.new_zeros(wide.shape[1])
         centred = wide - _by_channel(near, wide)
@@ -347,19 +347,19 @@ def _wide_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _channel_dims(x: torch.Tensor) -> list[int]:
-    """Return all dims but dim 1, the device groups."""
+    """Return all dims but dim 1, the channels."""
     return [dim for dim in range(x.dim()) if dim != 1]
 
 
 def _by_channel(values: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """Return one value per device group reshaped to broadcast to ``x``, in the dtype of ``x``."""
+    """Return one value per channel reshaped to broadcast to ``x``, in the dtype of ``x``."""
     return values.to(x.dtype).view(-1, *(1 for _ in range(x.dim() - 2)))
 
 
 def _local_statistics(
     centred: torch.Tensor, near: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return means and sums of squared distances per device group; ``centred`` is ``x - near``."""
+    """Return means and sums of squared distances per channel; ``centred`` is ``x - near``."""
     count = max(centred.numel() // centred.shape[1], 1)
     rest = centred.sum(_channel_dims(centred)).double()  # what the rounding of ``near`` cut off
     squares = centred.square().sum(_channel_dims(centred)).double()

@@ -138,7 +138,7 @@ def _joined_kinds(operands: Sequence[Operand], linearity: str, call: str) -> str
         spec = partial_sum.spec.update(unreduced=set())
         raise AxisTypeError(
             f"{call} is not linear in what is unreduced over {joined.axis!r}: each rank holds a "
-            "partial_sum",
+            "partial sum",
             where=where,
             expected=_FITTING_OPERANDS.get(linearity, "no unreduced operand"),
             found=_listed(operands),

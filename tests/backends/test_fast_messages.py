@@ -548,7 +548,7 @@ def told() -> list[str]:
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    log = logging.getLogger("meshdist.operations")
+    log = logging.getLogger("meshdist.collectives")
     log.addHandler(handler)
     x = torch.ones(3)
     for level in (5, logging.NOTSET):

@@ -177,7 +177,7 @@ def test_its_repr_has_collective_group_and_state_without_a_poll() -> None:
     assert repr(work) == "<Work: all_reduce on the world, finished>"
     broken = work_of(broken_hand())
     broken.is_completed()
-    assert repr(broken) == "<Work: collective on a group, failed with BackendError>"
+    assert repr(broken) == "<Work: operation on a group, failed with BackendError>"
 
 
 @pytest.mark.parametrize("backend", ["gloo", "simulated"])

@@ -28,10 +28,10 @@ from tests.pool import Pool, RunningProgram, free_port, places
 _SERVER = """
 import sys
 from datetime import timedelta
-from meshdist.bootstrap import server_watch
+from meshdist.bootstrap import store_liveness
 from meshdist.bootstrap.stores import bind_listener, serve_store
 
-server_watch._CLOSING_S = {patience_s}
+store_liveness._CLOSING_S = {patience_s}
 listener = {listener}
 store = serve_store(listener, "127.0.0.1", 0, timedelta(seconds=60))
 print(store.port, flush=True)

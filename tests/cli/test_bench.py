@@ -105,7 +105,7 @@ def test_strangers_that_connect_are_no_ranks() -> None:
     [
         (["--operations", "all_reduce,shout"], "'shout' is none of all_reduce, reduce, "),
         (["--operations", "allreduce"], "send_recv, barrier; did you mean 'all_reduce'?\n"),
-        (["--sides", "torch/executor"], "'torch/carrier' is none of meshdist/shm, "),
+        (["--sides", "torch/executor"], "'torch/executor' is none of meshdist/shm, "),
         (["--sizes", "8,many"], "'many' is not a size, such as 8, 256K or 64 MiB"),
         (["--sizes", "0"], "'0' is not a size"),
         (["--sizes", "1MB"], "'1MB' is not a size"),

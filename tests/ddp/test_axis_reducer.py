@@ -343,7 +343,7 @@ def test_a_loss_that_is_complete_over_the_wrappers_axis() -> None:
     text = refusal(AxisTypeError, body)
     assert text.startswith("backward of a loss invariant over 'dp', which DDP owns and divides\n")
     assert "axis 'dp' (size 2)" in text
-    assert "test_typed_owner.py:" in text
+    assert "test_axis_reducer.py:" in text
     assert "loss: float32[]" in text
     assert "drop the lax.pmean over 'dp'" in text
 

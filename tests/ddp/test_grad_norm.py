@@ -636,7 +636,7 @@ def test_a_gradient_that_is_unreduced(is_cut: bool) -> None:
         assert "axis 'tp' (size 2)" in lines[1]
         assert lines[2:] == [
             "  expected: complete gradients: the norm of a sum does not follow from those of its "
-            "partial_sums",
+            "partial sums",
             f"  found:    parameter 0, float32[4]{shown}",
             f"  fix:      sum it first: p.grad = md.annotate(lax.psum(p.grad, 'tp'){mark}); or "
             "clip behind md.accumulate_gradients, which sums at its end",

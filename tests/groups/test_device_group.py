@@ -142,7 +142,7 @@ def test_every_way_to_differ_is_told_on_both_members(
         lines = results[0][0][2].splitlines()
         for rank in (0, 1):
             assert lines[rank].startswith(f"rank {rank}: {shown[rank]} at "), case
-            assert "test_channel.py:" in lines[rank]
+            assert "test_device_group.py:" in lines[rank]
         is_message = case.startswith("message")
         summary = (
             "a message does not fit the tensor that receives it"
@@ -574,7 +574,7 @@ def test_across_hosts_a_timeout_tells_who_called_what(pool: Pool, tmp_path: Path
     assert kind == "CollectiveTimeoutError"
     assert "rank 0, call 2 on group of ranks 0-1: all_reduce((2, 2) float32, SUM) at " in text
     assert found.startswith("rank 1: did not arrive; last call 1 on the world: barrier() at ")
-    assert "test_channel.py" in found
+    assert "test_device_group.py" in found
 
 
 def test_a_member_that_destroys_its_world_leaves_the_others_their_own(pool: Pool) -> None:
@@ -630,7 +630,7 @@ def two_calls() -> None:
 def test_every_call_is_logged_at_trace_level(caplog: pytest.LogCaptureFixture) -> None:
     md.simulate(two_calls, 2)
     assert caplog.records == []
-    with caplog.at_level(TRACE, "meshdist.operations"):
+    with caplog.at_level(TRACE, "meshdist.collectives"):
         md.simulate(two_calls, 2)
     line = two_calls.__code__.co_firstlineno
     said = sorted(record.getMessage() for record in caplog.records)
@@ -648,5 +648,5 @@ def test_every_call_is_logged_at_trace_level(caplog: pytest.LogCaptureFixture) -
         ]
     )
     assert {(record.name, record.levelname) for record in caplog.records} == {
-        ("meshdist.operations", "TRACE")
+        ("meshdist.collectives", "TRACE")
     }

@@ -185,7 +185,7 @@ def told(caplog_level: int) -> list[str]:
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
-    log = logging.getLogger("meshdist.operations")
+    log = logging.getLogger("meshdist.collectives")
     log.addHandler(handler)
     log.setLevel(caplog_level)
     md.all_reduce(torch.ones(3))
