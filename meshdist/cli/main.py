@@ -21,7 +21,10 @@ def _help() -> str:
     for name in COMMANDS:
         module = importlib.import_module(f"meshdist.cli.{name}")
         lines.append(f"  {name:<10}{module.SUMMARY}")
-    lines += ["", "meshdist COMMAND --help tells more; meshdist --version prints the version."]
+    lines += [
+        "",
+        "Run `meshdist COMMAND --help` for options, `meshdist --version` for the version.",
+    ]
     return "\n".join(lines)
 
 
@@ -50,7 +53,7 @@ def _run(argv: Sequence[str] | None) -> int:
     if name not in COMMANDS:
         problem, fix = "no command is given", "meshdist run -n 4 script.py, or meshdist --help"
         if name:
-            problem, fix = f"there is no command {name!r}", "meshdist --help lists them"
+            problem, fix = f"unknown command {name!r}", "run `meshdist --help` for the commands"
         text = explain(problem, expected="one of: " + ", ".join(COMMANDS), fix=fix)
         return report_usage_error("meshdist", text)
     code: int = importlib.import_module(f"meshdist.cli.{name}").main(rest)

@@ -32,7 +32,7 @@ _OF_ANOTHER = re.compile(
     | \bwas\ interrupted\ by\b
     | :\ gives\ no\ answer:\ it\ has\ ended | give\ no\ answer:\ they\ have\ ended
     | \bfound:\ +rank\ \d+\ (has\ ended|ended\ by)\b
-    | StoreError: | \bstore\ (is|was)\ lost\b | \bprocess\ that\ serves\ the\ store\ has\ ended\b
+    | StoreError: | \bstore\ (is|was)\ lost\b | \bprocess\ that\ hosts\ the\ store\ has\ ended\b
     | Connection\ (closed|reset)\ by\ peer          # Gloo
     | remote\ process\ exited                       # NCCL
     | DistNetworkError: | failed\ to\ recv,\ got\ 0\ bytes | TCPStore.{0,80}Broken\ pipe
@@ -208,7 +208,7 @@ def places_text(places: Mapping[int, bytes]) -> bytes:
         >>> print(places_text({0: b"  at home", 1: b"", 2: b"  at home"}).decode(), end="")
         meshdist: ranks 0, 2 were here:
           at home
-        meshdist: rank 1 did not answer where: stopped, or inside one long call
+        meshdist: rank 1 did not report a stack: stopped, or inside one long call
     """
     silent = sorted(rank for rank, text in places.items() if not text)
     told = [Report(rank, text) for rank, text in sorted(places.items()) if text]
@@ -219,7 +219,7 @@ def places_text(places: Mapping[int, bytes]) -> bytes:
         for group in grouped(told)
     ]
     if silent:
-        text = "did not answer where: stopped, or inside one long call"
+        text = "did not report a stack: stopped, or inside one long call"
         parts.append(f"meshdist: {ranks_text(silent)} {text}\n".encode())
     return b"".join(parts)
 
@@ -242,9 +242,9 @@ def summary_of(
     if others:
         text += f"; {ranks_text(sorted(others))} failed after it"
     if before:
-        text += f"; {ranks_text(before)} had ended before, with exit code 0"
+        text += f"; {ranks_text(before)} had already exited with code 0"
     if num_stopped:
-        text += f"; stopped {num_stopped} other rank(s) of this host"
+        text += f"; stopped {num_stopped} other rank(s) on this host"
     return text
 
 

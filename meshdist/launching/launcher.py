@@ -93,13 +93,13 @@ def _check(command: object, nprocs: int, place: JobPlace) -> None:
     nnodes, node_rank, port = place.nnodes, place.node_rank, place.master_port
     if not command:
         raise LaunchError(
-            "there is no command to start",
+            "no command to start",
             expected="a script, or -m and a module",
             fix="meshdist run -n 4 script.py",
         )
     counts = (
         (nprocs, f"cannot start {nprocs} processes", "-n (nprocs)", "meshdist run -n 4 script.py"),
-        (nnodes, f"a job cannot run on {nnodes} hosts", "--nnodes", None),
+        (nnodes, f"a job cannot run on {nnodes} hosts", "--nnodes", "pass --nnodes 1 or more"),
     )
     for count, problem, where, fix in counts:
         if count < 1:
@@ -111,23 +111,24 @@ def _check(command: object, nprocs: int, place: JobPlace) -> None:
             where="--node-rank",
             expected=f"0 to {nnodes - 1}: less than --nnodes",
             found=str(node_rank),
-            fix="give each host its own number, from 0",
+            fix="pass a different --node-rank on each host, from 0",
         )
     if nnodes > 1 and not place.master_addr:
         raise LaunchError(
             f"a job on {nnodes} hosts needs the address of host 0",
             where="--master-addr",
-            expected="a name or address by which every host reaches host 0",
+            expected="a name or address of host 0 that every host can reach",
             found="nothing",
             fix=f"meshdist run --nnodes {nnodes} --node-rank {node_rank} "
             "--master-addr HOST0 -n 4 script.py",
         )
     if port is not None and not 0 <= port < 65536:
         raise LaunchError(
-            f"{port} is no port",
+            f"{port} is not a port",
             where="--master-port",
-            expected="1 to 65535, or nothing to have one chosen on a single host",
+            expected="1 to 65535",
             found=str(port),
+            fix="pass a port from 1 to 65535, or omit --master-port on a single host",
         )
 
 
@@ -137,10 +138,10 @@ def _say_where_the_store_listens(address: str, port: int, nnodes: int) -> None:
         return
     place = f"{address}, port {port}"
     if not is_loopback and nnodes > 1:
-        place = f"every interface of this host, port {port}, for the others to reach as {address}"
+        place = f"every interface of this host, port {port} (other hosts connect to {address})"
     print(
-        f"meshdist: rank 0's store listens on {place}; whoever reaches it can join or disturb "
-        "the job (it asks for no password), so keep the port inside the cluster",
+        f"meshdist: rank 0's store listens on {place}; any process that reaches it can join or "
+        "disturb the job (there is no password), so keep the port inside the cluster",
         file=sys.stderr,
         flush=True,
     )
@@ -314,14 +315,14 @@ class _LocalRanks:
 
     def _say_what_ends(self, received: int) -> None:
         how = "interrupted" if received == signal.SIGINT else signal.Signals(received).name
-        text = f"meshdist: {how}; ending {len(self._launch.running)} rank(s) of this host"
+        text = f"meshdist: {how}; stopping {len(self._launch.running)} rank(s) on this host"
         if received == signal.SIGINT:
-            text += " (Ctrl-C again kills them at once)"
+            text += " (press Ctrl-C again to kill them immediately)"
         show(sys.stderr, f"{text}\n".encode())
 
     def _say_who_was_killed(self, ranks: Sequence[int]) -> None:
         text = f"meshdist: killed {ranks_text(ranks)}, still running after the signal"
-        show(sys.stderr, f"{text}; --shutdown-timeout gives more seconds\n".encode())
+        show(sys.stderr, f"{text}; pass a longer --shutdown-timeout to wait longer\n".encode())
 
     def _step(self, timeout_s: float | None = None) -> None:
         """Wait for the launch's next event, and show the output that has waited long enough."""
@@ -394,7 +395,7 @@ class _LocalRanks:
             and self._console.num_shown == self._late_at
             and not others
         ):
-            end, text = ". Its report stands above.", b""
+            end, text = ". Its report is above.", b""
         else:
             end = ". The end of its stderr:" if text.strip() else ". It wrote nothing to stderr."
         equal = [report.rank for report in same]

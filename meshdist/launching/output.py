@@ -102,9 +102,10 @@ class Output:
         for flag, ranks in (("--ranks", self.ranks or ()), ("--terminal", terminal)):
             if max(ranks, default=0) >= world_size:
                 raise LaunchError(
-                    f"there is no rank {max(ranks)} among {world_size}",
+                    f"rank {max(ranks)} does not exist in a job of {world_size} rank(s)",
                     where=flag,
                     expected=f"0 to {world_size - 1}",
+                    fix=f"pass ranks below {world_size}, or start more ranks with -n",
                 )
 
     def destination(self, kind: str, *, rank: int, local_rank: int) -> Destination:
@@ -134,7 +135,7 @@ class Output:
             os.makedirs(self.log_dir, exist_ok=True)
         made = tempfile.mkdtemp(prefix="none_", dir=self.log_dir)  # as torchrun's without a name
         folder = os.path.join(made, "attempt_0")  # as torchrun's first, where there may be more
-        print(f"meshdist: the ranks' output goes to {folder}", file=sys.stderr, flush=True)
+        print(f"meshdist: writing the ranks' output to {folder}", file=sys.stderr, flush=True)
         return folder
 
     def _open(self, local_rank: int, name: str) -> BinaryIO:
@@ -144,10 +145,10 @@ class Output:
             return open(os.path.join(folder, name), "wb", buffering=0)
         except OSError as error:
             raise LaunchError(
-                f"the ranks' output cannot be written to files: {error.strerror}",
+                f"cannot write the ranks' output to files: {error.strerror}",
                 where=f"--log-dir, {error.filename}",
-                expected="a folder in which files can be made",
-                fix="name another --log-dir",
+                expected="a writable folder",
+                fix="pass another --log-dir",
             ) from None
 
 
@@ -352,7 +353,7 @@ class Stream:
             while data:
                 data = data[self._file.write(data) or 0 :]
         except OSError as error:  # the job goes on without it
-            text = f"meshdist: no more is written to {self._file.name}: {error.strerror}\n"
+            text = f"meshdist: stopped writing to {self._file.name}: {error.strerror}\n"
             show(sys.stderr, text.encode())
             self._file = None
 

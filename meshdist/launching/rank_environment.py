@@ -227,6 +227,6 @@ def reserve_port(address: str = "127.0.0.1", port: int | None = None) -> Reserva
         raise LaunchError(
             f"rank 0 cannot listen on {place}: {reason}",
             where=f"host {socket.gethostname()}",
-            expected="an address of this host and a port that nobody uses",
-            fix="leave out --master-port and --master-addr on one host, or name others",
+            expected="an address of this host and a free port",
+            fix="omit --master-port and --master-addr on a single host, or pass others",
         ) from None

@@ -14,8 +14,8 @@ from torch._C._dynamo.eval_frame import (
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 _WHY_NOT_TRACED = (
-    "what meshdist does is no part of a graph: a collective waits for other ranks, marks are not seen "
-    "there; without fullgraph=True one graph ends before the call and another begins behind it"
+    "meshdist calls cannot be part of a graph: a collective waits for other ranks, and annotations "
+    "are not visible there; without fullgraph=True, torch.compile breaks the graph at the call"
 )
 
 

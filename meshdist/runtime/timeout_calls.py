@@ -197,7 +197,7 @@ class _Watchdog:
                 try:
                     each.look()
                 except Exception:
-                    _log.exception("a communicator could not be looked after")
+                    _log.exception("the watchdog failed to check a communicator")
             del watched
 
     def end(self) -> None:

@@ -96,10 +96,10 @@ def isolate_names() -> None:
     global _is_isolated
     if _LACKING:
         raise BackendError(
-            f"torch {torch.__version__} cannot have a world of its own on simulated ranks",
-            expected="one of the versions that are tested, see docs/versions.md",
-            found=f"none of its inner {', '.join(_LACKING)}",
-            fix="install such a torch, or run the program as processes: "
+            f"torch {torch.__version__} does not support process groups of simulated ranks",
+            expected="a tested torch version, see docs/versions.md",
+            found=f"torch without its internal {', '.join(_LACKING)}",
+            fix="install a tested torch version, or run the program as processes: "
             "meshdist run -n 4 script.py",
         )
     _is_isolated = True
@@ -161,8 +161,8 @@ def _open_checked(
         wanted = _torchs.BackendConfig(backend).get_device_backend_map().values()
         if others := sorted({*wanted} - _MAY_SERVE):
             raise BackendError(
-                f"torch's backend {others[0]!r} serves processes, and this is a simulated rank",
-                expected="the backend 'simulated', for torch's world and each of its groups",
+                f"torch's backend {others[0]!r} cannot run on simulated ranks, only on processes",
+                expected="backend 'simulated' for each process group of torch",
                 fix='torch.distributed.init_process_group("simulated", '
                 'init_method="simulated://"), or run the program as processes: '
                 "meshdist run -n 4 script.py",
