@@ -316,7 +316,7 @@ class _Reader:
             return RendezvousError(
                 "a notebook or console is a single process: no launcher started other ranks",
                 where=f"process {os.getpid()}, init_method env://",
-                expected="a function with a rank's code, run on simulated ranks or in new processes",
+                expected="a rank's code in a function, run on simulated ranks or in new processes",
                 found=self._found(),
                 fix="def program():\n"
                 "    ...  # create the mesh here and use it\n"

@@ -160,7 +160,7 @@ class RendezvousRound:
                 break
         else:
             raise RendezvousError(
-                f"cannot join: {_MOST_TRIES} worlds of the store ended while this process was joining",
+                f"cannot join: {_MOST_TRIES} worlds of the store ended while this process joined",
                 where=f"{self.origin}; {self.process_info}",
                 expected="a world that waits for this process",
                 found=f"worlds up to number {init_arguments[0]}, all closed by other processes",

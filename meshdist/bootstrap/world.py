@@ -57,7 +57,7 @@ class Caches:
         return value
 
     def of(self, kind: type[T], make: Callable[[], T] | None = None) -> T:
-        """Return the only object of type ``kind``; create it by ``make`` or ``kind()`` if needed."""
+        """Return the only object of type ``kind``; create it with ``make`` if needed."""
         found = self.find(kind, None)
         return self.keep(kind, None, (make or kind)()) if found is None else found
 

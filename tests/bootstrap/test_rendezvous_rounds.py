@@ -144,7 +144,7 @@ def test_a_process_for_which_no_world_stays_open_says_so() -> None:
     with pytest.raises(md.RendezvousError) as caught:
         as_rank(0, 2)(Closing())
     assert str(caught.value) == (
-        "cannot join: 8 worlds of the store ended while this process was joining\n"
+        "cannot join: 8 worlds of the store ended while this process joined\n"
         f"  where:    a test; {my_process_info()}\n"
         "  expected: a world that waits for this process\n"
         "  found:    worlds up to number 14, all closed by other processes\n"
