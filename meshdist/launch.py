@@ -1,4 +1,4 @@
-"""``python -m meshdist.launch``: starts a program with the flags of torch.distributed.launch."""
+"""Start a program with the flags of torch.distributed.launch: ``python -m meshdist.launch``."""
 
 from __future__ import annotations
 

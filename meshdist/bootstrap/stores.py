@@ -41,8 +41,8 @@ which can take ten seconds if the name server does not respond."""
 
 _BACKLOG = 4096
 # Descriptors, measured in worlds of 1 to 5 ranks: those of a process that can communicate, and
-# those that the store's host needs in addition for each other rank: for its requests, its alarm, and
-# a first probe of the listener or a copy of its alarm at the end. Groups count their own.
+# those that the store's host needs in addition for each other rank: for its requests, its alarm,
+# and a first probe of the listener or a copy of its alarm at the end. Groups count their own.
 _DESCRIPTORS = 16
 _DESCRIPTORS_TO_SERVE = 24
 _DESCRIPTORS_PER_CLIENT = 3

@@ -1,4 +1,4 @@
-"""``meshdist bench``: what communication costs on this machine."""
+"""Implement ``meshdist bench``, which measures communication on this machine."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def _count(text: str) -> int:
 
 
 def _sizes(text: str) -> list[int]:
-    """Return the bytes of each size of a comma list: as ``size_text`` writes them, or bare."""
+    """Return the sizes of a comma-separated list in bytes, with or without units."""
     sizes = []
     for word in text.split(","):
         found = _SIZE.fullmatch(word)
@@ -99,7 +99,7 @@ def _sizes(text: str) -> list[int]:
 
 
 def _some_of(known: Sequence[str]) -> Callable[[str], list[str]]:
-    """Return a parser of comma-separated words, which raises for a word not in ``known``."""
+    """Return a parser of comma-separated words that raises for words not in ``known``."""
 
     def listed(text: str) -> list[str]:
         words = text.split(",")

@@ -1,4 +1,4 @@
-"""``meshdist doctor``: what this machine has, what is missing, and whether ranks can talk."""
+"""Implement ``meshdist doctor``, which reports this machine's setup and tests backends."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def main(argv: Sequence[str]) -> int:
     problem = None
     try:
         import torch  # noqa: F401
-    except Exception as error:  # a broken install raises anything
+    except Exception as error:  # a broken installation can raise any exception
         problem = f"cannot import torch: {type(error).__name__}: {error}"
     if problem is None:
         _examine(report, None if arguments.no_check else arguments.timeout)
@@ -92,11 +92,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _examine(report: dict[str, Any], timeout_s: float | None) -> None:
-    """Add to the report what needs torch, and the outcome of a run of two ranks over each CPU
-    backend.
+    """Add the findings that need torch, and a check of each CPU backend with two ranks.
 
     Args:
-        timeout_s: seconds that a run may take; None starts no ranks.
+        timeout_s: timeout of each check in seconds; None skips the checks.
     """
     report["gpus"] = find_gpus()
     report["backends"] = backends = find_backends()
@@ -173,7 +172,7 @@ def _backend_text(backend: dict[str, Any]) -> str:
 
 
 def _huge_pages_text(state: str | None, setting: str | None) -> str:
-    """Return words for the system's ``state`` of huge pages and torch's variable ``setting``."""
+    """Describe the system's huge-page ``state`` and torch's variable ``setting``."""
     if state is None:
         return "not reported by this system"
     if state == "never":
@@ -191,7 +190,7 @@ def _huge_pages_text(state: str | None, setting: str | None) -> str:
 
 
 def mpi_rows(mpi: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return the rows of the table that describe the MPI library."""
+    """Return the table rows about the MPI library."""
     if "library" not in mpi:
         return [("library", f"{mpi['reason']}\nfix: {mpi['fix']}")]
     is_usable = mpi["threads"] == "MULTIPLE"
@@ -237,7 +236,7 @@ def _print_table(console: Console, is_whole: bool, is_terminal: bool) -> None:
 
 
 def _exceptions(grid: list[tuple[str, ...]]) -> list[tuple[str, str]]:
-    """Return for each backend of ``grid`` which collectives take several calls, or are not there."""
+    """Return each backend's collectives that take several calls or are not supported."""
     (_, *backends), *rows = grid
     found: dict[str, dict[str, list[str]]] = {name: {} for name in ("every backend", *backends)}
     for operations, *cells in rows:

@@ -1,4 +1,4 @@
-"""The common part of the commands: the parser, and the arguments that start a program."""
+"""Define the argument parser and the launch arguments that all commands share."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ def report_usage_error(program: str, text: str) -> int:
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse's parser, which accepts no abbreviations and explains a wrong argument."""
+    """ArgumentParser without abbreviations, and with explained errors."""
 
     def __init__(self, prog: str, usage: str, description: str, epilog: str) -> None:
         form = argparse.RawDescriptionHelpFormatter
         super().__init__(prog, usage, description, epilog, formatter_class=form, allow_abbrev=False)
 
     def error(self, message: str) -> NoReturn:
-        """Print what is wrong and where help is; exit."""
+        """Print the error with the usage and a fix, and exit."""
         usage = self.format_usage().strip().removeprefix("usage: ")
         text = explain(message, expected=usage, fix=f"run `{self.prog} --help` for all options")
         self.exit(report_usage_error(self.prog, text))
 
 
 def add_launch_arguments(parser: argparse.ArgumentParser, *, short: bool) -> None:
-    """Add torchrun's flags, with -n for processes if ``short``, and the program with arguments."""
+    """Add torchrun's flags, ``-n`` if ``short``, and the program with its arguments."""
     add_torchrun_flags(parser, short=short)
     parser.add_argument(
         "command", nargs=argparse.REMAINDER, metavar="script.py ...", help="script and arguments"
@@ -43,7 +43,7 @@ def add_launch_arguments(parser: argparse.ArgumentParser, *, short: bool) -> Non
 
 
 def command_of(program: str, arguments: argparse.Namespace) -> tuple[list[str], list[str]]:
-    """Return (command that starts the program, the program's arguments); or raise LaunchError."""
+    """Return the command that starts the program, and the program's arguments."""
     words = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
     if not words:
         raise LaunchError(
@@ -84,11 +84,11 @@ def launch(
     hands_local_rank: bool = False,
     **output: Any,
 ) -> int:
-    """Start the job that ``arguments`` ask for; return its exit code, 2 if it cannot start.
+    """Start the job of ``arguments``; return its exit code, or 2 if it cannot start.
 
     Args:
-        hands_local_rank: whether the program gets ``--local-rank=N`` as its first argument.
-        output: fields of ``Output``.
+        hands_local_rank: whether to pass the program ``--local-rank=N`` as its first argument.
+        output: further fields of ``Output``.
     """
     try:
         settings = launch_settings(arguments, **output)

@@ -1,4 +1,4 @@
-"""``meshdist run``: one program as several processes."""
+"""Implement ``meshdist run``, which starts a program as several processes."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ _OF_MPIEXEC_TOO = {"nproc_per_node", "module", "no_python", "command", "launcher
 
 
 def _become_mpiexec(arguments: argparse.Namespace, given: set[str]) -> int:
-    """Replace this process by mpiexec; raise LaunchError for options in ``given`` it lacks."""
+    """Replace this process by mpiexec; raise LaunchError for unsupported options in ``given``."""
     start, rest = command_of(_PROGRAM, arguments)
     nprocs = number_of_processes(arguments.nproc_per_node)
     if nprocs < 1:

@@ -32,7 +32,7 @@ _UNSERVED = (
     *("monitor-interval", "start-method", "run-path", "event-log-handler", "logs-specs"),
     *("numa-binding", "virtual-local-rank", "duplicate-stdout-filters", "duplicate-stderr-filters"),
 )
-"""torchrun's flags that this launcher raises an error for: most are of its elastic agent."""
+"""Flags of torchrun that raise an error here; most belong to its elastic agent."""
 
 
 def add_torchrun_flags(parser: argparse.ArgumentParser, *, short: bool) -> None:
@@ -91,7 +91,7 @@ def _add(
     parser.add_argument(*spellings, default=default, help=text, **options)
 
 
-# -- what they mean -----------------------------------------------------------------------------
+# -- parsed values ------------------------------------------------------------------------------
 
 
 def _raise_for_unserved(arguments: argparse.Namespace) -> None:
@@ -106,7 +106,7 @@ def _raise_for_unserved(arguments: argparse.Namespace) -> None:
 
 
 def launch_settings(arguments: argparse.Namespace, **output: Any) -> dict[str, Any]:
-    """Return the keyword arguments of ``run_processes``; ``output`` are more fields of Output."""
+    """Return the keyword arguments of ``run_processes``; ``output`` has further Output fields."""
     _raise_for_unserved(arguments)
     nnodes, address, port = arguments.nnodes, arguments.master_addr, arguments.master_port
     if arguments.standalone:
@@ -127,7 +127,7 @@ def launch_settings(arguments: argparse.Namespace, **output: Any) -> dict[str, A
 
 
 def number_of_processes(text: str) -> int:
-    """Return the number that ``--nproc-per-node=text`` means; raise LaunchError if it is none."""
+    """Return the number of processes of ``--nproc-per-node=text``; raise LaunchError if invalid."""
     if re.fullmatch(r"-?\d+", text, re.ASCII):
         return int(text)
     if text == "cpu":

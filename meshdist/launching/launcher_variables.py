@@ -128,10 +128,10 @@ def find_launcher(environment: Mapping[str, str], *, is_mpi_asked: bool) -> Laun
         is_mpi_asked: whether to consider only launchers of MPI ranks.
 
     Example:
-        >>> variables = {"PMI_RANK": "1", "PMI_SIZE": "4", "FLUX_TASK_RANK": "1", "FLUX_JOB_SIZE": "4"}
-        >>> find_launcher(variables, is_mpi_asked=False).name
+        >>> both = {"PMI_RANK": "1", "PMI_SIZE": "4", "FLUX_TASK_RANK": "1", "FLUX_JOB_SIZE": "4"}
+        >>> find_launcher(both, is_mpi_asked=False).name
         'Flux'
-        >>> find_launcher({**variables, "FLUX_JOB_SIZE": "2"}, is_mpi_asked=False).name
+        >>> find_launcher({**both, "FLUX_JOB_SIZE": "2"}, is_mpi_asked=False).name
         'Hydra'
     """
 

@@ -196,12 +196,12 @@ class Console:
         self._lines: dict[object, _OutputLine] = {}
 
     def show(self, owner: Stream, screen: TextIO, data: bytes) -> None:
-        """Write ``data`` of ``owner`` to ``screen``, separate from other streams' unfinished lines."""
+        """Write ``data`` of ``owner`` to ``screen``, apart from unfinished lines of others."""
         self.num_shown += 1
         place = _place(screen)
         line = self._lines.get(place)
-        # End an unfinished line of another stream first; redraw a terminal's line (usually a progress
-        # bar) afterwards.
+        # End an unfinished line of another stream first; redraw a terminal's line, usually a
+        # progress bar, afterwards.
         if line is not None and line.owner is not owner:
             if line.owner.is_terminal and data.endswith(b"\n"):
                 show(screen, _ERASE + data + line.text)
@@ -247,8 +247,8 @@ class Stream:
         self.is_terminal = destination.is_terminal
         self.has_ended = False  # whether every writer has closed the other end
         self.reported_at: float | None = None  # when the last traceback began
-        # A traceback, and the output after it, that is not shown yet. It is shown in one piece: after
-        # three seconds without output, after six seconds at most, or when it is taken.
+        # A traceback, and the output after it, that is not shown yet. It is shown in one piece:
+        # after three seconds without output, after six seconds at most, or when it is taken.
         self.report = b""
         self._console = console
         self._screen = destination.screen

@@ -208,7 +208,7 @@ def reserve_port(address: str = "127.0.0.1", port: int | None = None) -> Reserva
         family, _, _, _, target = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0]
         with contextlib.ExitStack() as sockets:
             if port is None:
-                # The port must be free on every interface, because torch's store listens on all of them.
+                # The port must be free on all interfaces, since torch's store listens on all.
                 everywhere = sockets.enter_context(_bound_everywhere())
                 port = int(everywhere.getsockname()[1])
                 if sys.platform != "linux":
