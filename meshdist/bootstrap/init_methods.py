@@ -240,7 +240,7 @@ def _split(init_method: str) -> SplitResult:
 
 
 def _with_query(url: SplitResult, rank: int, world_size: int) -> tuple[int, int]:
-    """Return rank and size from the call or the URL; raise if both set the same one."""
+    """Return rank and size from the call or the URL; raise if both set the same value."""
     given = dict(zip(_IN_QUERY, (rank, world_size), strict=True))
     for name, text in parse_qsl(url.query, keep_blank_values=True):
         if name not in given:

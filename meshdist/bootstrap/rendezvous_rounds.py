@@ -105,7 +105,7 @@ class Rendezvous:
 
 @dataclass
 class RendezvousRound:
-    """One process's rendezvous with ``size`` ranks in a store.
+    """Rendezvous of this process with ``size`` ranks in a store.
 
     Args:
         handle: makes the requests to the shared store.
@@ -275,7 +275,7 @@ class RendezvousRound:
     def _give_up(
         self, generation_store: Store, make_outcome: Callable[[Store], dict[str, Any]]
     ) -> dict[str, Any] | None:
-        """Return the outcome of the failure, or None if another rank has written one."""
+        """Return the outcome of the failure, or None if another rank has written an outcome."""
         is_written = generation_store.add("gave up", 1) > 1 and await_key(
             generation_store, "state", Deadline(_TELLING_S)
         )

@@ -1,4 +1,4 @@
-"""Cache the stores of addresses, and close each one after its last world and client are gone.
+"""Cache stores by address, and close each store after its last world and client are gone.
 
 A process that hosts a store may leave its world before the other ranks, and initialize again at
 the same address. Its store is closed only when its last world in this process has ended and no

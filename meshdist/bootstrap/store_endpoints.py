@@ -89,7 +89,7 @@ def place_of(address: str, port: int) -> Hashable:
 
 
 def _serve_or_find(address: str, port: int, timeout: timedelta) -> Store:
-    """Host a new store on rank 0, or connect to one that another process has left open."""
+    """Host a new store on rank 0, or connect to a store that another process has left open."""
     # If rank numbers have changed, the former rank 0 may close its store a little later.
     host, grace = numeric_loopback(address or "127.0.0.1"), Deadline(_FORMER_STORE_S)
     while True:

@@ -4,7 +4,7 @@ If the server is lost, torch's client prints to stderr on its next request. A cl
 first checks a second connection to the store, and the server's process if it runs on the same
 host. It writes the address of that connection to the store. A server that ends normally finds
 these connections among its own sockets, and waits until the clients have closed them. Then it
-closes its side of the remaining ones, and waits briefly for clients with requests in flight.
+closes its side of the remaining connections, and waits briefly for clients with requests in flight.
 
 Torch's own wait for a key cannot be canceled, and prints to stderr when it expires. A KeyAlarm
 sends torch's wait request over a socket that can be polled. The requests "wait for a", "cancel",
@@ -244,7 +244,7 @@ class _Clients:
         self._process_id = os.getpid()
 
     def update(self, seconds: float = 0.0) -> None:
-        """Add new clients' connections, and drop the ones that close within ``seconds``."""
+        """Add new clients' connections, and drop connections that close within ``seconds``."""
         store = self._store()
         told = b"" if store is None else store.compare_set(_CLIENTS, _NO_VALUE, _NO_VALUE)
         if store is not None and told != self._told:

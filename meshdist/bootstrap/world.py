@@ -349,7 +349,7 @@ def get_usable_world() -> World:
 
 
 def install_world(world: World) -> None:
-    """Set the process's world; raise WorldError if the process already has one."""
+    """Set the process's world; raise WorldError if the process already has a world."""
     global _forks_at_world
     former = _of_process[0]
     if former is not None:
@@ -369,7 +369,7 @@ def remove_world(world: World) -> None:
 
 
 def enter_world(world: World) -> None:
-    """Set ``world`` as the world of this thread (a simulated rank), replacing a closed one."""
+    """Set ``world`` as the world of this thread (a simulated rank), replacing a closed world."""
     _used_contexts[:] = [_of_context]
     _of_context.set(world)
 

@@ -6,8 +6,8 @@ belong together when the error texts are equal except for the line about the ran
 
 A rank that fails makes other ranks fail, and its process may end after theirs. The last text that
 a rank wrote to stderr shows whether its error quotes another rank, and the start of its traceback
-shows when it failed. Only the text is used, because ranks may run any program, for example one
-with torch.distributed.
+shows when it failed. Only the text is used, because ranks may run any program, for example a
+program of torch.distributed.
 """
 
 from __future__ import annotations

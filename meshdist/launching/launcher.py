@@ -163,7 +163,7 @@ def run_processes(
         command: program and arguments, or a function that returns them for a local rank.
         nprocs: the number of ranks on this host, and on every other host of the job.
         env: the base environment (default: this process's).
-        place: this host's part of the job; without a port, a free one on a single host, else 29500.
+        place: this host's part of the job; the default port is a free port on a single host, else 29500.
         output: where the ranks' output goes.
         signals: the signals that end the job; None for SIGINT, SIGTERM and, unless it is ignored,
             SIGHUP.
@@ -336,7 +336,7 @@ class _LocalRanks:
             self._show_late_reports()
 
     def _show_late_reports(self) -> None:
-        """Print held tracebacks that are due, together with equal ones of other ranks."""
+        """Print held tracebacks that are due, together with equal tracebacks of other ranks."""
         late = {rank for rank, stream in self._errors.items() if stream.has_late_report()}
         waiting = [Report(rank, stream.report) for rank, stream in sorted(self._errors.items())]
         for group in grouped([report for report in waiting if report.text]) if late else ():

@@ -14,7 +14,7 @@ _BATCH_STEPS = 0xFFFFFFF0
 
 @dataclass(frozen=True)
 class LauncherVariables:
-    """A launcher and the names of its variables; "" or () if it does not set one.
+    """A launcher and the names of its variables; "" or () if it does not set the variable.
 
     Args:
         rank: this process's rank; "" if it follows from ``host`` and ``local_rank``.

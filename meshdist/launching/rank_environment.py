@@ -72,7 +72,7 @@ def foreign_rank_variables(
 
 @dataclass(frozen=True)
 class JobPlace:
-    """This host's part of a job.
+    """Part of a job on this host.
 
     Args:
         nnodes: the number of hosts, each with its own launcher.

@@ -28,13 +28,13 @@ from typing import Any
 class ForkSafeLock:
     """Holder of a module's lock, used as ``with it.current``; replaced in a forked child."""
 
-    # Not a lock itself: a signal handler may raise inside an ``__enter__`` written in Python, and the
-    # lock would stay held. A thread that forks inside releases the lock that it has acquired.
+    # Not a lock itself: a signal handler may raise inside an ``__enter__`` written in Python, and
+    # the lock would stay held. A thread that forks inside releases the lock that it has acquired.
 
     def __init__(self, make: Callable[[], Any] = threading.Lock) -> None:
         self._make, self.current = make, make()
         os.register_at_fork(after_in_child=self.renew)
 
     def renew(self) -> None:
-        """Replace the lock by a new, unlocked one."""
+        """Replace the lock by a new, unlocked lock."""
         self.current = self._make()

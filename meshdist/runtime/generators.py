@@ -57,8 +57,8 @@ class _NumpyGenerator(np.random.MT19937):
     """NumPy's global bit generator of a simulated rank, exchanged as an object."""
 
     # Exchanging the object takes 0.5 us; copying its 624 words takes 100 us. The global RandomState
-    # also caches the second of a pair of normal samples. To move only that sample with get_state and
-    # set_state, this class omits the words while ``is_exchanged``.
+    # also caches the second of a pair of normal samples. To move only that sample with get_state
+    # and set_state, this class omits the words while ``is_exchanged``.
     is_exchanged = False
 
     @property

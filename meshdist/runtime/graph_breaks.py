@@ -14,15 +14,16 @@ from torch._C._dynamo.eval_frame import (
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 _WHY_NOT_TRACED = (
-    "meshdist calls cannot be part of a graph: a collective waits for other ranks, and annotations "
-    "are not visible there; without fullgraph=True, torch.compile breaks the graph at the call"
+    "meshdist calls cannot be part of a graph: a collective waits for other ranks, and "
+    "annotations are not visible there; without fullgraph=True, torch.compile breaks the graph at "
+    "the call"
 )
 
 
 def untraced(function: _F) -> _F:
     """Mark ``function`` so that torch.compile never traces its call; return it."""
-    # Like torch.compiler.disable, but without importing the compiler and without a wrapper. Apply it
-    # below ``contextmanager`` for a context.
+    # Like torch.compiler.disable, but without importing the compiler and without a wrapper. Apply
+    # it below ``contextmanager`` for a context.
     never = FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP)
     set_code_exec_strategy(function.__code__, never)  # when the function runs
     marked = cast(Any, function)

@@ -188,7 +188,7 @@ class ProcessInfo:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> ProcessInfo:
-        """Return the process info of ``to_json`` values, ignoring other keys; may raise ValueError."""
+        """Return the info of ``to_json`` values, ignoring other keys; may raise ValueError."""
         kinds = {"pid": int, "start": str, "host": str, "hostname": str}
         found: dict[str, Any] = {name: values.get(name) for name in kinds}
         if not all(type(found[name]) is kind for name, kind in kinds.items()):
