@@ -59,7 +59,7 @@ class InitArguments:
         world_size: the number of ranks; -1 if the URL or the environment sets it.
         store: a store that all ranks share, instead of a URL; needs rank and world_size.
         group_name: separates several worlds at one address.
-        backends: the backends that this process can use; all ranks agree on the common ones.
+        backends: the backends that this process can use; all ranks agree on the common backends.
     """
 
     init_method: str | None = None

@@ -13,7 +13,7 @@ keys of an earlier world.
 
 A job that crashes during the rendezvous leaves an open generation with claims of dead processes. A
 rank of the next job that finds such a claim closes the generation as stale, and all its ranks
-continue in the next one. For example, ranks 0 and 1 of a job of 3 are killed::
+continue in the next generation. For example, ranks 0 and 1 of a job of 3 are killed::
 
     next job's rank 2   claims 2, is counted as the third, waits for ``state``
     next job's rank 0   finds rank 0 claimed by a dead process, writes ``state``: stale

@@ -163,7 +163,7 @@ class TimeoutStore(Store):
         return bool(self.ask(lambda raw: raw.check(list(keys))))
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Wait for ``keys`` until ``within``'s deadline or ``timeout``; raise if a key is missing."""
+        """Wait for ``keys`` until ``within``'s deadline or ``timeout``; raise if any is unset."""
         # The deadline also overrides the timeout that C++ passes.
         deadline, look = _deadline.get() or Deadline(timeout or self._patience), _look.get()
         next_check = Deadline(CHECK_S)

@@ -163,7 +163,7 @@ def run_processes(
         command: program and arguments, or a function that returns them for a local rank.
         nprocs: the number of ranks on this host, and on every other host of the job.
         env: the base environment (default: this process's).
-        place: this host's part of the job; the default port is a free port on a single host, else 29500.
+        place: this host's part of the job; the default port is free on a single host, else 29500.
         output: where the ranks' output goes.
         signals: the signals that end the job; None for SIGINT, SIGTERM and, unless it is ignored,
             SIGHUP.
