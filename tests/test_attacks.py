@@ -122,11 +122,11 @@ def test_a_killed_server_of_the_store_is_told_in_words_and_nothing_else(pool: Po
     )
     assert err == ""
     assert out.count("BackendError: all_reduce on the world failed on backend 'shm'") == 2
-    assert out.count("the store is lost: rank 0, which serves the store, has ended") == 2
-    lost = "StoreError: rank 0, which serves the store, has ended\n  where:    rank {} of 3\n"
+    assert out.count("the store is lost: rank 0, which hosts the store, has ended") == 2
+    lost = "StoreError: rank 0, which hosts the store, has ended\n  where:    rank {} of 3\n"
     for rank in (1, 2):
         assert out.count(lost.format(rank)) == 2
-    assert "fix:      look at what that process wrote last, and whether it is stopped" in out
+    assert "fix:      check that process's output for a failure, and whether it is stopped" in out
 
 
 def test_a_collective_inside_backward_is_told_with_the_programs_own_line(pool: Pool) -> None:

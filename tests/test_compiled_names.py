@@ -233,5 +233,5 @@ def test_a_full_graph_is_rejected_with_the_reason() -> None:
     compiled = torch.compile(
         lambda x: md.annotate(x + 1, varying="dp"), backend="eager", fullgraph=True
     )
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="marks are not seen"):
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="annotations are not visible"):
         compiled(torch.ones(2))

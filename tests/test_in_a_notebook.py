@@ -67,7 +67,7 @@ def test_cells() -> None:
     )
     assert done.returncode == 0, done.stderr
     first, text, svg, ended, kept, ddp, backward, detail = json.loads(done.stdout.splitlines()[-1])
-    assert "Error: a notebook or console is one process: no launcher" in error_of(first)
+    assert "Error: a notebook or console is a single process: no launcher" in error_of(first)
     assert "    meshdist.simulate(program, 4)\n" in error_of(first)
     assert data_of(text)["text/plain"].startswith("float32[4@dp, 4@tp]\n┌──")
     assert data_of(svg)["image/svg+xml"].startswith("<svg ")
@@ -120,7 +120,7 @@ def test_the_fix_for_an_array_of_ranks_that_have_ended() -> None:
         part.reshard(md.P())
     for attribute in ("local", "shape", "sharding", "visualize()"):
         assert f"x.{attribute}" in str(caught.value.fix)
-    assert "return the whole, x.reshard(md.P())" in str(caught.value.fix)
+    assert "return the global array, x.reshard(md.P())" in str(caught.value.fix)
     assert len(caught.traceback) == 2  # this test's frame, and one of ours
     whole = md.simulate(program, 2, (True,))[1]
     assert whole.local.tolist() == [1.0] * 4

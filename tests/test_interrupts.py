@@ -96,7 +96,7 @@ ELSEWHERE = (
 def test_ranks_of_the_launcher(tmp_path: Path, mode: str, line: int) -> None:
     run = ("-m", "meshdist", "run", "-n", "3", "train.py", "run", mode)
     (first, *lines), code = interrupted(tmp_path, *run)
-    assert first.startswith("meshdist: interrupted; ending 3 rank(s) of this host")
+    assert first.startswith("meshdist: interrupted; stopping 3 rank(s) on this host")
     assert lines[:6] == IN_A_OPERATION
     assert lines[6] == "meshdist: rank 1 was here:"
     assert any(f'  File "train.py", line {line}, in load' in shown for shown in lines[7:])
@@ -109,7 +109,7 @@ def test_a_rank_in_one_long_call_did_not_answer(tmp_path: Path) -> None:
     run = ("-m", "meshdist", "run", "-n", "3", "train.py", "run", "deaf")
     (_, *lines), code = interrupted(tmp_path, *run)
     assert lines[:6] == IN_A_OPERATION
-    assert lines[6:] == ["meshdist: rank 1 did not answer where: stopped, or inside one long call"]
+    assert lines[6:] == ["meshdist: rank 1 did not report a stack: stopped, or inside one long call"]
     assert code == 130
 
 

@@ -1,7 +1,7 @@
-"""All sides measured in turn: the ranks of each live throughout, asleep while another works.
+"""Measure all sides in turn; each side's ranks stay alive, and sleep while another side runs.
 
-For each collective and size every round asks each side once, in an order that changes from round to
-round. A sample is the time per call of the slowest rank; a cell is the median over rounds.
+For each collective and size, every round measures each side once, in random order. A sample is the
+slowest rank's time per call; a cell is the median over rounds.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from .worker import ADDRESS, say
 _SAMPLE_S = 0.03
 _MOST_CALLS = 2000
 _START_S = 60.0
-# NumPy asks for huge pages for large arrays by itself, torch only where it is told to: a copy to or
-# from them takes up to a third less time, whichever library makes it. glibc gives the end of the
-# heap back with each step, and faults it in again, or does not: that hangs on which small object
-# lies last, so a step of DDP became 20 % slower by changes of code that it never ran.
+# NumPy requests huge pages for large arrays by default, torch only on request, and they make copies
+# up to a third faster in any library. glibc may release and fault in the end of the heap in each
+# step, depending on which small object is last there: unrelated code changes made a DDP step 20 %
+# slower.
 _ALIKE = {
     "OMP_NUM_THREADS": "1",
     "NUMPY_MADVISE_HUGEPAGE": "0",
@@ -47,7 +47,7 @@ _SPARE_PLACES = 64  # for connections of other processes
 
 
 class SideFailedError(ExplainedError, RuntimeError):
-    """A side cannot be measured: its ranks do not start, or have ended."""
+    """The ranks of a side do not start, or have ended."""
 
 
 @dataclass(frozen=True)
@@ -55,13 +55,13 @@ class Entrant:
     """A side to measure.
 
     Args:
-        label: what the report calls it.
+        label: its name in the report.
         side: its name in ``sides.SIDES``.
-        launch: the command before the interpreter's arguments, with the number of ranks filled
-            in; () starts one process a rank with the variables of ``env://``.
+        launch: the launcher's command, with {n} for the number of ranks; () starts one process per
+            rank with the variables of ``env://``.
         python: the interpreter.
         environment: further variables.
-        program: what the interpreter runs as a rank: ``worker``, or a program of its protocol.
+        program: the interpreter's arguments: ``worker``, or a program with the same protocol.
     """
 
     label: str
@@ -82,12 +82,12 @@ class Cell:
     samples: dict[str, list[float]] = field(default_factory=dict)
 
     def median(self, label: str) -> float | None:
-        """Return the median of an entrant's samples, or None where it has none."""
+        """Return the median of an entrant's samples, or None without samples."""
         samples = self.samples.get(label)
         return statistics.median(samples) if samples else None
 
     def ratio(self, label: str, to: str) -> float | None:
-        """Return the median, by round, of ``label``'s time over ``to``'s; None without samples."""
+        """Return the median over rounds of ``label``'s time divided by ``to``'s, or None."""
         both = (self.samples.get(label), self.samples.get(to))
         if not both[0] or not both[1]:
             return None
@@ -96,14 +96,14 @@ class Cell:
 
 @dataclass
 class _Ranks:
-    """Running processes, a rank each, of a library that the bench measures."""
+    """Running ranks of one side."""
 
     _label: str
     _talks: list[Any]
     _calls: dict[tuple[str, int, str], int | None] = field(default_factory=dict)
 
     def sample(self, operation: str, num_bytes: int, dtype: str) -> float | None:
-        """Return the seconds per call of the slowest rank; None where the side has no such call."""
+        """Return the slowest rank's seconds per call; None if the side has no such call."""
         call = operation, num_bytes, dtype
         if call not in self._calls:
             first = self._ask(*call, 2)
@@ -116,7 +116,7 @@ class _Ranks:
         return None if calls is None else self._ask(*call, calls)
 
     def end(self) -> None:
-        """Let all ranks end."""
+        """Ask all ranks to exit."""
         for talk in self._talks:
             say(talk, {"operation": "end"})
 
@@ -135,7 +135,7 @@ class _Ranks:
             raise SideFailedError(
                 f"a rank of {self._label} ended while it was measured",
                 where=f"{operation} of {num_bytes} bytes, rank {lines.index('')}",
-                fix="look at what it wrote to stderr",
+                fix="check the stderr of the rank for an error",
             )
         answers = [json.loads(line)["seconds"] for line in lines]
         return None if answers[0] is None else max(answers)
@@ -143,7 +143,7 @@ class _Ranks:
 
 @contextmanager
 def running(entrants: Sequence[Entrant], num_ranks: int) -> Iterator[dict[str, _Ranks]]:
-    """Yield each entrant's started ranks by label; end the ranks when the context ends."""
+    """Start the ranks of each entrant, yield them by label, and stop them at the end."""
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         listener = stack.enter_context(socket.socket(socket.AF_UNIX))
@@ -175,17 +175,16 @@ def measure(
     show: Callable[[Cell], None],
     dtype: str = "float32",
 ) -> list[Cell]:
-    """Return a Cell for each collective and size, with ``rounds`` samples per entrant, taken in
-    turn.
+    """Return a Cell for each collective and size, with ``rounds`` samples per entrant.
 
     Args:
-        show: called with each cell once its samples are taken.
+        show: called with each complete cell.
     """
     cells = []
     order = list(ranks)
     shuffler = random.Random(0)
     for operation in operations:
-        # Some names are no collectives: ``send_recv``, and what other benchmarks make of several.
+        # Some names are not collectives: ``send_recv``, and combinations in other benchmarks.
         for num_bytes in (
             sizes if operation not in OPERATIONS or OPERATIONS[operation].parameters else (0,)
         ):
@@ -202,7 +201,7 @@ def measure(
 
 
 def rank_of(connection: socket.socket, secret: str) -> int | None:
-    """Return the rank whose greeting has ``secret``; None for any other process."""
+    """Return the rank that connected with ``secret``; None for any other process."""
     connection.settimeout(_GREETING_S)
     greeting = b""
     with suppress(OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
@@ -210,10 +209,10 @@ def rank_of(connection: socket.socket, secret: str) -> int | None:
             greeting += (more := connection.recv(_GREETING_BYTES))
             if not more:
                 return None
-        told = json.loads(greeting)
-        if hmac.compare_digest(told["secret"], secret):
+        message = json.loads(greeting)
+        if hmac.compare_digest(message["secret"], secret):
             connection.settimeout(None)
-            return int(told["rank"])
+            return int(message["rank"])
     return None
 
 
@@ -226,8 +225,8 @@ def _start(entrant: Entrant, num_ranks: int, address: str) -> list[subprocess.Po
             return [subprocess.Popen([*launch, *command], env=environment)]
         except FileNotFoundError:
             raise SideFailedError(
-                f"{entrant.label} cannot be started: there is no command {launch[0]!r}",
-                fix=f"install what {launch[0]!r} belongs to, or leave {entrant.label} out",
+                f"cannot start {entrant.label}: command {launch[0]!r} was not found",
+                fix=f"install {launch[0]!r}, or remove {entrant.label} from --sides",
             ) from None
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -244,12 +243,12 @@ def _start(entrant: Entrant, num_ranks: int, address: str) -> list[subprocess.Po
 def _started(
     entrant: Entrant, num_ranks: int, address: str
 ) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Yield an entrant's processes, which connect to ``address``; end them with the context."""
+    """Start an entrant's processes, which connect to ``address``, and stop them at the end."""
     processes = _start(entrant, num_ranks, address)
     try:
         yield processes
     except BaseException:
-        for process in processes:  # they have not been asked to end
+        for process in processes:  # they were not asked to exit
             process.terminate()
         raise
     finally:
@@ -264,7 +263,7 @@ def _started(
 def _accepted(
     listener: socket.socket, processes: list[subprocess.Popen[bytes]], label: str
 ) -> socket.socket:
-    """Return the connection of the next rank; raise SideFailedError if a rank ended, or if late."""
+    """Return the next rank's connection; raise SideFailedError if a rank ended or is late."""
     grace = Deadline(_START_S)
     while True:
         try:
@@ -275,12 +274,12 @@ def _accepted(
                 raise SideFailedError(
                     f"a rank of {label} ended before it could be measured",
                     found=f"exit codes {[code for code in codes if code is not None]}",
-                    fix="look at what it wrote to stderr",
+                    fix="check the stderr of the rank for an error",
                 ) from None
             if grace.is_over:
                 raise SideFailedError(
                     f"the ranks of {label} were not ready within {_START_S:g} s",
-                    fix="look at what keeps them, for example a machine that is busy",
+                    fix="check their stderr for an error, and run the benchmark on an idle machine",
                 ) from None
         else:
             return connection

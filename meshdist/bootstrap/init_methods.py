@@ -1,7 +1,7 @@
-"""From what a program says about its world to its rank, its size and the store of all ranks.
+"""Resolve init_process_group arguments to a rank, a world size and a store.
 
-``meet`` understands ``env://``, ``tcp://host:port``, ``file:///path``, a store, and the schemes of
-``register_rendezvous_handler``. It returns when every rank has joined.
+``meet`` supports ``env://``, ``tcp://host:port``, ``file:///path``, a store, and the schemes of
+``register_rendezvous_handler``. It returns when all ranks have joined.
 """
 
 from __future__ import annotations
@@ -45,21 +45,21 @@ __all__ = [
 
 
 _IN_QUERY = ("rank", "world_size")
-"""The keys of a URL besides its address."""
+"""The keys of a URL's query."""
 
 
 @dataclass(frozen=True)
 class InitArguments:
-    """The arguments by which a process asks for a world, from a call, a URL or the environment.
+    """Arguments of one initialization, from a call, a URL or the environment.
 
     Args:
-        init_method: the URL; None is ``env://``, unless there is a store.
-        rank: this process's rank; -1 where the URL or the environment has it, or where ranks
-            follow the order of arrival (tcp:// and file://).
-        world_size: -1 where the URL or the environment has it.
-        store: a store that all ranks share, in place of a URL; needs rank and world_size.
-        group_name: worlds of different names may meet at one address.
-        backends: what this process could use, for the ranks to learn what all of them can.
+        init_method: the URL; None means ``env://`` unless ``store`` is given.
+        rank: this process's rank; -1 if the URL or the environment sets it, or to assign ranks in
+            the order of arrival (tcp:// and file://).
+        world_size: the number of ranks; -1 if the URL or the environment sets it.
+        store: a store that all ranks share, instead of a URL; needs rank and world_size.
+        group_name: separates several worlds at one address.
+        backends: the backends that this process can use; all ranks agree on the common backends.
     """
 
     init_method: str | None = None
@@ -78,13 +78,12 @@ def meet(
     origin: str = "a given store",
     handler_arguments: Mapping[str, Any] | None = None,
 ) -> Rendezvous:
-    """Join the world that ``init_arguments`` describe; return its Rendezvous once all ranks have
-    joined.
+    """Join the world of ``init_arguments``; return its Rendezvous once all ranks have joined.
 
     Args:
-        is_mpi_asked: whether only what mpiexec says counts (backend "mpi").
-        origin: where a given store comes from, for messages.
-        handler_arguments: more arguments for the handler of a scheme of your own.
+        is_mpi_asked: whether to use only the variables of mpiexec (backend "mpi").
+        origin: the source of a given store, for messages.
+        handler_arguments: more arguments for the handler of a custom scheme.
     """
     init_method, store = init_arguments.init_method, init_arguments.store
     rank, world_size = init_arguments.rank, init_arguments.world_size
@@ -95,7 +94,7 @@ def meet(
     _check_arguments(init_method, rank, world_size, store)
     check_can_join()
     if store is not None:
-        # Whether torchrun's agent serves it, or rank 0 as a rule, cannot be seen.
+        # This process cannot see whether torchrun's agent hosts the store, or rank 0 as usual.
         is_served_by_0 = isinstance(root_of(store), TCPStore)
         own = _own_handle(store)
         joined = _meet_in(
@@ -119,21 +118,22 @@ def meet(
 def rendezvous(
     url: str, rank: int = -1, world_size: int = -1, **kwargs: Any
 ) -> Iterator[tuple[Store, int, int]]:
-    """Return an iterator of one element: the store that all share, this rank, the world's size.
+    """Return an iterator that yields the shared store, this rank and the world size, once.
 
-    Arguments are checked at once; ``next`` waits until all ranks have joined. With ``file://`` and
-    a rank it returns at once, and the last process to drop its store removes the file.
+    The call checks its arguments immediately; ``next`` waits until all ranks have joined. With
+    ``file://`` and a rank, ``next`` does not wait, and the last process that drops its store
+    removes the file.
 
     Args:
         url: ``env://``, ``tcp://host:port``, ``file:///path``, or a scheme of
-            ``register_rendezvous_handler``, whose handler is then called as torch calls it.
+            ``register_rendezvous_handler``; its handler is called as torch calls it.
         rank: as for ``init_process_group``.
         world_size: as for ``init_process_group``.
-        kwargs: ``timeout``, a timedelta; a handler of your own is given the others too.
+        kwargs: ``timeout``, a timedelta; a custom handler gets the other arguments, too.
 
     Raises:
         KindError, ArgumentError: as for ``init_process_group``.
-        RendezvousError: as for ``init_process_group``; also when asked for a second world.
+        RendezvousError: as for ``init_process_group``; also on a second ``next``.
     """
     timeout = kwargs.pop("timeout", None)
     check_timeout(timeout)
@@ -159,19 +159,19 @@ def _matchings(
         )
         yield joined.make_torch_store(), joined.rank, joined.size
     raise RendezvousError(
-        "a rendezvous gives one world",
+        "this rendezvous has already returned its store",
         where=url,
-        fix="call rendezvous(...) again for the next one",
+        fix="call rendezvous(...) again to join another world",
     )
 
 
-# -- what the caller says -----------------------------------------------------------------------
+# -- the caller's arguments ---------------------------------------------------------------------
 
 
 def _checked_places(rank: Any, world_size: Any) -> tuple[int, int]:
-    told = "0 or more; -1, or nothing, where the URL or the launcher tells it"
-    rank = get_integer(rank, "rank", -1, expected=told)
-    return rank, get_integer(world_size, "world_size", -1, expected=told)
+    expected = "0 or more; omit it (or pass -1) if the URL or the launcher sets it"
+    rank = get_integer(rank, "rank", -1, expected=expected)
+    return rank, get_integer(world_size, "world_size", -1, expected=expected)
 
 
 def _check_arguments(
@@ -187,9 +187,9 @@ def _check_arguments(
         return
     if init_method is not None:
         raise ArgumentError(
-            "init_method and store exclude each other",
+            "init_method and store cannot be combined",
             found=f"init_method={init_method!r}, store={type(store).__name__}",
-            fix="pass one of them",
+            fix="pass either init_method or store",
         )
     if not isinstance(store, Store):
         raise KindError(
@@ -199,8 +199,8 @@ def _check_arguments(
         )
     if rank < 0 or world_size < 1:
         raise ArgumentError(
-            "a store does not tell rank and world_size",
-            expected="store=..., rank=0 or more, world_size=1 or more",
+            "store= needs rank and world_size",
+            expected="rank=0 or more and world_size=1 or more",
             found=f"rank={rank}, world_size={world_size}",
             fix="pass all three: init_process_group(store=store, rank=0, world_size=4)",
         )
@@ -213,12 +213,14 @@ def _check_place(rank: int, world_size: int) -> None:
             f"a world of {world_size} ranks is too large",
             expected=f"at most {MOST_RANKS}",
             found=f"world_size={world_size}",
+            fix="pass the number of processes that take part as world_size",
         )
     if rank >= world_size:
         raise ArgumentError(
             f"rank {rank} does not exist in a world of {world_size}",
             expected=f"a rank from 0 to {world_size - 1}",
             found=f"rank={rank}, world_size={world_size}",
+            fix=f"pass a rank below {world_size}, or a larger world_size on every rank",
         )
 
 
@@ -229,29 +231,34 @@ def _split(init_method: str) -> SplitResult:
         init_method.encode()
     except ValueError as error:
         raise ArgumentError(
-            f"init_method is no URL: {error}",
+            f"init_method is not a valid URL: {error}",
             expected="'env://', 'tcp://host:port' or 'file:///path'",
             found=f"{init_method!r}",
+            fix="correct the URL, or omit init_method to use the launcher's variables",
         ) from None
     return url
 
 
 def _with_query(url: SplitResult, rank: int, world_size: int) -> tuple[int, int]:
-    """Return rank and size from the call or from the URL; raise where both give the same."""
+    """Return rank and size from the call or the URL; raise if both set the same value."""
     given = dict(zip(_IN_QUERY, (rank, world_size), strict=True))
     for name, text in parse_qsl(url.query, keep_blank_values=True):
         if name not in given:
             continue  # for example torch's use_libuv=1
         if given[name] >= 0:
             raise ArgumentError(
-                f"{name} stands in the URL and in the call",
+                f"{name} is given both in the URL and in the call",
                 where=url.geturl(),
                 found=f"{name}={text} in the URL, {name}={given[name]} in the call",
-                fix="leave one of them out",
+                fix=f"remove {name} from the URL or from the call",
             )
         number = find_integer(text)
         if number is None:
-            raise ArgumentError(f"{name}={text!r} in the URL is no integer", where=url.geturl())
+            raise ArgumentError(
+                f"{name}={text!r} in the URL is not an integer",
+                where=url.geturl(),
+                fix=f"write digits, for example {name}=1",
+            )
         given[name] = number
     rank, world_size = given.values()
     return rank, world_size
@@ -260,22 +267,22 @@ def _with_query(url: SplitResult, rank: int, world_size: int) -> tuple[int, int]
 def _check_size(url: SplitResult, rank: int, world_size: int) -> None:
     if world_size < 1:
         raise ArgumentError(
-            f"{url.scheme}:// needs the size of the world",
+            f"{url.scheme}:// needs world_size",
             where=url.geturl(),
-            expected="world_size=4, or ?world_size=4 in the URL",
-            fix=f"init_process_group(init_method={url.geturl()!r}, world_size=4), with rank=... "
-            "or without: then ranks follow the order of arrival",
+            expected="world_size in the call or in the URL",
+            fix=f"init_process_group(init_method={url.geturl()!r}, world_size=4); without rank=, "
+            "ranks are assigned in the order of arrival",
         )
     _check_place(rank, world_size)
 
 
-# -- the ways to meet ---------------------------------------------------------------------------
+# -- rendezvous by scheme -----------------------------------------------------------------------
 
 
 def _own_handle(store: Store) -> Store:
     try:
         return cloned(store)
-    except (RuntimeError, NotImplementedError):  # a store written in Python may have no clones
+    except (RuntimeError, NotImplementedError):  # a store written in Python may not support clone()
         return store
 
 
@@ -298,7 +305,7 @@ def _meet_in(
         handle = TimeoutStore(store, patience, is_served_here=is_here, **server)
     except StoreError as error:
         raise lost_while_joining(origin, error) from error
-    del store  # an error would keep it
+    del store  # the traceback of an error would keep it alive
     given = rank if rank >= 0 else None
     known |= {"prefix": prefix, "serves": is_here or (is_served_by_0 and rank == 0)}
     try:
@@ -321,12 +328,12 @@ def _meet_at(
     stays: bool = False,
     **known: Any,
 ) -> Rendezvous:
-    """Return the Rendezvous in the store of ``address``, which ``make`` opens if none is kept.
+    """Join in the store of ``address``; call ``make`` to open the store if none is cached.
 
     Args:
-        stays: whether the store stays open when the world has ended: no other address will come.
-        origin: how the ranks came here, for messages.
-        known: more facts of the attempt, as ``_meet_in`` takes them.
+        stays: whether the store stays open after the world has ended (the address never changes).
+        origin: the rendezvous method, for messages.
+        known: further arguments of ``_meet_in``.
     """
     store = keep_store(address, make)
     try:
@@ -400,7 +407,9 @@ def _address_of(url: SplitResult) -> tuple[str, int]:
         address, port = url.hostname, url.port
     except ValueError as error:
         raise ArgumentError(
-            f"the URL has no valid port: {error}", where=url.geturl(), fix="tcp://127.0.0.1:29500"
+            f"the URL has no valid port: {error}",
+            where=url.geturl(),
+            fix="pass a port from 1 to 65535, for example tcp://127.0.0.1:29500",
         ) from None
     if not address or not port:
         raise ArgumentError(
@@ -412,11 +421,11 @@ def _address_of(url: SplitResult) -> tuple[str, int]:
     number = find_number(address)
     if number is not None and number.is_multicast:
         raise ArgumentError(
-            f"{address} is a multicast address, which the old torch.distributed used to find ranks",
+            f"{address} is a multicast address, which only old torch.distributed supports",
             where=url.geturl(),
             expected="the address of the host of rank 0",
-            fix="tcp://HOST_OF_RANK_0:PORT with world_size=...; ranks may still be left out, and "
-            "are given in the order of arrival",
+            fix="pass tcp://HOST_OF_RANK_0:PORT and world_size=...; without rank=, ranks are "
+            "assigned in the order of arrival",
         )
     return address, port
 
@@ -462,14 +471,14 @@ def _meet_by_handler(
             raise
         own = "pass one of these, or call register_rendezvous_handler before init_process_group"
         raise RendezvousError(
-            f"no way to meet is known for {url.scheme}://"
+            f"no rendezvous handler is registered for {url.scheme}://"
             if url.scheme
-            else "no way to meet is known for an init_method without a scheme",
+            else "init_method has no scheme",
             where=f"init_method={url.geturl()!r}",
-            expected="env://, tcp://host:port, file:///path, or a scheme of your own",
+            expected="env://, tcp://host:port, file:///path, or the scheme of a registered handler",
             fix=own if url.scheme else f"pass init_method='file://{os.path.abspath(url.path)}'",
         ) from None
     store, rank, size = next(found)
     joined = _meet_in(store, rank, size, f"{url.scheme}://", init_arguments)
-    # The handler lives as long as the world: a generator may hold what its store needs.
+    # Keep the handler as long as the world: its generator may hold objects that the store needs.
     return replace(joined, leave=getattr(found, "close", joined.leave))

@@ -1,7 +1,8 @@
-"""The place of this process in its job, as its launcher wrote it into the environment.
+"""Read this process's rank, world size and store address from its launcher's variables.
 
-Pure: a mapping of variables goes in, a ``LaunchEnvironment`` or one error that lists everything
-comes out. What each launcher says stands in ``launching.launcher_variables``.
+The functions are pure: they take a mapping of variables and return a ``LaunchEnvironment``, or
+raise one error that lists everything missing or wrong. ``launching.launcher_variables`` has the
+variables of each launcher.
 """
 
 from __future__ import annotations
@@ -24,28 +25,27 @@ from ..launching.launcher_variables import (
     first_value,
 )
 from ..runtime.integers import find_integer
-from .schedulers import find_engine
+from .schedulers import find_scheduler
 
 MOST_RANKS = 1 << 20
-"""In one world: a greater size is a mistake, and would take minutes and memory to try."""
+"""Limit of the world size: a larger one is a mistake, and trying it takes minutes and memory."""
 
 
 @dataclass(frozen=True)
 class LaunchEnvironment:
-    """A process's place in its job, as its launcher set it.
+    """A process's rank and rendezvous address, as its launcher set them.
 
     Args:
-        launcher: what started it: "meshdist run", "torchrun", a name in the table of launchers, or
-            "env" where variables were set by hand.
-        address: where rank 0 serves the store; None where the launcher does not say.
-        port: its port there; None where the launcher does not say.
-        local_rank: its number among the ranks of its host, where the launcher numbers them.
-        is_one_host: whether the launcher says that all ranks run on one host.
-        has_agent_store: whether torchrun's agent serves the store.
-        directory: where the ranks of this job meet, which its launcher made for it alone.
-        job: a name that only processes of this job share; None where the launcher gives no name.
-        rendezvous_round: distinguishes this start of the job from an earlier start with the same
-            store.
+        launcher: "meshdist run", "torchrun", a name in the table of launchers, or "env" for
+            variables set by hand.
+        address: the address of rank 0's store; None if the launcher does not set it.
+        port: the port of rank 0's store; None if the launcher does not set it.
+        local_rank: the rank within its host; None if the launcher does not set it.
+        is_one_host: whether the launcher runs all ranks on one host.
+        has_agent_store: whether torchrun's agent hosts the store.
+        directory: the launcher's private directory for the rendezvous of this job.
+        job: a name that only the processes of this job share; None if the launcher sets no name.
+        rendezvous_round: a text that differs between restarts of the job with the same store.
     """
 
     launcher: str
@@ -75,20 +75,22 @@ def read_launch_environment(
     world_size: int = -1,
     is_mpi_asked: bool = False,
 ) -> LaunchEnvironment:
-    """Return this process's place; raise RendezvousError with all that is missing or wrong.
+    """Return this process's launch environment; raise RendezvousError if it is incomplete.
 
     Args:
-        rank: wins over the environment where it is given; ``world_size`` likewise.
-        is_mpi_asked: whether the variables of mpiexec alone count.
+        rank: overrides the environment if given, as does ``world_size``.
+        is_mpi_asked: whether to use only the variables of mpiexec.
     """
     row = _find_row(environment, is_mpi_asked=is_mpi_asked)
     reader = _Reader(environment, row)
     if is_mpi_asked and not row.is_mpi:
-        reader.missing.append("OMPI_COMM_WORLD_RANK or PMI_RANK (the program runs without mpiexec)")
+        reader.missing.append(
+            "OMPI_COMM_WORLD_RANK or PMI_RANK (mpiexec did not start the program)"
+        )
         raise reader.error(
             "meshdist run --launcher mpi -n 4",
             "mpiexec -n 4 python",
-            expected="the variables of mpiexec: backend 'mpi' takes ranks from nobody else",
+            expected="the variables of mpiexec, from which backend 'mpi' reads its ranks",
         )
     rank = reader.rank() if rank < 0 else rank
     size = reader.size() if world_size < 0 else world_size
@@ -106,7 +108,7 @@ def read_launch_environment(
         launcher == "torchrun" and environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     )
     if is_one_host and port and not has_agent_store and launcher != "meshdist run":
-        address = "127.0.0.1"  # whatever name MASTER_ADDR gives it: no other host has to reach it
+        address = "127.0.0.1"  # no other host has to reach it, whatever MASTER_ADDR is
     directory = environment.get("MESHDIST_DIRECTORY") if launcher == "meshdist run" else None
     return LaunchEnvironment(
         launcher=launcher,
@@ -124,7 +126,7 @@ def read_launch_environment(
 
 
 def find_place(environment: Mapping[str, str]) -> tuple[int, int] | None:
-    """Return the rank and size that a launcher has set, None where none has; raise if wrong.
+    """Return the rank and size that a launcher has set, or None; raise if they are wrong.
 
     Example:
         >>> find_place({"RANK": "1", "WORLD_SIZE": "4"}), find_place({})
@@ -143,21 +145,21 @@ def find_place(environment: Mapping[str, str]) -> tuple[int, int] | None:
 
 
 def _find_row(environment: Mapping[str, str], *, is_mpi_asked: bool = False) -> LauncherVariables:
-    """Return the variables of the launcher that started this process; of MPI's if asked for."""
-    engine = None if is_mpi_asked else find_engine(environment)
-    if engine is not None and engine.is_service:
+    """Return the variables of the launcher that started this process, or of MPI's launcher."""
+    scheduler = None if is_mpi_asked else find_scheduler(environment)
+    if scheduler is not None and scheduler.is_service:
         return BY_HAND
     return find_launcher(environment, is_mpi_asked=is_mpi_asked)
 
 
 def _place_of_store(reader: _Reader, rank: int, is_one_host: bool) -> tuple[str | None, int | None]:
-    """Return address and port of rank 0's store, or None; note in ``reader`` what is missing."""
+    """Return address and port of rank 0's store, or None; add missing names to ``reader``."""
     row, environment = reader.row, reader.environment
     addresses = tuple(filter(None, ("MASTER_ADDR", row.address)))
     ports = tuple(filter(None, ("MASTER_PORT", row.port)))
     address = first_value(environment, addresses) or None
     port = reader.port(*ports) if first_value(environment, ports) else None
-    if row.port:  # these tell it all
+    if row.port:  # this launcher sets address and port itself
         if not first_value(environment, ports):
             reader.missing.append(ports[-1])
         if address is None and rank > 0:
@@ -171,7 +173,7 @@ def _place_of_store(reader: _Reader, rank: int, is_one_host: bool) -> tuple[str 
                 try:
                     address = first_host(nodes)
                 except ValueError:
-                    reader.wrong.append(f"{row.hosts[-1]}={nodes!r} is no list of hosts")
+                    reader.wrong.append(f"{row.hosts[-1]}={nodes!r} is not a list of hosts")
         if port is None and reader.is_sound:
             job, step = reader.number("SLURM_JOB_ID"), environment.get("SLURM_STEP_ID", "0")
             port = _PORT_BASE + (7 * job + (find_integer(step) or 0)) % _NUM_PORTS
@@ -179,24 +181,24 @@ def _place_of_store(reader: _Reader, rank: int, is_one_host: bool) -> tuple[str 
 
 
 def _rendezvous_round(launcher: str, environment: Mapping[str, str]) -> str:
-    """Return a text that distinguishes this start of the job from an earlier start, or ""."""
+    """Return a text that differs between restarts of the job, or ""."""
     if launcher == "torchrun" and environment.get("GROUP_WORLD_SIZE", "1") == "1":
-        # Agents of several hosts count their restarts each for itself.
+        # Each agent counts restarts for its own host, so the counts can differ between hosts.
         return environment.get("TORCHELASTIC_RESTART_COUNT", "")
     return environment.get("MESHDIST_RUN_ID", "") if launcher == "meshdist run" else ""
 
 
 def read_local_rank(environment: Mapping[str, str]) -> int:
-    """Return LOCAL_RANK, this process's number on its host; raise where it is missing or wrong."""
+    """Return LOCAL_RANK, this process's number on its host; raise if it is missing or wrong."""
     reader = _Reader(environment)
     number = reader.number("LOCAL_RANK")
     if not reader.is_sound:
-        raise reader.error(expected="LOCAL_RANK from 0, as a launcher sets it")
+        raise reader.error(expected="LOCAL_RANK=0 or more, set by the launcher")
     return number
 
 
 def find_local_size(environment: Mapping[str, str]) -> int | None:
-    """Return how many ranks of the job run on this host, None if no launcher says so.
+    """Return how many ranks of the job run on this host, or None if no launcher sets it.
 
     Example:
         >>> find_local_size({"LOCAL_WORLD_SIZE": "4"})
@@ -208,11 +210,11 @@ def find_local_size(environment: Mapping[str, str]) -> int | None:
 
 
 def find_stray(environment: Mapping[str, str]) -> str:
-    """Return a text on variables of Slurm that are there but name no rank, else ""."""
+    """Return a text about Slurm variables that do not define a rank, else ""."""
     if SLURM.rank not in environment or SLURM.has_started(environment):
         return ""
-    told = f"{SLURM.rank}={_shown(environment[SLURM.rank], plain=True)}"
-    return f"{told} without a step of srun: a batch shell, or a process that has its variables"
+    shown = f"{SLURM.rank}={_shown(environment[SLURM.rank], plain=True)}"
+    return f"{shown} without an srun step: a batch shell, or a process with its variables"
 
 
 def _launcher_name(row: LauncherVariables, environment: Mapping[str, str]) -> str:
@@ -232,12 +234,12 @@ def first_host(nodes: str) -> str:
     """
     found = re.match(r"(?:[A-Za-z0-9._-]|\[[0-9][^\]]*\])+(?=,|\Z)", nodes)
     if found is None:
-        raise ValueError(f"{nodes!r} is no list of hosts")
+        raise ValueError(f"{nodes!r} is not a list of hosts")
     return re.sub(r"\[([0-9]+)[^\]]*\]", r"\1", found.group())
 
 
 class _Reader:
-    """Reader of variables that gathers all that is missing or wrong for one error."""
+    """Reader of variables that collects everything missing or wrong for one error."""
 
     def __init__(self, environment: Mapping[str, str], row: LauncherVariables = BY_HAND) -> None:
         self.missing: list[str] = []
@@ -260,8 +262,8 @@ class _Reader:
 
     def size(self) -> int:
         row, names = self.row, self.row.size
-        is_told = any(self.environment.get(name) for name in names)
-        if row is SLURM and not is_told and self.environment.get(_PER_NODE):
+        is_set = any(self.environment.get(name) for name in names)
+        if row is SLURM and not is_set and self.environment.get(_PER_NODE):
             hosts = next(filter(self.environment.get, row.num_hosts), row.num_hosts[-1])
             return self.number(_PER_NODE, least=1) * self.number(hosts, least=1)
         name = next(filter(self.environment.get, names), names[-1])
@@ -273,7 +275,7 @@ class _Reader:
         if not value:
             self.missing.append(name)
         elif number is None or number < least:
-            self.wrong.append(f"{name}={_shown(value)} is no integer from {least}")
+            self.wrong.append(f"{name}={_shown(value)} is not an integer of at least {least}")
         elif most is not None and number > most:
             self.wrong.append(f"{name}={_shown(value)} is more than {most}")
         else:
@@ -288,53 +290,52 @@ class _Reader:
         value = self.environment[name]
         number = find_integer(value, most=65535)
         if not number:
-            self.wrong.append(f"{name}={_shown(value)} is no port: 1 to 65535")
+            self.wrong.append(f"{name}={_shown(value)} is not a port (1 to 65535)")
         return number
 
     def error(
         self,
         *commands: str,
-        expected: str = "RANK, WORLD_SIZE, MASTER_PORT, and MASTER_ADDR on every rank but 0; "
+        expected: str = "RANK, WORLD_SIZE, MASTER_PORT, and MASTER_ADDR on every rank except 0; "
         "or the variables of mpiexec or srun",
     ) -> RendezvousError:
         parts = []
         if self.missing:
-            operation = "is" if len(self.missing) == 1 else "are"
-            parts.append(f"{', '.join(self.missing)} {operation} missing")
+            verb = "is" if len(self.missing) == 1 else "are"
+            parts.append(f"{', '.join(self.missing)} {verb} missing")
         parts += self.wrong
         own = ""
         if self.missing and {*self.missing} <= {"MASTER_ADDR", "MASTER_PORT"}:
             own = (
-                "\nor name the place where the ranks meet in the program, before its first collective or "
-                "mesh: init_process_group(init_method='tcp://HOST_OF_RANK_0:PORT', "
+                "\nor pass the address in the program, before its first collective or mesh: "
+                "init_process_group(init_method='tcp://HOST_OF_RANK_0:PORT', "
                 "rank=..., world_size=...)"
             )
         ways = ways_to_start(commands)
         if not self.wrong and not commands and ways[0].startswith("meshdist.simulate"):
             return RendezvousError(
-                "a notebook or console is one process: no launcher has started others beside it",
+                "a notebook or console is a single process: no launcher started other ranks",
                 where=f"process {os.getpid()}, init_method env://",
-                expected="what ranks do in a function, which simulated ranks of this process call, "
-                "or processes of their own",
+                expected="a rank's code in a function, run on simulated ranks or in new processes",
                 found=self._found(),
                 fix="def program():\n"
-                "    ...  # make the mesh here, and use it\n"
+                "    ...  # create the mesh here and use it\n"
                 "meshdist.simulate(program, 4)\n"
-                "or, as processes: meshdist.spawn(program, nprocs=4)",
+                "or, in new processes: meshdist.spawn(program, nprocs=4)",
             )
-        engine = find_engine(self.environment) if not self.wrong and not commands else None
-        if engine is not None and self.row is BY_HAND:
+        scheduler = find_scheduler(self.environment) if not self.wrong and not commands else None
+        if scheduler is not None and self.row is BY_HAND:
             return RendezvousError(
-                f"a worker of an engine has no rank of its own: {'; '.join(parts)}",
-                where=f"process {os.getpid()}, a worker of {engine.name}, init_method env://",
-                expected="a rank, a size and a place to meet, from the program",
+                f"{scheduler.name} does not assign ranks to its workers: {'; '.join(parts)}",
+                where=f"process {os.getpid()}, a worker of {scheduler.name}, init_method env://",
+                expected="a rank, a world size and a store, passed by the program",
                 found=self._found(),
-                fix=engine.fix,
+                fix=scheduler.fix,
             )
         starter = "" if self.row is BY_HAND else f", started by {self.row.name}"
         begin = f"{self.row.remedy}; or " if self.row.remedy else ""
         return RendezvousError(
-            "the environment does not say where this process belongs: " + "; ".join(parts),
+            "cannot initialize from the environment: " + "; ".join(parts),
             where=f"process {os.getpid()}, init_method env://{starter}",
             expected=expected,
             found=self._found(),
@@ -342,29 +343,29 @@ class _Reader:
         )
 
     def _found(self) -> str:
-        told = [name for name in _SHOWN if name in self.environment]
-        if not told:
+        names = [name for name in _SHOWN if name in self.environment]
+        if not names:
             return "none of them: the program was started without a launcher"
-        values = (f"{it}={_shown(self.environment[it], plain=True)}" for it in sorted(told))
+        values = (f"{it}={_shown(self.environment[it], plain=True)}" for it in sorted(names))
         stray = find_stray(self.environment) if self.row is BY_HAND else ""
         return ", ".join(values) + (f"; {stray}" if stray else "")
 
 
 def _shown(value: str, *, plain: bool = False) -> str:
-    """Return a variable's value for a message: cut if long, quoted unless ``plain`` and ASCII."""
+    """Return a value for a message: truncated, and quoted unless ``plain`` and ASCII."""
     text = value if plain and value.isascii() and value.isprintable() else repr(value)
     return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
 
 
 def ways_to_start(commands: Sequence[str] = ()) -> list[str]:
-    """Return commands that start ranks here; ``commands``, if any, with the script's name."""
+    """Return commands that start this program, or ``commands`` with the script's name."""
     name = sys.argv[0] if sys.argv else ""
     name = os.path.basename(name) if os.path.isabs(name) else name  # -m makes it absolute
     is_script = name.endswith(".py") and not name.endswith("__main__.py")
     script = name if is_script else "script.py"
     if commands:
         return [f"{command} {script}" for command in commands]
-    if hasattr(sys, "ps1") or "ipykernel" in sys.modules:  # no launcher can start these
+    if hasattr(sys, "ps1") or "ipykernel" in sys.modules:  # no launcher can start it
         return ["meshdist.simulate(fn, 4)", "meshdist.spawn(fn, nprocs=4)"]
     return [
         f"meshdist run -n 4 {script}",
@@ -375,7 +376,7 @@ def ways_to_start(commands: Sequence[str] = ()) -> list[str]:
 
 
 def find_restart_count(environment: Mapping[str, str]) -> int:
-    """Return how often torchrun, or Slurm by a requeue, has started this job again.
+    """Return how often torchrun has restarted, or Slurm has requeued, this job.
 
     Example:
         >>> find_restart_count({"TORCHELASTIC_RESTART_COUNT": "2"}), find_restart_count({})

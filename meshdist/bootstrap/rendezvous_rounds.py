@@ -1,29 +1,30 @@
-"""How the ranks of one world find each other in a store that may have served worlds before.
+"""Run the rendezvous in which the ranks of one world find each other in a store.
 
-A store counts generations: ``open`` holds the number of the last, and the size of its world. In
-each, every rank claims its number with its card and is counted. When all have come, each confirms
-that it is still there; the last rank closes the generation as complete, and says on which hosts the
-ranks are and which backends all of them can use. (Without the second step a world could begin with
-the claim of a process that has died.) A generation that cannot become complete (a rank is missing
-at the timeout, two processes claim one rank, ranks disagree about the size) is closed as failed,
-and every rank in it raises the same error. What comes later begins the next generation, so that a
-world can be made again and again at one address, and nothing of an earlier world is taken for its
-own.
+A store may host several worlds in turn, so it counts generations: ``open`` holds the number of the
+current generation and its world size. In a generation, every rank claims its number with its
+process info and is counted. When all ranks have arrived, each confirms that it is still running;
+otherwise a world could start with the claim of a process that has died. The last rank to confirm
+closes the generation as complete, and writes the hosts of the ranks and their common backends.
 
-A job that crashed while its ranks met leaves an open generation with claims of processes that have
-ended. A rank of the next job that finds such a claim closes the generation as stale, and all ranks
-that joined it go on to the next. For example, ranks 0 and 1 of a job of 3 are killed::
+A generation fails if a rank is missing at the timeout, two processes claim one rank, or world
+sizes differ. It is then closed as failed, and every rank in it raises the same error. Later ranks
+open the next generation, so programs can initialize repeatedly at one address without reading the
+keys of an earlier world.
+
+A job that crashes during the rendezvous leaves an open generation with claims of dead processes. A
+rank of the next job that finds such a claim closes the generation as stale, and all its ranks
+continue in the next generation. For example, ranks 0 and 1 of a job of 3 are killed::
 
     next job's rank 2   claims 2, is counted as the third, waits for ``state``
-    next job's rank 0   finds rank 0 claimed by an ended process, writes ``state``: stale
+    next job's rank 0   finds rank 0 claimed by a dead process, writes ``state``: stale
     all ranks           meet in the next generation
 
-An ended process is recognized on its own host only. Elsewhere the claim is a failure, and the job
-after that begins in a new generation.
+A dead process is only recognized on its own host. On another host the claim is a failure, and the
+next job opens a new generation.
 
-Keys of a generation, below its number: ``arrived``, ``process_info/RANK``, ``joined/...`` and
-``confirmed/...``, which count heads; ``full``, ``gave up``, ``state``; the world's own keys lie
-below ``world``. However many ranks there are, each makes as many requests.
+Keys of a generation, below its number: ``arrived``, ``card/RANK``, the arrival counters
+``joined/...`` and ``confirmed/...``, ``full``, ``gave up`` and ``state``. The world's own keys are
+below ``world``. The number of requests of a rank does not depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -54,33 +55,33 @@ from .timeout_store import (
     within,
 )
 
-SERVER = "rank {}, which serves the store,"
-"""The name in messages of a rank whose process serves the store."""
+SERVER = "rank {}, which hosts the store,"
+"""The name in messages of the rank whose process hosts the store."""
 
 _log = logging.getLogger("meshdist.waits")
 NOTICE_S = 30.0
 _TELLING_S = 5.0
-"""How long the first rank that gives up may take to say so for all."""
-_MOST_TRIES = 8  # generations that end while this process comes
+"""How long the first rank that gives up may take to write the outcome for all ranks."""
+_MOST_TRIES = 8  # generations that may end while this process joins
 
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """A world in which every rank has joined.
+    """Result of a completed rendezvous.
 
     Args:
-        generation: how many generations the store had before.
-        store: a store for this world alone, on ``handle``.
-        make_torch_store: returns the same keys on a connection of its own, for torch's classes,
-            which use a store in threads of theirs.
-        handle: makes the requests to the store. Keep it as long as the store: a PrefixStore does
-            not keep alive a store that is written in Python.
-        server: the rank whose process serves the store; None where no rank does.
-        hosts: for each rank the number of its host, numbered as they first appear.
-        local_rank: this process's number among the ranks of its host.
-        backends: what all ranks said that they could use.
-        origin: how the ranks met, for messages.
-        leave: call it once, when this process has closed the world and all that used its store.
+        generation: the number of earlier generations in the store.
+        store: a store with the keys of this world only, on ``handle``.
+        make_torch_store: opens the same store on a separate connection, for torch's classes, which
+            use it in their own threads.
+        handle: makes the requests to the store. Keep a reference as long as the store is used: a
+            PrefixStore does not keep a store written in Python alive.
+        server: the rank that hosts the store; None if no rank does.
+        hosts: the host number of each rank, in the order of first appearance.
+        local_rank: this process's rank within its host.
+        backends: the backends that all ranks can use.
+        origin: the rendezvous method, for messages.
+        leave: call it once, after closing the world and everything that uses its store.
     """
 
     rank: int
@@ -104,18 +105,18 @@ class Rendezvous:
 
 @dataclass
 class RendezvousRound:
-    """Attempt of this process to join a world of ``size`` ranks that meets in a store.
+    """Rendezvous of this process with ``size`` ranks in a store.
 
     Args:
-        handle: makes the requests to what all ranks share.
-        rank: this process's rank; None lets it follow the order of arrival.
-        timeout: how long to wait for the others.
-        origin: how the ranks came here, for messages.
-        backends: the names of what this process could use to communicate.
-        local_rank: this process's number on its host, where its launcher numbers them.
-        is_unique: whether a launcher sees to it that no rank runs twice at once.
-        prefix: what the keys of the attempt begin with.
-        serves: whether this process serves the store, or is thought to.
+        handle: makes the requests to the shared store.
+        rank: this process's rank; None to assign ranks in the order of arrival.
+        timeout: how long to wait for the other ranks.
+        origin: the rendezvous method, for messages.
+        backends: the names of the backends that this process can use.
+        local_rank: this process's rank within its host, if its launcher sets it.
+        is_unique: whether the launcher guarantees that no rank runs twice at the same time.
+        prefix: the prefix of all keys.
+        serves: whether this process hosts the store, or is assumed to.
     """
 
     handle: TimeoutStore
@@ -137,19 +138,19 @@ class RendezvousRound:
         self.store = PrefixStore(self.prefix, self.handle)
 
     def join(self) -> Rendezvous:
-        """Return the world once all ranks joined; ranks that wait in vain raise the same error."""
+        """Return the world once all ranks have joined; if it fails, all raise the same error."""
         try:
             with within(self._deadline):
                 while (joined := self.try_generation(generation := self._enter())) is None:
                     self._pass_over(generation)
         except RendezvousError:
             raise
-        except RuntimeError as error:  # torch's store errors
+        except RuntimeError as error:  # an error of torch's store
             raise lost_while_joining(self.origin, error) from error
         return joined
 
     def _enter(self) -> int:
-        """Return the open generation's number; raise if its first rank gave another world size."""
+        """Return the open generation's number; raise if its world size differs."""
         held, init_arguments = b"", [0]
         for _ in range(_MOST_TRIES):
             opened = f"[{init_arguments[0]}, {self.size}]"
@@ -159,12 +160,12 @@ class RendezvousRound:
                 break
         else:
             raise RendezvousError(
-                f"{_MOST_TRIES} worlds of the store have ended while this process came to join one",
+                f"cannot join: {_MOST_TRIES} worlds of the store ended while this process joined",
                 where=f"{self.origin}; {self.process_info}",
                 expected="a world that waits for this process",
-                found=f"worlds up to number {init_arguments[0]}, each of which other processes have closed",
-                fix="end the processes that make worlds at this address again and again, or give "
-                "this job another address, file or store",
+                found=f"worlds up to number {init_arguments[0]}, all closed by other processes",
+                fix="stop the processes that initialize repeatedly at this address, or use another "
+                "address, file or store for this job",
             )
         generation, agreed = parse_value("open", held, lambda it: (int(it[0]), int(it[1])))
         self._init_arguments = held.decode()
@@ -177,11 +178,11 @@ class RendezvousRound:
         return generation
 
     def _pass_over(self, generation: int) -> None:
-        """Make the next generation the open generation, for the processes that come later."""
+        """Open the next generation, for later processes."""
         self.store.compare_set("open", self._init_arguments, f"[{generation + 1}]")
 
     def try_generation(self, generation: int) -> Rendezvous | None:
-        """Return the world, None if it is stale or closed; raise RendezvousError if it failed."""
+        """Return the world, or None if the generation is stale or closed; raise if it failed."""
         generation_store = PrefixStore(f"{self.prefix}/{generation}", self.handle)
         mine = self._claim(generation_store, generation)
         if mine is None:
@@ -207,7 +208,7 @@ class RendezvousRound:
             raise
 
     def _claim(self, generation_store: Store, generation: int) -> int | None:
-        """Claim a rank by this process's card; return the rank, or None in a closed generation."""
+        """Claim a rank with this process's info; return it, or None in a closed generation."""
         about = {
             "local_rank": self.local_rank,
             "backends": sorted(self.backends),
@@ -232,22 +233,22 @@ class RendezvousRound:
         if generation_store.check(["state"]):
             return None
         if self.is_unique or is_alive(other) is False:
-            # Left by a process that has ended: this generation can never be complete.
+            # The claim is of a dead process, so this generation can never be complete.
             self._resolve(generation_store, {"kind": "stale"})
             return None
         failure = _failure(
             f"rank {rank} was claimed by two processes",
             where=self.origin,
-            expected=f"every rank from 0 to {self.size - 1} once",
+            expected=f"one process for each rank from 0 to {self.size - 1}",
             found=f"{other}; {self.process_info}",
-            fix="give each process its own rank; or, if a job that has crashed used this "
-            "store, start with a new address, file or store",
+            fix="pass a different rank in each process; or, if a crashed job used this store, use "
+            "a new address, file or store",
         )
         self._fail(generation_store, generation, failure, self.size)
         return None
 
     def _has_ended_claim(self, generation_store: Store, size: int) -> bool:
-        """Return whether a rank below ``size`` is claimed by a process of this host that ended."""
+        """Return whether a dead process of this host has claimed a rank below ``size``."""
         process_infos = (self._process_info_of(generation_store, rank) for rank in range(size))
         return any(
             process_info is not None and is_alive(process_info) is False
@@ -255,14 +256,14 @@ class RendezvousRound:
         )
 
     def _wait_for(self, generation_store: Store, key: str) -> bool:
-        """Wait for ``key``; log once which ranks are missing; return whether it was set in time."""
+        """Wait for ``key``, and log missing ranks once; return whether it was set in time."""
         notice = Deadline(NOTICE_S)
 
         def look() -> None:
             nonlocal notice
             if notice.is_over:
                 notice = Deadline(float("inf"))
-                # The first of the ranks that wait tells which others are missing.
+                # Only the first waiting rank logs which ranks are missing.
                 if key == "full" and generation_store.add("noticed", 1) == 1:
                     absent = ranks_text(self._absent(generation_store, "joined"))
                     limit_s = f"{self.timeout.total_seconds():g} s"
@@ -274,19 +275,17 @@ class RendezvousRound:
     def _give_up(
         self, generation_store: Store, make_outcome: Callable[[Store], dict[str, Any]]
     ) -> dict[str, Any] | None:
-        """Return the made outcome; None where another rank has written an outcome first."""
-        is_told = generation_store.add("gave up", 1) > 1 and await_key(
+        """Return the outcome of the failure, or None if another rank has written an outcome."""
+        is_written = generation_store.add("gave up", 1) > 1 and await_key(
             generation_store, "state", Deadline(_TELLING_S)
         )
-        return None if is_told else make_outcome(generation_store)
+        return None if is_written else make_outcome(generation_store)
 
     def _resolve(self, generation_store: Store, outcome: dict[str, Any]) -> None:
-        """Close the generation with ``outcome``, unless another rank has done so."""
+        """Close the generation with ``outcome`` unless another rank has closed it."""
         text = json.dumps({**outcome, "by": secrets.token_hex(8)})
         if generation_store.compare_set("state", "", text) == text.encode():
-            generation_store.set(
-                "full", "1"
-            )  # ranks that wait for the others look at the state now
+            generation_store.set("full", "1")  # wakes waiting ranks, which then read the state
 
     def _conclude(
         self, generation_store: Store, generation: int, rank: int, outcome: dict[str, Any] | None
@@ -325,7 +324,7 @@ class RendezvousRound:
     def _fail(
         self, generation_store: Store, generation: int, failure: dict[str, Any], size: int
     ) -> None:
-        """Close an open generation with ``failure``; raise the error that closed it, if any did."""
+        """Close an open generation with ``failure``; raise the error that closed it, if any."""
         self._resolve(generation_store, failure)
         self._pass_over(generation)
         self._raise(_state(generation_store, size))
@@ -341,7 +340,7 @@ class RendezvousRound:
         return parse_value(f"card/{rank}", value, ProcessInfo.from_json)
 
     def _complete(self, generation_store: Store) -> dict[str, Any]:
-        """Return the world's facts from every rank's card, or "stale" if a process has ended."""
+        """Return the complete state from all ranks' infos, or "stale" if a process has died."""
         seen = read_jsons(
             generation_store, [f"card/{rank}" for rank in range(self.size)], _parse_process_info
         )
@@ -361,7 +360,7 @@ class RendezvousRound:
         return {
             "kind": "complete",
             "hosts": to_runs(hosts),
-            # Not every launcher numbers them, or several launchers of one host do, each from 0.
+            # Some launchers set no local rank, and several launchers on one host all start at 0.
             "is_numbered": None not in local_ranks and len(places) == self.size,
             "backends": sorted(set.intersection(*(set(value["backends"]) for value in values))),
             "server": next((rank for rank, value in enumerate(values) if value["serves"]), None),
@@ -378,35 +377,34 @@ class RendezvousRound:
                 for rank, process_info in found.items()
                 if process_info and is_alive(process_info) is False
             ]:
-                return self._silent(
-                    generation_store, ended
-                )  # they were counted, and could not say so
+                # They were counted, but ended before they could confirm.
+                return self._silent(generation_store, ended)
             return _failure(
-                f"the last ranks of the world of {self.size} came after "
-                f"{self.timeout.total_seconds():g} s, when others had given up",
+                f"the last ranks joined the world of {self.size} after the timeout of "
+                f"{self.timeout.total_seconds():g} s, when other ranks had given up",
                 where=self.origin,
                 expected="all ranks within the timeout",
-                fix="give more time: init_process_group(timeout=timedelta(minutes=30))",
+                fix="use a longer timeout: init_process_group(timeout=timedelta(minutes=30))",
             )
         ranks = ranks_text(absent)
-        operation = "has" if len(absent) == 1 else "have"
+        verb = "has" if len(absent) == 1 else "have"
         process_infos = [
             f"rank {rank}: {self._process_info_of(generation_store, rank)}" for rank in present[:8]
         ]
         more = ["..."] if len(present) > 8 else []
         return _failure(
-            f"{ranks} {operation} not joined the world of {self.size} within "
+            f"{ranks} {verb} not joined the world of {self.size} within "
             f"{self.timeout.total_seconds():g} s",
             where=self.origin,
             expected=f"{self.size} ranks, all at the same address",
             found="\n".join([f"joined: {ranks_text(present)}", *process_infos, *more]),
-            fix=f"look at the output of {ranks}: it may have failed before it came here; or give "
-            "more time: init_process_group(timeout=timedelta(minutes=30))",
+            fix=f"check the output of {ranks} for an earlier failure, or use a longer timeout: "
+            "init_process_group(timeout=timedelta(minutes=30))",
         )
 
     def _silent(self, generation_store: Store, absent: list[int] | None = None) -> dict[str, Any]:
         absent = absent or self._absent(generation_store, "confirmed")
-        if not absent:  # the last rank has ended before it told the others, maybe on another host
+        if not absent:  # the last rank ended before it wrote the state, maybe on another host
             found = {
                 rank: self._process_info_of(generation_store, rank) for rank in range(self.size)
             }
@@ -420,11 +418,11 @@ class RendezvousRound:
             f"rank {rank}: {self._process_info_of(generation_store, rank)}" for rank in absent[:8]
         ]
         return _failure(
-            f"{ranks} came to the world of {self.size}, and then fell silent",
+            f"{ranks} joined the world of {self.size} and then stopped responding",
             where=self.origin,
-            expected=f"{self.size} ranks that live",
+            expected=f"{self.size} running ranks",
             found="\n".join(process_infos),
-            fix=f"look at the output of {ranks}, and start the job again at a new address",
+            fix=f"check the output of {ranks} for a failure, and restart the job at a new address",
         )
 
     def _absent(self, generation_store: Store, counter: str) -> list[int]:
@@ -433,26 +431,26 @@ class RendezvousRound:
     def _disagreement(self, agreed: int) -> dict[str, Any]:
         process = "a process" if self.rank is None else f"rank {self.rank}"
         return _failure(
-            "the ranks disagree about the size of the world",
+            "mismatch of world_size between the ranks",
             where=self.origin,
             expected="the same world_size on every rank",
-            found=f"{process} ({self.process_info}): {self.size}; the first that came: {agreed}",
-            fix="give every rank the same world_size (WORLD_SIZE; -n of a launcher on each host)",
+            found=f"{process} ({self.process_info}): {self.size}; the first process: {agreed}",
+            fix="pass the same world_size on every rank (WORLD_SIZE, or -n of each launcher)",
         )
 
 
 def lost_while_joining(origin: str, error: RuntimeError) -> RendezvousError:
-    """Return the error of a store lost while ranks join; ``origin`` says by what they had met."""
+    """Return the error for a store that was lost while ranks joined by method ``origin``."""
     return RendezvousError(
         f"the store was lost while the ranks were joining: {first_line(error)}",
         where=f"{origin}; {my_process_info()}",
-        expected="the process that serves the store (rank 0, as a rule) to live",
-        fix="look at the output of rank 0, and start the job again",
+        expected="the process that hosts the store (usually rank 0) to keep running",
+        fix="check the output of rank 0 for a failure, and restart the job",
     )
 
 
 def _parse_process_info(value: dict[str, Any]) -> tuple[ProcessInfo, dict[str, Any]]:
-    """Return a rank's process card and the facts that it stored beside the card."""
+    """Return a rank's process info and the facts stored with it."""
     return ProcessInfo.from_json(value), {
         "local_rank": None if value["local_rank"] is None else int(value["local_rank"]),
         "backends": [str(backend) for backend in value["backends"]],
@@ -462,7 +460,7 @@ def _parse_process_info(value: dict[str, Any]) -> tuple[ProcessInfo, dict[str, A
 
 
 def _state(generation_store: Store, size: int) -> dict[str, Any]:
-    """Return a closed generation's outcome, of ``size`` ranks; raise StoreError if malformed."""
+    """Return the outcome of a closed generation of ``size`` ranks; raise if it is malformed."""
 
     def parse(value: dict[str, Any]) -> dict[str, Any]:
         kind, server, served_by = value["kind"], value.get("server"), value.get("served_by")

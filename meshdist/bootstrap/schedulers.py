@@ -1,7 +1,7 @@
-"""The engine whose worker this process is: Ray, Dask, submitit, joblib, a process pool.
+"""Detect workers of schedulers that start processes without ranks (Ray, Dask, submitit, joblib).
 
-They start processes, and no ranks: an error's fix names their recipe in place of a launcher. They
-are recognised by what is set and what is imported; nothing of theirs is imported here.
+Errors in such a worker suggest the scheduler's recipe instead of a launcher. Detection uses
+environment variables and already imported modules, and imports none of the schedulers.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Any
 
 @dataclass(frozen=True)
 class ClusterScheduler:
-    """An engine that starts processes.
+    """A scheduler that starts processes without ranks.
 
     Args:
-        name: its name, and that of its section in docs/engines.md.
-        is_here: whether a process with these variables is its worker.
-        is_service: whether its workers have the variables of a service that ran before the job, so
-            that a launcher's variables in them tell nothing.
+        name: the scheduler's name, and the title of its section in docs/engines.md.
+        is_here: returns whether a process with these variables is a worker of the scheduler.
+        is_service: whether workers inherit the variables of a long-running service, so that a
+            launcher's variables in them do not belong to the job.
     """
 
     name: str
@@ -30,11 +30,11 @@ class ClusterScheduler:
 
     @property
     def fix(self) -> str:
-        """The fix that errors give to a worker of this engine, in place of a launcher's command."""
+        """The fix that errors show in a worker of this scheduler."""
         return (
-            "give each worker its rank and a store that all share, before its first collective or mesh: "
-            "init_process_group(store=store, rank=rank, world_size=size); the program that does so "
-            f"stands in docs/engines.md under {self.name!r}"
+            "pass each worker its rank and a shared store, before its first collective or mesh: "
+            "init_process_group(store=store, rank=rank, world_size=size); docs/engines.md has a "
+            f"complete program under {self.name!r}"
         )
 
 
@@ -43,7 +43,7 @@ def _is_dask(_: Mapping[str, str]) -> bool:
     return bool(getattr(worker, "_instances", ()))  # the workers that run in this process
 
 
-ENGINES = (
+SCHEDULERS = (
     ClusterScheduler(
         "Ray", lambda them: "ray" in sys.modules and "RAY_RAYLET_PID" in them, is_service=True
     ),
@@ -54,6 +54,6 @@ ENGINES = (
 )
 
 
-def find_engine(environment: Mapping[str, str]) -> ClusterScheduler | None:
-    """Return the engine (such as Ray) whose worker this process is, None without any."""
-    return next((engine for engine in ENGINES if engine.is_here(environment)), None)
+def find_scheduler(environment: Mapping[str, str]) -> ClusterScheduler | None:
+    """Return the scheduler (such as Ray) of this worker process, or None."""
+    return next((scheduler for scheduler in SCHEDULERS if scheduler.is_here(environment)), None)

@@ -1,12 +1,13 @@
-"""Stores that stay open: those of addresses that have worlds, and of worlds that others are in yet.
+"""Cache stores by address, and close each store after its last world and client are gone.
 
-A process that serves a store may leave its world first, and come back to the same address. So its
-store is closed once its last world here has ended and no other process is connected to it. Before
-that the store is marked: a client that connects in this moment sees the mark, and connects anew.
+A process that hosts a store may leave its world before the other ranks, and initialize again at
+the same address. Its store is closed only when its last world in this process has ended and no
+other process is connected. The server sets a marker key before it closes: a client that connects
+at that time sees the marker and connects again.
 
-Rank 0 serves the store, and rank 1 leaves later::
+Rank 0 hosts the store, and rank 1 leaves later::
 
-    rank 0   world ---- let_go: rank 1 is connected ......... mark, look again, close
+    rank 0   world ---- let_go: rank 1 is connected ......... mark, check again, close
     rank 1   world ----------------------------------- leaves
 """
 
@@ -25,11 +26,11 @@ from ..runtime.hosts import call_at_end, do_not_call_at_end
 from .store_liveness import has_clients
 from .stores import CLOSING, ServedStore, root_of
 
-_PERIOD_S = (0.05, 1.0)  # between looks whether the others have left, at first and at last
+_PERIOD_S = (0.05, 1.0)  # between checks for clients: first and longest
 _END_S = 5.0
 
 _Key: TypeAlias = tuple[int, Hashable]
-"""A process, so that a forked child does not see its parent's stores; and an address."""
+"""Process id (so that a forked child does not see its parent's stores) and address."""
 
 
 @dataclass
@@ -44,12 +45,12 @@ _had: set[_Key] = set()
 
 
 def has_kept(address: Hashable) -> bool:
-    """Return whether this process has had a store for ``address``, and may have it now."""
+    """Return whether this process has opened a store for ``address`` before."""
     return (os.getpid(), address) in _had
 
 
 def keep_store(address: Hashable, make: Callable[[], Store]) -> Store:
-    """Return the store of ``address``, made now if there is none; ``let_go`` ends this use."""
+    """Return the store of ``address``, opening it if needed; release it with ``let_go``."""
     key = (os.getpid(), address)
     with _keeping:
         kept = _kept.get(key)
@@ -61,7 +62,7 @@ def keep_store(address: Hashable, make: Callable[[], Store]) -> Store:
 
 
 def let_go(address: Hashable) -> None:
-    """End a use of ``address``; the last closes its store, or a thread does once others left."""
+    """Release ``address``; after its last use, close the store once no client is connected."""
     key = (os.getpid(), address)
     with _keeping:
         kept = _kept.get(key)
@@ -73,7 +74,7 @@ def let_go(address: Hashable) -> None:
 
 
 def hold_until_left(store: Store) -> None:
-    """Keep a store that this process may serve until no other process is connected to it."""
+    """Keep ``store`` open until no other process is connected to it."""
     root = root_of(store)
     if isinstance(root, TCPStore) and has_clients(root):
         with _keeping:
@@ -82,7 +83,7 @@ def hold_until_left(store: Store) -> None:
 
 
 def _close_if_left(key: _Key) -> bool:
-    """Close the store of ``key`` unless other processes are connected; return if it closed."""
+    """Close the store of ``key`` unless clients are connected; return whether it is closed."""
     root = root_of(_kept[key].store)
     if isinstance(root, TCPStore):
         if has_clients(root):
@@ -97,23 +98,23 @@ def _close_if_left(key: _Key) -> bool:
 
 
 class _Closer:
-    """The thread that closes stores while there are some that wait for others to leave."""
+    """Thread that closes released stores once their clients have left."""
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
         self._is_ending = threading.Event()
 
     def start(self) -> None:
-        """Start the thread, unless it already runs in this process."""
+        """Start the thread unless it is running in this process."""
         if self._thread is None or not self._thread.is_alive():
             self._thread = threading.Thread(target=self._run, name="meshdist-closer", daemon=True)
-            with suppress(RuntimeError):  # Python is ending, and then waits for the others itself
+            with suppress(RuntimeError):  # Python is ending, and waits for the clients elsewhere
                 self._thread.start()
-                # Python must not end the thread inside of torch's C++.
+                # Python must not end the thread inside torch's C++.
                 call_at_end(self.stop)
 
     def stop(self) -> None:
-        """End the thread before this process ends."""
+        """Stop the thread before the process ends."""
         self._is_ending.set()
         if self._thread is not None and self._thread.is_alive():
             self._thread.join(_END_S)
@@ -134,7 +135,7 @@ _closer = _Closer()
 
 
 def _forget_locks() -> None:
-    """Give a forked child new locks and a new closer; its parent's stores stay open."""
+    """Give a forked child a new lock and closer; its parent's stores stay open."""
     global _keeping, _closer
     _keeping, _closer = threading.RLock(), _Closer()
 

@@ -1,4 +1,4 @@
-"""From the place where ranks meet, a host and a port, to the store there: served or found."""
+"""Open the store at a host and port: host it on rank 0, or connect to it."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ _PAUSE_S = 0.01
 def open_by_url(
     address: str, port: int, rank: int, size: int, timeout: timedelta, *, is_named: bool
 ) -> Store:
-    """Return the store at a URL's address, which rank 0, or else the first process, serves.
+    """Return the store at a URL's address, hosted by rank 0 or by the first process.
 
     Args:
-        rank: -1 where ranks follow the order of arrival.
-        is_named: whether worlds of several names meet there, each with a rank 0.
+        rank: -1 if ranks are assigned in the order of arrival.
+        is_named: whether several named worlds, each with a rank 0, share the address.
     """
     if rank > 0:
         return connect_store(address, port, timeout)
@@ -53,7 +53,7 @@ def open_by_url(
         check_can_serve(size)
     if rank == 0 and not is_named:
         return _serve_or_find(address, port, timeout)
-    # The first process serves the others: any rank, or another job at this address.
+    # The first process hosts the store: any rank, or another job at this address.
     listener = None
     with suppress(RendezvousError):
         listener = bind_listener(address, port)
@@ -65,7 +65,7 @@ def open_by_url(
 def place_by_environment(
     launch_environment: LaunchEnvironment, timeout: timedelta
 ) -> tuple[Hashable, Callable[[], Store]]:
-    """Return the key of a launcher's meeting place, and a function that opens its store."""
+    """Return the cache key of a launcher's store, and a function that opens the store."""
     port, address = launch_environment.port, launch_environment.address or ""
     if port is None:
         return ("mpiexec", launch_environment.job), partial(
@@ -84,13 +84,13 @@ def place_by_environment(
 
 
 def place_of(address: str, port: int) -> Hashable:
-    """Return the key under which ``keep_store`` has the store at a host's port."""
+    """Return the key of the store at a host's port in the store cache."""
     return "tcp", numeric_loopback(address), port
 
 
 def _serve_or_find(address: str, port: int, timeout: timedelta) -> Store:
-    """Return rank 0's new store, or the store that another process has left open there."""
-    # Ranks may have changed, and the process that was rank 0 closes its store a moment later.
+    """Host a new store on rank 0, or connect to a store that another process has left open."""
+    # If rank numbers have changed, the former rank 0 may close its store a little later.
     host, grace = numeric_loopback(address or "127.0.0.1"), Deadline(_FORMER_STORE_S)
     while True:
         try:
@@ -102,29 +102,29 @@ def _serve_or_find(address: str, port: int, timeout: timedelta) -> Store:
             if not has_kept(place_of(address, port)) or grace.is_over:
                 raise
         with suppress(RendezvousError, OSError):
-            socket.create_connection((host, port), _PROBE_S).close()  # else it has closed just now
+            socket.create_connection((host, port), _PROBE_S).close()  # fails if it has just closed
             return connect_store(host, port, min(timeout, timedelta(seconds=grace.left_s)))
         time.sleep(_PAUSE_S)
 
 
 def _store_of_agent(address: str, port: int, timeout: timedelta) -> Store:
-    # Torch finds the store of torchrun's agent, which no rank serves, below a prefix that counts
-    # restarts, and that it does not tell.
+    # torch returns the agent's store with a prefix that counts restarts, but does not expose the
+    # prefix; so build it here.
     found = torch.distributed.rendezvous("env://", timeout=timeout)
     try:
         store: Store = root_of(next(found)[0])
     except (RuntimeError, ValueError) as error:
         raise RendezvousError(
-            f"torchrun's store does not answer: {first_line(error)}",
+            f"torchrun's store does not respond: {first_line(error)}",
             where=f"env://, started by torchrun, store at {address}, port {port}",
-            fix="look at the output of torchrun on its first host",
+            fix="check the output of torchrun on its first host for an error",
         ) from error
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return NamedPrefixStore(f"attempt {restarts}", store)
 
 
 def _listener_at(address: str, port: int) -> Any:
-    """Return a socket that listens at a loopback or numeric address of this host; else None."""
-    # A host's name may mean loopback to itself and another interface to other hosts.
+    """Return a socket listening at a loopback or numeric address of this host, else None."""
+    # A host's name may resolve to loopback on itself and to another interface elsewhere.
     is_safe = is_loopback(address) or find_number(address) is not None
     return bind_listener(address, port) if is_safe else None

@@ -1,16 +1,15 @@
-"""Connections beside a store's requests: a server's end is seen, a key rings, clients are awaited.
+"""Detect a lost store server, wait for keys on a pollable socket, and let a server await clients.
 
-torch reports on stderr that a server is lost as soon as a client asks it something. So a client
-looks first at a second connection of its own to the store, and whether the server's process lives
-where it can see that; and it writes the address of that connection into the store. A server that
-ends in good order finds the connections among its own sockets, and waits until the clients have
-closed them. Then it closes its side of those that are left, and waits shortly until clients whose
-requests may be under way have closed theirs.
+If the server is lost, torch's client prints to stderr on its next request. A client therefore
+first checks a second connection to the store, and the server's process if it runs on the same
+host. It writes the address of that connection to the store. A server that ends normally finds
+these connections among its own sockets, and waits until the clients have closed them. Then it
+closes its side of the remaining connections, and waits briefly for clients with requests in flight.
 
-Torch's own wait for a key cannot be called off, and its expiry is reported on stderr: a KeyAlarm
-sends torch's request over a socket that can be polled. The requests "wait for a", "call it off",
-"wait for b" have the answers 1 0, or 0 1 0 where "a" was set before it was called off: only a 0
-behind as many 1 as calls off rings for "b". Where the server does not know it no alarm rings.
+Torch's own wait for a key cannot be canceled, and prints to stderr when it expires. A KeyAlarm
+sends torch's wait request over a socket that can be polled. The requests "wait for a", "cancel",
+"wait for b" get the answers 1 0, or 0 1 0 if "a" was set before the cancellation: only a 0 after
+as many 1 as cancellations signals "b". If the server does not support the request, no alarm fires.
 """
 
 from __future__ import annotations
@@ -45,14 +44,14 @@ _CLIENTS = "meshdist/clients"
 _NO_VALUE = "?"  # that no client writes
 _CONNECT_S = 5.0
 _CONNECT_ALARM_S = 1.0
-# A client that is stopped, or whose threads get no time, must not keep the server from ending.
+# A stopped or starved client must not keep the server from ending.
 _CLOSING_S = 1.0
-# A rank that fails ends soon, but lets the others read what it has left for them.
+# A failing rank ends soon, but gives the others time to read its report.
 _FAILING_S = 2.0
 _SLICE_S = 0.25
-_LOOK_S = 0.01  # a look costs more than a request on this host
-# Of torch's protocol: the first message, the head of a wait for one key, and the answer to that;
-# what calls a wait off, and the answer.
+_LOOK_S = 0.01  # a check costs more than a request on this host
+# Of torch's protocol: the first message, the head of a wait for one key and its answer, the
+# cancellation of a wait and its answer.
 _VALIDATE, _WAIT, _IS_SET = struct.pack("=BI", 0, 0x3C85F7CE), struct.pack("=BQ", 6, 1), 0
 _CANCEL, _IS_CANCELED = struct.pack("=B", 12), 1
 _MOST_ANSWERS = 64
@@ -60,11 +59,11 @@ _HAS_LEFT = getattr(select, "POLLRDHUP", 0)  # unlike POLLIN, not for requests
 
 
 class StoreLiveness:
-    """A connection to the server of ``store`` that carries no requests and ends with the server."""
+    """Connection to the server of ``store`` that carries no requests and closes with the server."""
 
     def __init__(self, store: Store) -> None:
         self.connection: socket.socket | None = None
-        self.server: ProcessInfo | None = None  # the process that serves, once that is known
+        self.server: ProcessInfo | None = None  # the server's process, once it is known
         self.stopped_since: float | None = None  # when it was first seen stopped, if it still is
         self._next_look = 0.0
         while isinstance(store, PrefixStore):
@@ -84,8 +83,8 @@ class StoreLiveness:
             raise
 
     def is_served(self) -> bool:
-        """Return whether the server's process lives; True if unknown, or looked at just now."""
-        # The connections of a process that has ended may end later.
+        """Return whether the server's process is alive; True if unknown or just checked."""
+        # The connections of a dead process may close later.
         now = time.monotonic()
         if self.server is not None and now > self._next_look:
             self._next_look = now + _LOOK_S
@@ -108,7 +107,7 @@ class StoreLiveness:
             return True
 
     def close(self) -> None:
-        """Close the connection, for the server even where a forked child has a copy of it."""
+        """Close the connection for the server, even if a forked child has a copy of it."""
         if self.connection is not None:
             with suppress(OSError):
                 self.connection.shutdown(socket.SHUT_RDWR)
@@ -116,7 +115,7 @@ class StoreLiveness:
 
 
 def find_readable(files: Iterable[Any], seconds: float) -> set[int]:
-    """Return the descriptors of ``files`` that can be read, or ended, within ``seconds``."""
+    """Return the descriptors of ``files`` that are readable or closed within ``seconds``."""
     return _polled(files, select.POLLIN, seconds)
 
 
@@ -128,17 +127,17 @@ def _polled(files: Iterable[Any], events: int, seconds: float) -> set[int]:
 
 
 class AlarmLost(ConnectionError):
-    """Error of an alarm: the server has closed its connection, or does not know the request."""
+    """The server has closed an alarm's connection, or does not support the request."""
 
 
 class KeyAlarm:
-    """A connection to a TCPStore's server, which becomes readable when a key is set."""
+    """Connection to a TCPStore's server that becomes readable when a key is set."""
 
-    # Every method raises AlarmLost where the connection is lost.
+    # Every method raises AlarmLost if the connection is lost.
 
     def __init__(self, to: tuple[str, int] | socket.socket) -> None:
-        self.turn = threading.Lock()  # held while a wait has the alarm
-        self.is_lost = False  # True once it cannot ring any more
+        self.turn = threading.Lock()  # held while a wait uses the alarm
+        self.is_lost = False  # True once the alarm can no longer fire
         self._lock = threading.RLock()
         self._has_rung = False
         self._greeting, self._key, self._num_canceled = _VALIDATE, "", 0
@@ -156,12 +155,12 @@ class KeyAlarm:
             except OSError:
                 self.is_lost = True
                 raise AlarmLost from None
-            except BaseException:  # a handler's, in the middle: nobody knows which answers come
+            except BaseException:  # from a signal handler: the next answers are unknown
                 self.is_lost = True
                 raise
 
     def reset(self, key: str) -> None:
-        """Let the alarm ring when ``key`` is set, and for no other key; "" for none at all."""
+        """Set the alarm for ``key``, replacing the previous key; "" clears it."""
         name = f"/{key}".encode()  # torch begins each key with "/"
         with self._watched():
             text = b""
@@ -174,7 +173,7 @@ class KeyAlarm:
             self.connection.sendall(text)
 
     def has_rung(self, key: str) -> bool:
-        """Return whether the alarm has rung for ``key``; True is returned once."""
+        """Return whether the alarm has fired for ``key``; return True only once."""
         with self._watched():
             with suppress(BlockingIOError):
                 answers = self.connection.recv(_MOST_ANSWERS, socket.MSG_DONTWAIT)
@@ -191,11 +190,11 @@ class KeyAlarm:
             return True
 
     def poll(self, key: str | None = None) -> bool | None:
-        """Set the alarm for ``key`` if given; return whether it rang, None while a wait uses it."""
+        """Set the alarm for ``key``, if given; return whether it fired, or None if it is in use."""
         if not self.turn.acquire(blocking=False):
             return None
         try:
-            # Without a key only read the answers that are there.
+            # Without a key, only read available answers.
             if key is not None and self._key != key:
                 self.reset(key)
             return self.has_rung(key or "")
@@ -204,14 +203,14 @@ class KeyAlarm:
 
 
 def wait_for_clients_at_end(store: TCPStore, timeout: timedelta) -> None:
-    """Let this process, which serves ``store``, wait for clients as it ends, up to ``timeout``."""
+    """Make this process, which hosts ``store``, wait up to ``timeout`` for clients at its end."""
     close = _Clients(store, timeout).close
     call_at_end(close)
     weakref.finalize(store, do_not_call_at_end, close).atexit = False
 
 
 def has_clients(store: TCPStore) -> bool:
-    """Return whether other processes are connected to ``store``, False if served elsewhere."""
+    """Return whether other processes are connected to ``store``; False if hosted elsewhere."""
     is_seen, mine, peers = False, set(), []
     for _, copy in own_sockets():
         if copy.family not in (socket.AF_INET, socket.AF_INET6):
@@ -222,18 +221,18 @@ def has_clients(store: TCPStore) -> bool:
             if copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                 is_seen = True
             else:
-                with suppress(OSError):  # it is closed meanwhile
+                with suppress(OSError):  # it was closed meanwhile
                     peers.append(_text_of(copy.getpeername()))
-    if not is_seen:  # it serves none, or its sockets cannot be seen
+    if not is_seen:  # this process hosts no store, or cannot list its sockets
         return bool(getattr(store, "is_served_here", False))
     return not mine.issuperset(peers)
 
 
 class _Clients:
-    """Connections by which clients watch a store that this process serves.
+    """Connections with which clients watch a store that this process hosts.
 
     Args:
-        store: served as long as there is another reference to it.
+        store: held by a weak reference.
         timeout: how long to wait for the clients at the end.
     """
 
@@ -245,7 +244,7 @@ class _Clients:
         self._process_id = os.getpid()
 
     def update(self, seconds: float = 0.0) -> None:
-        """Find new clients' connections, and drop those that clients close within ``seconds``."""
+        """Add new clients' connections, and drop connections that close within ``seconds``."""
         store = self._store()
         told = b"" if store is None else store.compare_set(_CLIENTS, _NO_VALUE, _NO_VALUE)
         if store is not None and told != self._told:
@@ -260,8 +259,8 @@ class _Clients:
                 connection.close()
 
     def close(self) -> None:
-        """Wait until no client needs the store; close this side, then wait for the clients'."""
-        do_not_call_at_end(self.close)  # a program that is interrupted meanwhile ends at once
+        """Wait until clients have closed their connections, closing this side after the timeout."""
+        do_not_call_at_end(self.close)  # a program that is interrupted here ends immediately
         if self._process_id != os.getpid():  # a forked child's copy
             return
         patience = Deadline(_FAILING_S if is_ending_by_exception() else self._timeout)
@@ -280,7 +279,7 @@ class _Clients:
 
 def _connections_of(clients: set[str], port: int) -> Iterator[socket.socket]:
     """Yield copies of this process's sockets at ``port`` whose other ends are ``clients``."""
-    for _, copy in own_sockets():  # the server of torch's store does not hand out its own
+    for _, copy in own_sockets():  # torch's server does not expose its sockets
         if copy.family not in (socket.AF_INET, socket.AF_INET6):
             continue
         with suppress(OSError):  # it has no other end
@@ -289,6 +288,6 @@ def _connections_of(clients: set[str], port: int) -> Iterator[socket.socket]:
 
 
 def _text_of(name: tuple[Any, ...]) -> str:
-    """Return an address and port as a text that is equal on both sides of a connection."""
+    """Return an address and port as a text, equal on both sides of a connection."""
     address = ipaddress.ip_address(name[0].partition("%")[0])
     return f"{getattr(address, 'ipv4_mapped', None) or address} {name[1]}"

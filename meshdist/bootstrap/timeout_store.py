@@ -1,11 +1,11 @@
-"""A store whose requests end in time, also where its server is stopped or has ended.
+"""Store client with a timeout for every request, even if the server is stopped or dead.
 
-Torch's clients wait for an answer without a limit, report a lost server on stderr with a stack, and
-keep every other thread waiting that uses the same connection. A TimeoutStore looks first whether
-the server lives, waits for a key on a connection of its own, and leaves requests to another process
-to a thread of its own, so that the caller can give up. Requests to a file, or to a server in this
-process, need no thread, and end by themselves; where another process is stopped while it keeps the
-file locked, that is seen before. What is read is checked: other processes may have written it.
+Torch's clients wait for answers without a timeout, print a stack to stderr if the server is lost,
+and block all other threads on the same connection. A TimeoutStore first checks that the server is
+alive, waits for keys on a separate connection, and sends requests from its own thread, so that the
+caller can give up. Requests to a file, or to a server in this process, need no thread; a file that
+a stopped process keeps locked is detected beforehand. The module also validates what it reads,
+because other processes may have written it.
 """
 
 from __future__ import annotations
@@ -36,35 +36,35 @@ from .stores import NamedPrefixStore, cloned, root_of
 T = TypeVar("T")
 
 ANSWER_S = 5.0
-"""How long a server may take to answer, and longer where a deadline is in force."""
-# A server may be slow to answer (a name server that its accepting side asks, a loaded machine), and
-# Python must not end before the thread is back from it.
+"""How long a server may take to respond, unless a longer deadline applies."""
+# A server may be slow (name resolution on accept, a loaded machine), and Python must not end before
+# the thread has returned from it.
 _END_S = 20.0
 POLL_S = 0.2
 _CLOSING_S = 1.0
-_LONGEST_KEY = 2000  # letters, of which each takes up to four of 8,192 bytes
-CHECK_S = 1.0  # in a wait that asks nothing else: a server may fall silent meanwhile
-_TURN_S = 0.1  # for which a wait is kept from the alarm by one that will soon end
+_LONGEST_KEY = 2000  # characters of up to four bytes; the server's limit is 8,192 bytes
+CHECK_S = 1.0  # between requests of a long wait: the server may stop responding meanwhile
+_TURN_S = 0.1  # that a wait may wait for another wait's use of the alarm
 _NOT_PARSED = (ValueError, ArithmeticError, RecursionError, TypeError, LookupError, AttributeError)
 _NO_VALUE = b"?"
 """A value that no rank writes."""
 
 _silent_since: dict[tuple[str, int] | None, float] = {}
-"""Since when a server, by host and port, leaves a request unanswered that was given up."""
+"""The time since which a server, by host and port, has not answered an abandoned request."""
 os.register_at_fork(after_in_child=_silent_since.clear)
 
 _deadline: ContextVar[Deadline | None] = ContextVar("meshdist_store_deadline", default=None)
 _look: ContextVar[Callable[[], object] | None] = ContextVar("meshdist_store_look", default=None)
-"""The function that a wait of this thread for a key calls now and then; it may raise."""
+"""Called regularly by this thread's waits for keys; may raise."""
 
 
 class _NotInTime(StoreError):
-    """Error of a wait: no process has set the key in time."""
+    """A key was not set before the deadline of a wait."""
 
 
 @contextmanager
 def within(deadline: Deadline) -> Iterator[None]:
-    """Let requests of this thread wait for an answer, and for keys, until ``deadline``."""
+    """Set the deadline of this thread's requests and waits for keys."""
     token = _deadline.set(deadline)
     try:
         yield
@@ -74,7 +74,7 @@ def within(deadline: Deadline) -> Iterator[None]:
 
 @contextmanager
 def looking(look: Callable[[], object] | None) -> Iterator[None]:
-    """Let this thread's waits for keys call ``look``, which may raise, or nothing if None."""
+    """Make this thread's waits for keys call ``look``, which may raise."""
     token = _look.set(look)
     try:
         yield
@@ -83,21 +83,21 @@ def looking(look: Callable[[], object] | None) -> Iterator[None]:
 
 
 def _answer_limit_s() -> float:
-    """Return how long the store may take to answer: ``within``'s deadline, 5 s at least."""
+    """Return the time limit of a request: until ``within``'s deadline, at least 5 s."""
     deadline = _deadline.get()
     return ANSWER_S if deadline is None else max(ANSWER_S, deadline.left_s)
 
 
 class TimeoutStore(Store):
-    """A client of ``raw`` for all threads of this process, whose requests end in time.
+    """Client of ``raw`` for all threads of this process, with a timeout for every request.
 
     Args:
-        raw: what serves the requests, on a connection that nothing else uses.
-        timeout: how long to wait for a key where no deadline is in force.
-        server: what messages call the process that serves it.
+        raw: the store that serves the requests, on a connection that is not shared.
+        timeout: how long to wait for a key without a deadline from ``within``.
+        server: the name of the server's process in messages.
     """
 
-    # Keep a reference while a PrefixStore is in use: it holds the C++ half only.
+    # Keep a reference while a PrefixStore uses it: the PrefixStore holds only the C++ part.
 
     def __init__(
         self,
@@ -105,7 +105,7 @@ class TimeoutStore(Store):
         timeout: timedelta,
         *,
         is_served_here: bool = False,
-        server: str = "the process that serves the store",
+        server: str = "the process that hosts the store",
     ) -> None:
         super().__init__()
         self._patience = timeout
@@ -113,7 +113,7 @@ class TimeoutStore(Store):
         self._path = path = getattr(raw, "path", "")  # a FileStore's
         self.server = server
         self.client = f"process {os.getpid()}"
-        """The name of this process in messages."""
+        """This process's name in messages."""
         self._raw: Store | None = raw
         self._watch: StoreLiveness | None = None
         self._file = os.open(path, os.O_RDONLY) if path else None
@@ -124,8 +124,8 @@ class TimeoutStore(Store):
         self._busy_since: float | None = None
         root = root_of(raw)
         self.address = (root.host, root.port) if isinstance(root, TCPStore) else None
-        """The host and port of the server, None without one."""
-        # All waits use the last one in turn: a server may ask for names as it accepts another.
+        """The host and port of the server, or None."""
+        # Waits share the last one: accepting a new connection may be slow (name resolution).
         self._alarms: list[KeyAlarm] = []
         self._knows_prefix = isinstance(raw, (TCPStore, NamedPrefixStore))
         self._prefix = f"{raw.prefix}/" if isinstance(raw, NamedPrefixStore) else ""
@@ -147,15 +147,15 @@ class TimeoutStore(Store):
     # -- torch's methods ---------------------------------------------------------------------------
 
     def set(self, key: str, value: str | bytes) -> None:
-        """Set ``key`` to ``value``, whatever it held."""
-        self.ask(lambda raw: raw.set(key, value))  # type: ignore[arg-type] # bytes are taken too
+        """Set ``key`` to ``value``."""
+        self.ask(lambda raw: raw.set(key, value))  # type: ignore[arg-type] # bytes work, too
 
     def get(self, key: str) -> bytes:
         """Wait for ``key`` and return its value."""
         return self.multi_get([key])[0]
 
     def add(self, key: str, amount: int) -> int:
-        """Add to the number under ``key``, 0 at first, and return the sum."""
+        """Add ``amount`` to the number under ``key`` (initially 0) and return the sum."""
         return int(self.ask(lambda raw: raw.add(key, amount)))
 
     def check(self, keys: Sequence[str]) -> bool:
@@ -163,8 +163,8 @@ class TimeoutStore(Store):
         return bool(self.ask(lambda raw: raw.check(list(keys))))
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Wait for all ``keys``, until ``within``'s deadline or ``timeout``; raise if they lack."""
-        # The deadline in force also wins over the limit that C++ hands over.
+        """Wait for ``keys`` until ``within``'s deadline or ``timeout``; raise if any is unset."""
+        # The deadline also overrides the timeout that C++ passes.
         deadline, look = _deadline.get() or Deadline(timeout or self._patience), _look.get()
         next_check = Deadline(CHECK_S)
 
@@ -185,18 +185,18 @@ class TimeoutStore(Store):
             raise _NotInTime(
                 "a wait for the store ended: wait timeout",  # as torch words it
                 expected=f"the keys {', '.join(keys)}",
-                found="no process has set them in time",
+                found="no process set them in time",
             )
 
     def _await_alarm(self, key: str, slice_s: Callable[[], float]) -> bool | None:
-        """Return whether ``key`` was set in time; None where the server can ring no alarm.
+        """Return whether ``key`` was set in time, or None if alarms are not supported.
 
         Args:
-            slice_s: gives the seconds to wait before its next call, 0 to end the wait.
+            slice_s: returns the seconds until its next call; 0 ends the wait.
         """
         self._check_usable()
         key, kept, alarm = self._prefix + key, self.alarm, None
-        # torch's server closes a connection that brings a longer one.
+        # torch's server closes a connection that sends a longer key.
         if self.address is None or not self._knows_prefix or len(key) > _LONGEST_KEY:
             return None
         try:
@@ -221,7 +221,7 @@ class TimeoutStore(Store):
                     alarm.turn.release()
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        """Set ``key`` to ``desired`` if it holds ``expected``; return the value it has then."""
+        """Set ``key`` to ``desired`` if it holds ``expected``; return the resulting value."""
         # An absent key equals an empty ``expected``.
         return self.ask(lambda raw: raw.compare_set(key, expected, desired))  # type: ignore[arg-type]
 
@@ -235,63 +235,63 @@ class TimeoutStore(Store):
         return values
 
     def delete_key(self, key: str) -> bool:
-        """Forget ``key``; return whether it was there."""
+        """Delete ``key``; return whether it was set."""
         return bool(self.ask(lambda raw: raw.delete_key(key)))
 
-    deleteKey = delete_key  # the name under which torch's PrefixStore looks for it
+    deleteKey = delete_key  # the name that torch's PrefixStore calls
 
     def has_extended_api(self) -> bool:
-        """Return False: torch's classes need no more methods than these."""
+        """Return False: torch's classes need only the methods above."""
         return False
 
     def clone(self) -> TimeoutStore:
-        """Return this store: a thread that waits on it keeps no other thread waiting."""
+        """Return this store: a waiting thread does not block other threads."""
         return self
 
     # -- the server --------------------------------------------------------------------------------
 
     @property
     def alarm(self) -> KeyAlarm | None:
-        """The alarm that waits of this process share, made anew if lost; None if there is none."""
+        """The alarm shared by this process's waits, reopened if lost; None if not supported."""
         if self.address is not None and (not self._alarms or self._alarms[-1].is_lost):
             with suppress(AlarmLost):
                 self._alarms.append(KeyAlarm(self.address))
         return self._alarms[-1] if self._alarms else None
 
     def watch(self, server: ProcessInfo) -> None:
-        """Set ``server``, a process of this host, whose end or stop this client then notices."""
+        """Set the server's process, so that this client detects when it ends or is stopped."""
         if self._watch is not None:
             self._watch.server = server
 
     @property
     def ends(self) -> list[Any]:
-        """A list of the watch's socket, readable once the server ends or an alarm rings; or []."""
+        """The watch's socket, readable once the server ends or an alarm fires, in a list; or []."""
         return [] if self._watch is None or not self._watch.connection else [self._watch.connection]
 
     def has_ended(self, seconds: float = 0.0) -> bool:
         """Return whether the server closes its connection to this process within ``seconds``."""
-        for alarm in self._alarms:  # an answer that no wait has read would hide the end
+        for alarm in self._alarms:  # an unread answer would hide the end
             with suppress(AlarmLost):
                 alarm.poll()
         return self._watch is not None and self._watch.has_ended(seconds)
 
     @property
     def is_served(self) -> bool:
-        """Return whether the server lives; True where no process serves the store."""
+        """Return whether the server is alive; True if no process hosts the store."""
         return not self.has_ended() and (self._watch is None or self._watch.is_served())
 
     def raw_clone(self) -> Store:
-        """Return the raw store on a new connection, for the threads of torch's classes."""
+        """Return the raw store on a new connection, for torch's own threads."""
         return self.ask(cloned)
 
     def set_bare(self, key: str) -> tuple[str, int] | None:
-        """Set ``key`` without a prefix in a TCPStore, return its host and port; None elsewhere."""
+        """Set ``key`` without a prefix in a TCPStore; return its host and port, or None."""
         if self.address is not None:
             self.ask(lambda raw: root_of(raw).set(key, ""))
         return self.address
 
     def let_server_end(self) -> None:
-        """Close this client's watch after earlier requests; a server that ends waits for that."""
+        """Close this client's watch after pending requests, so that the server can end."""
         if self._watch is not None and self._thread is not None:
             watch = self._watch
             self._requests.put((lambda _: watch.close(), Future()))
@@ -312,12 +312,12 @@ class TimeoutStore(Store):
         if self._file is not None:
             os.close(self._file)
         if self._thread is None or not self._thread.is_alive():
-            self._raw = None  # its socket; a FileStore makes its file anew where it ends last
+            self._raw = None  # closes its socket; the last FileStore would create its file again
 
     # -- the requests ------------------------------------------------------------------------------
 
     def ask(self, request: Callable[[Store], T]) -> T:
-        """Return the result of ``request`` on the raw store; raise StoreError without an answer."""
+        """Return the result of ``request`` on the raw store; raise StoreError if it times out."""
         raw = self._check_usable()
         self._check_served()
         if self._thread is None:
@@ -325,7 +325,7 @@ class TimeoutStore(Store):
             return request(raw)
         answer: Future[T] = Future()
         self._requests.put((request, answer))
-        # From when the server fell silent: waits that follow each other do not add up.
+        # Counted from when the server stopped responding, so consecutive waits do not add up.
         limit = Deadline(_answer_limit_s() - self._silent_s())
         while True:
             try:
@@ -341,7 +341,10 @@ class TimeoutStore(Store):
 
     def _check_usable(self) -> Store:
         if self._raw is None or self._is_closed or self._process_id != os.getpid():
-            raise StoreError("the store of this world is closed in this process")
+            raise StoreError(
+                "the store of this world is closed in this process",
+                fix="use the store in the process that opened it, before destroy_process_group()",
+            )
         return self._raw
 
     def _check_served(self) -> None:
@@ -349,11 +352,15 @@ class TimeoutStore(Store):
             raise self._lost("has ended")
 
     def _await_unlocked(self) -> None:
-        """Wait until no process keeps the store's file locked; raise where it was removed."""
+        """Wait until the store's file is unlocked; raise if it was removed."""
         if self._file is None:
             return
-        if os.fstat(self._file).st_nlink == 0:  # torch would make it anew, or wait for it
-            raise self._lost("was removed", f"the file {self._path}")
+        if os.fstat(self._file).st_nlink == 0:  # torch would create it again, or wait for it
+            raise self._lost(
+                "was removed",
+                f"the file {self._path}",
+                fix="restart the job with a file that no other program removes",
+            )
         if _is_unlocked(self._file):
             return
         if not wait_until(partial(_is_unlocked, self._file), Deadline(_answer_limit_s())):
@@ -362,15 +369,15 @@ class TimeoutStore(Store):
     def _run(self) -> None:
         while (asked := self._requests.get()) is not None:
             (request, answer), raw = asked, self._raw
-            assert raw is not None  # as long as there is this thread
+            assert raw is not None  # as long as this thread runs
             if not answer.set_running_or_notify_cancel():
                 continue
             self._busy_since = time.monotonic()
             try:
                 answer.set_result(request(raw))
             except DistNetworkError as error:
-                # A server that ends closes this connection first, perhaps. One that goes on has
-                # closed it for a request that was wrong.
+                # A server that is ending may close this connection first. A running server closes
+                # it because of an invalid request.
                 if not self.has_ended(_CLOSING_S):
                     with suppress(RuntimeError, NotImplementedError):
                         self._raw = cloned(raw)
@@ -382,32 +389,37 @@ class TimeoutStore(Store):
                 _silent_since.pop(self.address, None)
 
     def _silent_s(self) -> float:
-        """Return for how many seconds the server has left a request unanswered, or was stopped."""
+        """Return for how many seconds the server has not answered a request, or was stopped."""
         stopped = None if self._watch is None else self._watch.stopped_since
         since = (_silent_since.get(self.address, self._busy_since), stopped)
         return max(0.0 if moment is None else time.monotonic() - moment for moment in since)
 
     def _watched(self, raw: Store) -> StoreLiveness:
         watch = StoreLiveness(raw)
-        if self._is_closed:  # it came too late
+        if self._is_closed:  # it was opened too late
             watch.close()
         return watch
 
-    def _lost(self, problem: str, server: str = "") -> StoreError:
+    def _lost(
+        self,
+        problem: str,
+        server: str = "",
+        fix: str = "check that process's output for a failure, and whether it is stopped",
+    ) -> StoreError:
         return StoreError(
             f"{server or self.server} {problem}",
             where=self.client,
-            expected="it to live, and to answer, as long as other ranks need it",
-            fix="look at what that process wrote last, and whether it is stopped",
+            expected="a store that responds as long as other ranks need it",
+            fix=fix,
         )
 
     def _rejected(self) -> StoreError:
         return StoreError(
             f"{self.server} has closed this process's connection",
             where=self.client,
-            expected="keys that the ranks of this job alone write",
-            found="a key that was to be counted up may hold what is no number",
-            fix="let no other program write to the store",
+            expected="only the ranks of this job to write to the store",
+            found="a counter key may hold a value that is not a number",
+            fix="stop other programs that write to the store, or use another store",
         )
 
 
@@ -423,13 +435,13 @@ def read_json(store: Store, key: str, parse: Callable[[Any], T]) -> T:
 
 
 def read_jsons(store: Store, keys: Sequence[str], parse: Callable[[Any], T]) -> list[T]:
-    """Return ``parse`` of the JSON value of each key, by a single request; raise StoreError."""
+    """Return ``parse`` of the JSON value of each key with one request; raise StoreError."""
     values = zip(keys, store.multi_get(list(keys)), strict=True)
     return [parse_value(key, value, parse) for key, value in values]
 
 
 def parse_value(key: str, value: bytes, parse: Callable[[Any], T]) -> T:
-    """Return ``parse`` of the JSON in ``value``, that of ``key``; raise StoreError if it fails."""
+    """Return ``parse`` of the JSON ``value`` of ``key``; raise StoreError if it fails."""
     try:
         return parse(json.loads(value))
     except _NOT_PARSED:
@@ -437,7 +449,7 @@ def parse_value(key: str, value: bytes, parse: Callable[[Any], T]) -> T:
 
 
 def read_number(store: Store, key: str) -> int:
-    """Return the number under ``key``, 0 if it is not set; raise StoreError for other values."""
+    """Return the number under ``key``, or 0 if unset; raise StoreError for other values."""
     value = find_value(store, key)
     try:
         return 0 if value is None else int(value)
@@ -447,8 +459,8 @@ def read_number(store: Store, key: str) -> int:
 
 
 def find_value(store: Store, key: str) -> bytes | None:
-    """Return the value of ``key`` by one request; None where it is not set."""
-    # Not for a key that others wait for: torch's server wakes them, though it is not set.
+    """Return the value of ``key`` with one request, or None if it is not set."""
+    # Do not use it for a key that others wait for: torch's server would wake them.
     value = store.compare_set(key, _NO_VALUE.decode(), _NO_VALUE.decode())
     return None if value == _NO_VALUE else value
 
@@ -456,7 +468,7 @@ def find_value(store: Store, key: str) -> bytes | None:
 def await_key(
     store: Store, key: str, deadline: Deadline, look: Callable[[], object] | None = None
 ) -> bool:
-    """Wait for ``key`` until ``deadline``, calling ``look`` at times; return whether it is set."""
+    """Wait for ``key`` until ``deadline``, calling ``look`` regularly; return whether it is set."""
     if not isinstance(root_of(store), TimeoutStore):
         return bool(wait_until(lambda: store.check([key]), deadline, look))
     try:
@@ -469,8 +481,8 @@ def await_key(
 
 def _junk(key: str, value: bytes) -> StoreError:
     return StoreError(
-        f"the store holds under {key!r} what no rank of this job has written",
-        expected="what a rank writes there",
+        f"the store holds a value under {key!r} that no rank of this job wrote",
+        expected="a value in the format that a rank writes",
         found=f"{value[:80]!r}" + (", ..." if len(value) > 80 else ""),
-        fix="let no other program write to the store: see what docs/worlds.md says of who can",
+        fix="stop other programs that write to the store; docs/worlds.md explains who can",
     )

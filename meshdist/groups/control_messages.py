@@ -334,7 +334,7 @@ class Endings:
             # A rank that was killed on another host stores nothing. One that answers has only left
             # the group.
             return rank not in ask(self._world, (rank,))
-        except StoreError:  # the process that serves the store has ended, too
+        except StoreError:  # the process that hosts the store has ended, too
             return True
 
     def is_stopped(self, rank: int) -> bool:

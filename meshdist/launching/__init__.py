@@ -1,1 +1,1 @@
-"""Starts processes, watches them, and leaves none behind; imports no torch."""
+"""Start, monitor and stop the processes of a job, without importing torch."""

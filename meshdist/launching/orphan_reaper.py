@@ -1,13 +1,13 @@
-"""The family of a launch, and the guard that ends it when the launcher itself was killed.
+"""Kill the process tree of a launch if the launcher itself is killed.
 
-A launch marks the environment of every process that it starts; children inherit the mark, so the
-family can be found even after parents have died and sessions were changed. The guard is a small
-process of its own that waits on a pipe held by the launcher alone: the system closes that pipe
-however the launcher dies, SIGKILL included, and the guard then ends the family.
+A launch marks the environment of every process that it starts. Children inherit the mark, so the
+tree can be found even after parents have died or sessions have changed. The guard is a separate
+process that waits on a pipe held only by the launcher: the system closes the pipe however the
+launcher dies, including SIGKILL, and the guard then kills the tree.
 
-The same script, called otherwise, removes a directory once a process has ended.
+With other arguments, the script removes a directory after a process has ended.
 
-Runs as a plain script, hence imports the standard library only.
+It runs as a plain script, so it imports only the standard library.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from typing import NamedTuple
 MARK = "MESHDIST_LAUNCH"
 REMOVE_AFTER = "--remove-after"
 _PROC = "/proc"
-# Between fork and exec a new process still shows its parent's environment, without the mark: the
-# guard believes that no process is left only after it has looked again this much later.
+# Between fork and exec a new process still shows its parent's environment, without the mark, so
+# the guard looks for processes again after this time.
 _SECOND_LOOK_S = 0.1
 _KILLING_PERIOD_S = 0.005
 _PR_SET_PDEATHSIG = 1
@@ -40,15 +40,15 @@ class _Process(NamedTuple):
 
 
 def mark_value(outer: str | None, mark: str) -> str:
-    """Return the value of MESHDIST_LAUNCH for launch ``mark`` inside of that with ``outer``."""
+    """Return the value of MESHDIST_LAUNCH for launch ``mark``, nested in the value ``outer``."""
     return f"{outer or ''}/{mark}"
 
 
 def end_with_parent(parent: int) -> None:
-    """Let Linux kill this process as soon as ``parent`` ends; exit now if that has ended."""
-    if sys.platform == "linux":  # for this process alone, not for those that it forks
+    """Make Linux kill this process when ``parent`` ends; exit now if it has ended."""
+    if sys.platform == "linux":  # for this process only, not for its children
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # elsewhere, or where it has ended before
+    if os.getppid() != parent:  # not Linux, or the parent has ended before
         os._exit(1)
 
 
@@ -58,7 +58,7 @@ def _read_process(pid: int, needle: bytes) -> _Process | None:
             stat = file.read()
     except OSError:
         return None
-    # The command's name stands in parentheses and may itself hold spaces and parentheses.
+    # The command's name is in parentheses, and may itself contain spaces and parentheses.
     fields = stat[stat.rindex(b")") + 2 :].split()
     if fields[0] in (b"Z", b"X"):
         return None
@@ -74,20 +74,20 @@ def _read_process(pid: int, needle: bytes) -> _Process | None:
 
 
 class ProcessTree:
-    """All processes that a launch, and these in turn, have started, found by its mark."""
+    """All descendants of a launch, found by its mark."""
 
     def __init__(self, mark: str) -> None:
         self._needle = mark.encode()
         self._roots: dict[int, int | None] = {}
 
     def add(self, pid: int) -> None:
-        """Record the child ``pid`` as a member even if it overwrites its environment's mark."""
-        # A program that sets its process title overwrites the environment that others can see.
+        """Add the child ``pid``, even if it overwrites the mark in its environment."""
+        # A program that sets its process title overwrites its visible environment.
         process = _read_process(pid, self._needle)
         self._roots[pid] = process.started if process else None
 
     def members(self) -> list[int]:
-        """Return the process ids of the members that live, without the caller's own."""
+        """Return the process ids of the running members, without the caller."""
         if not os.path.isdir(f"{_PROC}/self"):
             return [pid for pid in self._roots if _leads_a_group(pid)]
         seen = {
@@ -96,7 +96,7 @@ class ProcessTree:
             if name.isdigit() and (process := _read_process(int(name), self._needle))
         }
         seen.pop(os.getpid(), None)
-        # A later process may have got the number of a root: its start time differs.
+        # A later process may have the number of a root, but not its start time.
         found = {
             pid
             for pid, process in seen.items()
@@ -113,7 +113,7 @@ class ProcessTree:
             found |= more
 
     def kill(self, patience_s: float = 2.0) -> None:
-        """End every member by SIGKILL; return when none is left, at the latest after patience_s."""
+        """Kill every member; return when none is left, or after ``patience_s``."""
         end = time.monotonic() + patience_s
         while members := self.members():
             for pid in members:

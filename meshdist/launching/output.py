@@ -1,7 +1,7 @@
-"""The output of ranks, on its way to the console and into files, in whole lines.
+"""Forward the output of ranks to the console and to files, in complete lines.
 
-A rank whose output goes to the console writes to a terminal of its own: a program shows there
-progress bars and colours, which it leaves out for a pipe.
+A rank whose output goes to a console may write to its own terminal, so that programs show the
+progress bars and colours that they omit for a pipe.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .rank_environment import LaunchError
 
 
 def open_terminal(screen: TextIO) -> tuple[int, int]:
-    """Return the ends, to read and for the rank to write, of a new terminal like ``screen``."""
+    """Return the read end and the rank's end of a new terminal like ``screen``."""
     import pty
     import termios
 
@@ -35,7 +35,7 @@ def open_terminal(screen: TextIO) -> tuple[int, int]:
 
 
 def follow_size(terminal: int, screen: TextIO) -> None:
-    """Make a terminal as wide and high as ``screen`` is now."""
+    """Set a terminal to the current size of ``screen``."""
     import fcntl
     import termios
 
@@ -50,12 +50,12 @@ _BITS = {"stdout": 1, "stderr": 2}
 
 @dataclass(frozen=True)
 class Destination:
-    """The place where one stream of one rank goes.
+    """Destination of one stream of one rank.
 
     Args:
-        screen: the console; None where the stream is not shown.
-        file: the file that keeps it; None where none does.
-        is_terminal: whether the rank writes to a terminal of its own, which the console shows.
+        screen: the console, or None if the stream is not shown.
+        file: the log file, or None.
+        is_terminal: whether the rank writes to its own terminal, shown on the console.
     """
 
     screen: TextIO | None
@@ -72,20 +72,19 @@ class Destination:
 
 @dataclass(frozen=True)
 class Output:
-    """The choice of where the output of one launch on this host goes.
+    """Options for the output of one launch on this host.
 
     Args:
-        prefix: whether every line on the console begins with the rank that wrote it.
+        prefix: whether every line on the console starts with its rank.
         ranks: the ranks whose output is shown on the console; None for all.
-        shown: the same by local rank; both must have a rank that is shown.
-        terminal: the rank for which a terminal stays a terminal, so that progress bars live; None
-            for the first of this host, -1 for none. Without prefixes only.
-        redirects: the streams that go into files alone, ``stdout.log`` and ``stderr.log`` in a
-            folder per local rank, by torchrun's numbers: 0 none, 1 stdout, 2 stderr, 3 both;
-            for all ranks, or by local rank.
-        tee: the streams that go into files and to the console, likewise.
-        log_dir: where a new folder for the files of this launch is made; None for the system's
-            place for temporary files.
+        shown: the same by local rank; a rank is shown if both contain it.
+        terminal: the rank that writes to a terminal, so that progress bars work; None for the
+            first rank of this host, -1 for no rank. Ignored with ``prefix``.
+        redirects: the streams written only to files (``stdout.log`` and ``stderr.log`` in a folder
+            per local rank), in torchrun's numbers: 0 none, 1 stdout, 2 stderr, 3 both; for all
+            ranks, or by local rank.
+        tee: the streams written to files and to the console, in the same format.
+        log_dir: the parent of the launch's new log folder; None for the system's temporary folder.
     """
 
     prefix: bool = False
@@ -102,13 +101,14 @@ class Output:
         for flag, ranks in (("--ranks", self.ranks or ()), ("--terminal", terminal)):
             if max(ranks, default=0) >= world_size:
                 raise LaunchError(
-                    f"there is no rank {max(ranks)} among {world_size}",
+                    f"rank {max(ranks)} does not exist in a job of {world_size} rank(s)",
                     where=flag,
                     expected=f"0 to {world_size - 1}",
+                    fix=f"pass ranks below {world_size}, or start more ranks with -n",
                 )
 
     def destination(self, kind: str, *, rank: int, local_rank: int) -> Destination:
-        """Return the destination of a rank's "stdout" or "stderr" (``kind``), its file open."""
+        """Return the destination of a rank's "stdout" or "stderr" (``kind``), with an open file."""
         redirects, tee = (
             (choice if isinstance(choice, int) else choice.get(local_rank, 0)) & _BITS[kind] > 0
             for choice in (self.redirects, self.tee)
@@ -132,9 +132,11 @@ class Output:
     def _folder(self) -> str:
         if self.log_dir is not None:
             os.makedirs(self.log_dir, exist_ok=True)
-        made = tempfile.mkdtemp(prefix="none_", dir=self.log_dir)  # as torchrun's without a name
-        folder = os.path.join(made, "attempt_0")  # as torchrun's first, where there may be more
-        print(f"meshdist: the ranks' output goes to {folder}", file=sys.stderr, flush=True)
+        made = tempfile.mkdtemp(
+            prefix="none_", dir=self.log_dir
+        )  # as torchrun names it without a run id
+        folder = os.path.join(made, "attempt_0")  # as torchrun names its first attempt
+        print(f"meshdist: writing the ranks' output to {folder}", file=sys.stderr, flush=True)
         return folder
 
     def _open(self, local_rank: int, name: str) -> BinaryIO:
@@ -144,30 +146,30 @@ class Output:
             return open(os.path.join(folder, name), "wb", buffering=0)
         except OSError as error:
             raise LaunchError(
-                f"the ranks' output cannot be written to files: {error.strerror}",
+                f"cannot write the ranks' output to files: {error.strerror}",
                 where=f"--log-dir, {error.filename}",
-                expected="a folder in which files can be made",
-                fix="name another --log-dir",
+                expected="a writable folder",
+                fix="pass another --log-dir",
             ) from None
 
 
 LOOK_S = 0.05
-"""How often to look at what waits to be shown."""
+"""Interval between checks for held output."""
 
-_LINE_S = 0.15  # how long a line may wait for its end; hardly noticed at a prompt
-REPORT_S = 3.0  # the same for a traceback: longer than a process takes to end, as a rule
-LONGEST_REPORT_S = 6.0  # where more follows it without a pause
+_LINE_S = 0.15  # how long a line may wait for its end; barely visible at a prompt
+REPORT_S = 3.0  # the same for a traceback: longer than most processes take to end
+LONGEST_REPORT_S = 6.0  # the maximum if more output follows without a pause
 _MOST_BYTES = 256 * 1024  # of a traceback, or of a line
 _KEPT_BYTES = 32 * 1024
-_BEHIND_A_LINE = re.compile(rb"(?<=\n)|(?<=\r)(?!\n)")
-_ERASE = b"\r\x1b[K"  # what stands in the line where the cursor is
+_LINE_END = re.compile(rb"(?<=\n)|(?<=\r)(?!\n)")
+_ERASE = b"\r\x1b[K"  # erases the current line
 
 
 def show(screen: TextIO | None, data: bytes) -> None:
     """Write ``data`` to ``screen``, unless ``screen`` is None or closed."""
     if screen is None:
         return
-    # A reader that has gone away must not end the job.
+    # A closed reader must not end the job.
     with contextlib.suppress(OSError, ValueError):
         binary = getattr(screen, "buffer", None)
         if binary is None:
@@ -180,26 +182,26 @@ def show(screen: TextIO | None, data: bytes) -> None:
 
 @dataclass
 class _OutputLine:
-    """An unfinished line on a screen, ended or drawn again if another stream writes there."""
+    """An unfinished line on a screen, ended or redrawn if another stream writes there."""
 
     owner: Stream
     text: bytes
 
 
 class Console:
-    """The launcher's stdout and stderr, which the ranks share; it counts what was shown."""
+    """The launcher's stdout and stderr, shared by the ranks; counts the writes."""
 
     def __init__(self) -> None:
         self.num_shown = 0
         self._lines: dict[object, _OutputLine] = {}
 
     def show(self, owner: Stream, screen: TextIO, data: bytes) -> None:
-        """Write ``data`` of ``owner`` to ``screen``, apart from other streams' unfinished lines."""
+        """Write ``data`` of ``owner`` to ``screen``, apart from unfinished lines of others."""
         self.num_shown += 1
         place = _place(screen)
         line = self._lines.get(place)
-        # A line of another stream that has no end yet gets an end before; that of a terminal, a
-        # progress bar as a rule, is drawn again behind.
+        # End an unfinished line of another stream first; redraw a terminal's line, usually a
+        # progress bar, afterwards.
         if line is not None and line.owner is not owner:
             if line.owner.is_terminal and data.endswith(b"\n"):
                 show(screen, _ERASE + data + line.text)
@@ -217,7 +219,7 @@ class Console:
 
 
 def _place(screen: TextIO) -> object:
-    """Return the identity of a screen, equal for two that are the same terminal or file."""
+    """Return the identity of a screen, equal if two screens are the same terminal or file."""
     try:
         found = os.fstat(screen.fileno())
     except (OSError, ValueError, AttributeError):
@@ -226,11 +228,11 @@ def _place(screen: TextIO) -> object:
 
 
 class Stream:
-    """The output of one rank on its way to its destination, with its last lines for reports.
+    """Output stream of one rank, forwarded to its destination; keeps the last lines for reports.
 
     Args:
-        pipe: the end to read from, of a pipe or of a terminal; close it at the end.
-        holds_reports: whether tracebacks are held back until they are whole.
+        pipe: the read end of a pipe or terminal; the caller closes it.
+        holds_reports: whether to hold tracebacks until they are complete.
     """
 
     def __init__(
@@ -243,10 +245,10 @@ class Stream:
     ) -> None:
         self.pipe = pipe
         self.is_terminal = destination.is_terminal
-        self.has_ended = False  # whether all that have the other end have closed it
-        self.reported_at: float | None = None  # when the last traceback began to come
-        # A traceback, and what followed it, that is not shown yet. It is shown in one piece: once
-        # nothing has followed it for three seconds, after six at most, or by who takes it before.
+        self.has_ended = False  # whether every writer has closed the other end
+        self.reported_at: float | None = None  # when the last traceback began
+        # A traceback, and the output after it, that is not shown yet. It is shown in one piece:
+        # after three seconds without output, after six seconds at most, or when it is taken.
         self.report = b""
         self._console = console
         self._screen = destination.screen
@@ -260,12 +262,12 @@ class Stream:
         os.set_blocking(pipe.fileno(), False)
 
     def read(self) -> bool:
-        """Read from the pipe, and show and store the data; return False at its end, else True."""
+        """Read from the pipe, and show and store the data; return False at its end."""
         try:
             data = os.read(self.pipe.fileno(), 1 << 16)
         except BlockingIOError:
             return True
-        except OSError:  # how the end of a terminal looks
+        except OSError:  # the end of a terminal
             data = b""
         if not data:
             self.has_ended = True
@@ -273,7 +275,9 @@ class Stream:
         if self.is_terminal and self._screen is not None:
             follow_size(self.pipe.fileno(), self._screen)
         self._write_down(data)
-        self._kept = (self._kept + data)[-_KEPT_BYTES - 1 :]  # one more shows that some are lost
+        self._kept = (self._kept + data)[
+            -_KEPT_BYTES - 1 :
+        ]  # one more byte shows that some were dropped
         self._latest = time.monotonic()
         self._take(self._partial + data)
         return True
@@ -291,8 +295,8 @@ class Stream:
             self.report += data[begin:]
             data = data[:begin]
         if not self.is_terminal:
-            # Ranks write pieces of lines at the same time: whole lines are shown. A "\r" at the
-            # end may be half of a line's end.
+            # Show complete lines, because ranks write partial lines concurrently. A final "\r" may
+            # be half of a line break.
             whole = max(data.rfind(b"\n"), data.rfind(b"\r", 0, -1)) + 1
             if len(data) - whole <= _MOST_BYTES:
                 self._partial, data = data[whole:], data[:whole]
@@ -304,7 +308,7 @@ class Stream:
         if not data or self._screen is None:
             return
         if self._prefix:
-            lines = filter(None, _BEHIND_A_LINE.split(data))
+            lines = filter(None, _LINE_END.split(data))
             data = b"".join(self._prefix + line for line in lines)
         self._console.show(self, self._screen, data)
 
@@ -318,28 +322,28 @@ class Stream:
         return bool((self._partial and not self._prefix) or self.report)
 
     def show_late_line(self) -> None:
-        """Show an unfinished line, such as a prompt, once its end has not come for a while."""
+        """Show an unfinished line, such as a prompt, after a short wait for its end."""
         if self._partial and not self._prefix and time.monotonic() - self._latest >= _LINE_S:
             data, self._partial = self._partial, b""
             self._show(data)
 
     def has_late_report(self) -> bool:
-        """Return whether a held traceback has waited as long as it may."""
+        """Return whether a held traceback is due."""
         now = time.monotonic()
         is_late = now - self._latest >= REPORT_S or now - self._report_began >= LONGEST_REPORT_S
         return bool(self.report) and is_late
 
     def show_report(self) -> None:
-        """Show the held traceback, and stop holding back the output behind it."""
+        """Show the held traceback, and stop holding the output after it."""
         self._show(self.take_report())
 
     def take_report(self) -> bytes:
-        """Return the held traceback, and drop it, so that the stream does not show it."""
+        """Return the held traceback without showing it, and drop it."""
         data, self.report = self.report, b""
         return data
 
     def flush(self) -> None:
-        """Show the output still held at the stream's end: a traceback and an unfinished line."""
+        """Show the remaining output: a held traceback and an unfinished line."""
         self.show_report()
         if self._partial:
             data, self._partial = self._partial, b""
@@ -351,16 +355,16 @@ class Stream:
         try:
             while data:
                 data = data[self._file.write(data) or 0 :]
-        except OSError as error:  # the job goes on without it
-            text = f"meshdist: no more is written to {self._file.name}: {error.strerror}\n"
+        except OSError as error:  # the job continues without the file
+            text = f"meshdist: stopped writing to {self._file.name}: {error.strerror}\n"
             show(sys.stderr, text.encode())
             self._file = None
 
     def ends_with(self, text: bytes) -> bool:
-        """Return whether ``text`` is the last output that came, and no traceback is held."""
+        """Return whether ``text`` is the last output, and no traceback is held."""
         return not self.report and self._kept.endswith(text)
 
     def tail(self) -> bytes:
-        """Return the last whole lines of the output, of 32 KiB at most; or a longer line's end."""
+        """Return the last complete lines, up to 32 KiB, or the end of a longer line."""
         is_whole = len(self._kept) <= _KEPT_BYTES
         return self._kept if is_whole else self._kept.partition(b"\n")[2] or self._kept

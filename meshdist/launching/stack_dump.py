@@ -1,9 +1,9 @@
-"""The question of a launcher that is interrupted to its ranks: where they are.
+"""On Ctrl-C, ask every rank for its current stack.
 
-Question and answers are files in the launch's own directory. A thread of a rank's answers, so that
-the answer comes while the program is stuck in a collective, in a lock or in a data loader:
+Question and answers are files in the launch's directory. A thread of each rank answers, even if
+the program is stuck in a collective, a lock or a data loader:
 
-    rank-2    empty: rank 2 has a thread that will answer; then its answer
+    rank-2    empty while rank 2 has a thread that will answer; then its answer
     where     the question
 """
 
@@ -14,12 +14,12 @@ from collections.abc import Callable
 from contextlib import suppress
 
 FOLDER = "MESHDIST_QUESTIONS"
-"""The environment variable that has the directory."""
+"""The environment variable with the directory."""
 _QUESTION = "where"
 
 
 class StackDumper:
-    """Writes this rank's place in the program to a file when the launcher asks; else idle."""
+    """Writer of this rank's stack to a file when the launcher asks."""
 
     def __init__(self, answer: Callable[[], str]) -> None:
         self._answer = answer
@@ -29,31 +29,31 @@ class StackDumper:
             self._write("")
 
     def look(self) -> None:
-        """Write the answer to the launcher's file, once, if the launcher has asked."""
+        """Write the answer once, if the launcher has asked."""
         if self._folder and os.path.exists(os.path.join(self._folder, _QUESTION)):
             self._write(self._answer())
             self._folder = ""
 
     def close(self) -> None:
-        """Withdraw the promise of an answer, if this rank has not answered."""
+        """Remove this rank's empty answer file, if it has not answered."""
         if self._folder:
             with suppress(OSError):
                 os.unlink(self._path)
 
     def _write(self, text: str) -> None:
-        with suppress(OSError):  # it was removed: the launcher has ended
+        with suppress(OSError):  # the launcher has ended and removed the directory
             with open(f"{self._path}-new", "w", encoding="utf-8") as file:
                 file.write(text)
-            os.replace(f"{self._path}-new", self._path)  # so that the answer is whole
+            os.replace(f"{self._path}-new", self._path)  # atomic: never a partial answer
 
 
 def ask_where(folder: str) -> None:
-    """Create the file in ``folder`` that lets all ranks report where in the program they are."""
+    """Create the file in ``folder`` that asks all ranks for their stacks."""
     open(os.path.join(folder, _QUESTION), "w").close()
 
 
 def read_answers(folder: str) -> dict[int, bytes]:
-    """Return the files of ranks in ``folder``: each rank's answer, b"" if it has yet to answer."""
+    """Return each rank's answer in ``folder``; b"" if the rank has not answered yet."""
     answers = {}
     for name in os.listdir(folder):
         rank = name.removeprefix("rank-")

@@ -1,13 +1,12 @@
-"""Locks of modules, which a forked child finds open whatever thread of its parent held them.
+"""Provide module locks that are unlocked in a forked child, whichever thread held them.
 
-A thread that holds a lock does not follow into a forked child, where nothing would open it again.
-
-Drawn case: thread B is inside as thread A forks; the child has thread A alone.
+A forked child has only the thread that forked, so a lock held by another thread would never be
+released there. Example: thread B holds the lock while thread A forks.
 
     parent, thread A             parent, thread B       child
-                                 enters: lock 1
-    forks                                               lock 2 takes the place of lock 1
-                                 leaves: lock 1         enters: lock 2
+                                 acquires lock 1
+    forks                                               lock 2 replaces lock 1
+                                 releases lock 1        acquires lock 2
 
     >>> import threading
     >>> lock = ForkSafeLock()
@@ -27,15 +26,15 @@ from typing import Any
 
 
 class ForkSafeLock:
-    """Holder of a module's lock, entered as ``with it.current``, which a forked child renews."""
+    """Holder of a module's lock, used as ``with it.current``; replaced in a forked child."""
 
-    # No lock by itself: between steps of an ``__enter__`` in Python a signal's handler may raise,
-    # and the lock would stay held. A thread that forks inside leaves the lock that it has entered.
+    # Not a lock itself: a signal handler may raise inside an ``__enter__`` written in Python, and
+    # the lock would stay held. A thread that forks inside releases the lock that it has acquired.
 
     def __init__(self, make: Callable[[], Any] = threading.Lock) -> None:
         self._make, self.current = make, make()
         os.register_at_fork(after_in_child=self.renew)
 
     def renew(self) -> None:
-        """Replace the lock by a new lock that no thread holds."""
+        """Replace the lock by a new, unlocked lock."""
         self.current = self._make()

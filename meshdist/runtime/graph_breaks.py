@@ -1,4 +1,4 @@
-"""Functions that torch.compile runs as they are, between two graphs."""
+"""Exclude functions from tracing by torch.compile."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ from torch._C._dynamo.eval_frame import (
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 _WHY_NOT_TRACED = (
-    "what meshdist does is no part of a graph: a collective waits for other ranks, marks are not seen "
-    "there; without fullgraph=True one graph ends before the call and another begins behind it"
+    "meshdist calls cannot be part of a graph: a collective waits for other ranks, and "
+    "annotations are not visible there; without fullgraph=True, torch.compile breaks the graph at "
+    "the call"
 )
 
 
 def untraced(function: _F) -> _F:
-    """Mark ``function`` so that torch.compile runs its whole call untraced; return it."""
-    # As torch.compiler.disable, without importing the whole compiler and without a wrapper. Behind
-    # ``contextmanager`` it serves a context.
+    """Mark ``function`` so that torch.compile never traces its call; return it."""
+    # Like torch.compiler.disable, but without importing the compiler and without a wrapper. Apply
+    # it below ``contextmanager`` for a context.
     never = FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP)
-    set_code_exec_strategy(function.__code__, never)  # once it runs
+    set_code_exec_strategy(function.__code__, never)  # when the function runs
     marked = cast(Any, function)
-    marked._torchdynamo_disable = True  # where a graph comes to its call
+    marked._torchdynamo_disable = True  # when a traced function calls it
     marked._torchdynamo_disable_msg = _WHY_NOT_TRACED
     return function

@@ -1,6 +1,6 @@
-"""Integers in text that others wrote: environment variables, URLs, files, keys of the store.
+"""Parse integers in untrusted text: environment variables, URLs, files and store keys.
 
-Imports the standard library only.
+Imports only the standard library.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ import re
 from collections.abc import Iterable
 from itertools import groupby
 
-_DIGITS = re.compile(r"[0-9]{1,19}")  # int() takes other alphabets' digits, signs and underscores
+_DIGITS = re.compile(r"[0-9]{1,19}")  # int() also accepts other digits, signs and underscores
 _MOST = (1 << 63) - 1
 
 
 def find_integer(text: str, most: int = _MOST) -> int | None:
-    """Return the number that ``text`` writes in decimal digits, from 0 to ``most``; else None.
+    """Return the decimal number in ``text`` if it is from 0 to ``most``, else None.
 
     Example:
         >>> find_integer(" 12 "), find_integer("²"), find_integer("12", most=9)
@@ -28,7 +28,7 @@ def find_integer(text: str, most: int = _MOST) -> int | None:
 
 
 def to_runs(numbers: Iterable[int]) -> list[list[int]]:
-    """Return ``numbers`` as runs: first number, repeats of each, how many numbers follow on.
+    """Encode ``numbers`` as runs of first number, repeats of each, count of consecutive numbers.
 
     Example:
         >>> to_runs([0, 0, 1, 1, 2, 2]), to_runs([0, 1, 2, 0, 1, 2])
@@ -45,7 +45,7 @@ def to_runs(numbers: Iterable[int]) -> list[list[int]]:
 
 
 def from_runs(runs: Iterable[Iterable[int]], most: int) -> list[int]:
-    """Return the numbers that ``to_runs`` was given; raise ValueError if more than ``most``.
+    """Decode the runs of ``to_runs``; raise ValueError for more than ``most`` numbers.
 
     Example:
         >>> from_runs([[0, 2, 3]], most=6)

@@ -1,7 +1,7 @@
-"""Threads beside the program's: for calls that may stay for ever, and can be left behind.
+"""Run calls that may block forever on helper threads, with a timeout.
 
-And ``begin_elsewhere``, for calls that come often: it keeps threads, since to start a thread takes
-as long as Gloo needs for 100 KB. And ``watch``: the watchdog, which looks after communicators.
+``begin_elsewhere`` reuses threads for frequent calls, because starting a thread takes as long as
+sending 100 KB over Gloo. ``watch`` registers communicators with the watchdog thread.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _log = logging.getLogger("meshdist.watchdog")
 
 
 class TimeoutCall:
-    """A call in a thread of its own, which begins at once."""
+    """A call in a separate thread, started immediately."""
 
     def __init__(self, call: Callable[[], object], name: str) -> None:
         self._call: Callable[[], object] | None = call
@@ -39,7 +39,7 @@ class TimeoutCall:
         self._error: Exception | None = None
         try:
             threading.Thread(target=self._run, name=f"meshdist-{name}", daemon=True).start()
-        except RuntimeError:  # no thread can be started, as while the interpreter ends
+        except RuntimeError:  # no thread can be started during interpreter shutdown
             calls = _kept.get(num_forks())
             if calls is None:
                 self._run()
@@ -47,7 +47,7 @@ class TimeoutCall:
                 calls.put(self._run)
 
     def _run(self) -> None:
-        call, self._call = self._call, None  # what it holds may go when it has returned
+        call, self._call = self._call, None  # release what the call holds as soon as it returns
         assert call is not None
         try:
             self._result = call()
@@ -61,7 +61,7 @@ class TimeoutCall:
         """Return the call's result or raise its error; raise TimeoutError if it takes longer.
 
         Args:
-            check: called now and then; it may raise to end the wait.
+            check: called regularly; it may raise to end the wait.
         """
         deadline = Deadline(timeout)
         while not self._has_ended.wait(min(_SLICE_S, deadline.left_s)):
@@ -75,11 +75,11 @@ class TimeoutCall:
 
 
 _kept: dict[int, queue.SimpleQueue[Callable[[], None]]] = {}
-"""The jobs of the kept thread of this process, by the number of forks before it."""
+"""The queue of this process's kept thread, by ``num_forks()``."""
 
 
 def keep_thread() -> None:
-    """Start a thread ahead, to make bounded calls once no new thread can be started."""
+    """Start a thread in advance, for calls when no new thread can be started."""
     _start_kept_thread(num_forks())
 
 
@@ -95,7 +95,7 @@ def _start_kept_thread(num_forks: int) -> None:
 
 
 class _Threads:
-    """Threads that make calls, and end once they have had none for some seconds."""
+    """Pool of threads that end after being idle for some seconds."""
 
     # The garbage collector may begin a call in a thread that is inside these methods.
 
@@ -138,9 +138,9 @@ class _Threads:
             self._idle.put(None)
 
     def _make(self, call: list[Callable[[], object]]) -> None:
-        """Take the call out of its list, make it, and count it as returned."""
+        """Run the call in the list, and count it as returned."""
         try:
-            call.pop()()  # what it holds may go before others know of its end
+            call.pop()()  # release what the call holds before reporting its end
         finally:
             with self._has_returned:
                 self._num_busy -= 1
@@ -153,25 +153,25 @@ def _threads(num_forks: int) -> _Threads:
 
 
 def begin_elsewhere(call: Callable[[], object]) -> None:
-    """Begin ``call``, which raises nothing, in another thread; raise if no thread starts."""
+    """Start ``call``, which must not raise, in another thread; raise if no thread starts."""
     _threads(num_forks()).begin(call)
 
 
 def await_calls_elsewhere(limit_s: float) -> bool:
-    """Wait for all calls that were begun, at most ``limit_s``; return whether all have returned."""
-    # A thread that comes back from torch's C++ while the interpreter ends takes the process down.
+    """Wait up to ``limit_s`` for all started calls; return whether all have returned."""
+    # A thread that returns from torch's C++ during interpreter shutdown crashes the process.
     return _threads(num_forks()).await_returns(limit_s)
 
 
 class Watched(Protocol):
-    """An object that the watchdog's thread checks ten times a second, as long as it lives."""
+    """An object that the watchdog thread checks ten times a second until it is freed."""
 
     def look(self) -> None:
-        """Check the operations in flight, and let those fail that have failed or are late."""
+        """Fail operations in flight that have failed or timed out."""
 
 
 def watch(watched: Watched) -> None:
-    """Let the watchdog's thread call ``watched.look`` ten times a second from now on."""
+    """Make the watchdog thread call ``watched.look`` ten times a second."""
     _watchdog().add(watched)
 
 
@@ -182,7 +182,7 @@ class _Watchdog:
         self._is_ending = threading.Event()
         self._thread = threading.Thread(target=self._run, name="meshdist-watchdog", daemon=True)
         self._thread.start()
-        # A thread that Python ends inside torch's C++ would take the process down with it.
+        # If Python ends the thread inside torch's C++, the process crashes.
         atexit.register(self.end)
 
     def add(self, watched: Watched) -> None:
@@ -197,7 +197,7 @@ class _Watchdog:
                 try:
                     each.look()
                 except Exception:
-                    _log.exception("a communicator could not be looked after")
+                    _log.exception("the watchdog failed to check a communicator")
             del watched
 
     def end(self) -> None:
@@ -211,7 +211,7 @@ def _watchdog() -> _Watchdog:
 
 
 def _forget_watchdog() -> None:
-    """Forget the thread in a forked child, which has not got it; it may have held a lock."""
+    """Forget the watchdog in a forked child, which has no such thread."""
     if _watchdog.cache_info().currsize:
         atexit.unregister(_watchdog().end)
     _watchdog.cache_clear()

@@ -5,9 +5,8 @@ destination takes all partial sums, or of the ranks that end up equal each takes
 gather from each other; an all-reduce, then an exchange; a reduce-scatter, then an exchange. The
 latter two also after slices along free axes, so that replicas share the work. The fewest elements
 that all ranks receive together win; of equal counts the route with fewer exchanges by boxes, which
-collectives outrun, then the quicker route by constant links, in whole nanoseconds, then that of
-fewer
-collectives, then the first: so all ranks choose alike.
+collectives outrun, then the quicker route by constant links, in whole nanoseconds, then the route
+of fewer collectives, then the first: so all ranks choose alike.
 
 Estimates, and choices between equal bytes, read how fast an axis is, as constants. All ranks of a
 mesh must choose alike, so nothing that one rank measures may enter: a link follows from the backend
@@ -25,9 +24,8 @@ Drawn case: each of 4 ranks holds a partial sum of 8 numbers, and all shall have
     an all-reduce                           2 * 4 * 3*2 = 48     6 * 5 us = 30 us      1
     a reduce-scatter, then an all-gather    24 + 24     = 48     6 * 5 us = 30 us      2
 
-The first receives more, though it waits less. The others are even, but for the number of
-collectives. If each rank shall have its 2 sums alone, the reduce-scatter does it, and the ranks
-receive 24 in all.
+The first receives more, though it waits less. The others differ in their number of collectives.
+If each rank shall have its 2 sums alone, the reduce-scatter does it, and the ranks receive 24.
 
     >>> from ..mesh.placement import split_dim
     >>> source = Placement((4,), (8,), (split_dim(8, (), ()),), unreduced=(0,))

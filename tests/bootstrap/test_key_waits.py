@@ -158,7 +158,7 @@ def test_values_and_numbers_are_read_by_one_request_and_nothing_is_written() -> 
     handle.set("key", "7")
     assert (find_value(handle, "key"), read_number(handle, "key")) == (b"7", 7)
     handle.set("key", "seven")
-    with pytest.raises(md.StoreError, match="what no rank of this job has written"):
+    with pytest.raises(md.StoreError, match="that no rank of this job wrote"):
         read_number(handle, "key")
     handle.close()
 

@@ -150,10 +150,10 @@ def test_who_wins() -> None:
 def test_only_mpiexec_counts_where_mpi_is_asked_for() -> None:
     found = read_launch_environment({**ENV, **OPEN_MPI}, is_mpi_asked=True)
     assert (found.launcher, found.rank) == ("Open MPI", 1)
-    with pytest.raises(md.RendezvousError, match="the program runs without mpiexec") as caught:
+    with pytest.raises(md.RendezvousError, match="mpiexec did not start the program") as caught:
         read_launch_environment(ENV, is_mpi_asked=True)
     text = str(caught.value)
-    assert "expected: the variables of mpiexec: backend 'mpi' takes ranks from nobody" in text
+    assert "expected: the variables of mpiexec, from which backend 'mpi' reads its ranks" in text
     assert "meshdist run --launcher mpi -n 4" in text and "mpiexec -n 4 python" in text
 
 
@@ -178,9 +178,9 @@ def test_nothing_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_all_that_is_wrong_is_told_at_once() -> None:
     text = error_of({"RANK": "one", "WORLD_SIZE": "0", "MASTER_PORT": "70000"})
-    assert "RANK='one' is no integer from 0" in text
-    assert "WORLD_SIZE='0' is no integer from 1" in text
-    assert "MASTER_PORT='70000' is no port: 1 to 65535" in text
+    assert "RANK='one' is not an integer of at least 0" in text
+    assert "WORLD_SIZE='0' is not an integer of at least 1" in text
+    assert "MASTER_PORT='70000' is not a port (1 to 65535)" in text
     assert "found:    MASTER_PORT=70000, RANK=one, WORLD_SIZE=0" in text
 
 
@@ -188,7 +188,7 @@ def test_all_that_is_wrong_is_told_at_once() -> None:
 def test_what_only_looks_like_a_number_is_told(text: str) -> None:
     for name in ("RANK", "WORLD_SIZE"):
         assert f"{name}={text[:20]!r}"[:-1] in error_of({**ENV, name: text})
-    assert "is no port: 1 to 65535" in error_of({**ENV, "MASTER_PORT": text})
+    assert "is not a port (1 to 65535)" in error_of({**ENV, "MASTER_PORT": text})
     assert len(error_of({**ENV, "RANK": text, "MASTER_PORT": text})) < 2000
     told = read_launch_environment({**ENV, "LOCAL_RANK": text, "LOCAL_WORLD_SIZE": text})
     assert (told.local_rank, told.is_one_host) == (None, False)
@@ -213,7 +213,7 @@ def test_slurm_without_a_list_of_hosts() -> None:
     rest = {name: value for name, value in SLURM.items() if name != "SLURM_JOB_NODELIST"}
     assert "SLURM_JOB_NODELIST is missing" in error_of(rest)
     text = error_of({**SLURM, "SLURM_JOB_NODELIST": "gpu[a-b]"})
-    assert "SLURM_JOB_NODELIST='gpu[a-b]' is no list of hosts" in text
+    assert "SLURM_JOB_NODELIST='gpu[a-b]' is not a list of hosts" in text
 
 
 @pytest.mark.parametrize(
@@ -234,7 +234,7 @@ def test_the_first_host_of_a_list(nodes: str, first: str) -> None:
 
 @pytest.mark.parametrize("nodes", ["", ",a", "a[", "a[]", "a[x]", "a b"])
 def test_no_list_of_hosts(nodes: str) -> None:
-    with pytest.raises(ValueError, match=r"no list of hosts|substring not found"):
+    with pytest.raises(ValueError, match=r"not a list of hosts|substring not found"):
         first_host(nodes)
 
 

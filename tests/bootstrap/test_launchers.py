@@ -16,7 +16,7 @@ from meshdist.bootstrap.launch_environment import (
     find_place,
     read_launch_environment,
 )
-from meshdist.bootstrap.schedulers import find_engine
+from meshdist.bootstrap.schedulers import find_scheduler
 
 STEP = {
     "SLURM_JOB_ID": "77",
@@ -243,11 +243,14 @@ def test_a_batch_shell_is_no_rank(step: str | None, monkeypatch: pytest.MonkeyPa
     assert find_place(told) is None
     text = error_of(told)
     assert "RANK, WORLD_SIZE, MASTER_PORT are missing" in text
-    assert "SLURM_PROCID=0 without a step of srun: a batch shell, or a process that has" in text
+    assert (
+        "SLURM_PROCID=0 without an srun step: a batch shell, or a process with its variables"
+        in text
+    )
     assert "srun -n 4 python" in text
     for name, value in told.items():
         monkeypatch.setenv(name, value)
-    assert "without a step of srun" in refusal_of_rank()
+    assert "without an srun step" in refusal_of_rank()
 
 
 ENGINES = {
@@ -278,17 +281,17 @@ def make_engine(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_fix_fits_an_engine(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     make_engine(name, monkeypatch)
     fix = (
-        "init_process_group(store=store, rank=rank, world_size=size); the program that does so "
-        f"stands in docs/engines.md under {name!r}"
+        "init_process_group(store=store, rank=rank, world_size=size); docs/engines.md has a "
+        f"complete program under {name!r}"
     )
     text = " ".join(refusal_of_rank().split())
-    assert f"a worker of {name}, which tells it no rank" in text
+    assert f"a worker of {name}, which does not assign ranks" in text
     assert fix in text
     assert "meshdist run" not in text
     with pytest.raises(md.RendezvousError) as rejected:
         md.init_process_group()
     text = " ".join(str(rejected.value).split())
-    assert "a worker of an engine has no rank of its own: RANK, WORLD_SIZE, MASTER_PORT" in text
+    assert f"{name} does not assign ranks to its workers: RANK, WORLD_SIZE, MASTER_PORT" in text
     assert f"a worker of {name}, init_method env://" in text
     assert fix in text
 
@@ -306,4 +309,4 @@ def test_a_service_s_own_place_is_not_its_workers(
 
 
 def test_a_program_of_no_engine() -> None:
-    assert find_engine({}) is None
+    assert find_scheduler({}) is None

@@ -68,7 +68,9 @@ def test_ranks_without_a_launching_process_start_no_remover(
 def test_a_directory_that_others_may_enter_is_rejected() -> None:
     folder = Path(directory_of_mpiexec(ranks(2)[0]))
     folder.chmod(0o755)
-    with pytest.raises(md.RendezvousError, match="is not this user's own directory") as caught:
+    with pytest.raises(
+        md.RendezvousError, match="is not a private directory of this user"
+    ) as caught:
         directory_of_mpiexec(ranks(2)[1])
     assert "mode 0755" in str(caught.value)
 
@@ -78,7 +80,7 @@ def test_a_link_in_its_place_is_rejected(tmp_path: Path) -> None:
     elsewhere = tmp_path / "elsewhere"
     folder.rename(elsewhere)
     folder.symlink_to(elsewhere)
-    with pytest.raises(md.RendezvousError, match="is not this user's own directory"):
+    with pytest.raises(md.RendezvousError, match="is not a private directory of this user"):
         directory_of_mpiexec(ranks(2)[1])
 
 
@@ -157,9 +159,10 @@ def test_across_hosts_without_mpi4py_is_an_error(tmp_path: Path) -> None:
     done = run_under_mpiexec(PROGRAM, tmp_path, is_one_host=False, has_mpi4py=False)
     assert done.returncode != 0
     assert (
-        "the ranks of this job may run on several hosts, and mpi4py cannot be used" in done.stderr
+        "cannot find rank 0: the ranks may run on several hosts, and mpi4py is not usable"
+        in done.stderr
     )
-    assert "mpi4py finds no MPI library that loads: blocked by a test" in done.stderr
+    assert "mpi4py cannot load an MPI library: blocked by a test" in done.stderr
     assert "; or set MASTER_ADDR and MASTER_PORT for all ranks" in done.stderr
 
 

@@ -144,12 +144,12 @@ def test_a_process_for_which_no_world_stays_open_says_so() -> None:
     with pytest.raises(md.RendezvousError) as caught:
         as_rank(0, 2)(Closing())
     assert str(caught.value) == (
-        "8 worlds of the store have ended while this process came to join one\n"
+        "cannot join: 8 worlds of the store ended while this process joined\n"
         f"  where:    a test; {my_process_info()}\n"
         "  expected: a world that waits for this process\n"
-        "  found:    worlds up to number 14, each of which other processes have closed\n"
-        "  fix:      end the processes that make worlds at this address again and again, or give "
-        "this job another address, file or store"
+        "  found:    worlds up to number 14, all closed by other processes\n"
+        "  fix:      stop the processes that initialize repeatedly at this address, or use another "
+        "address, file or store for this job"
     )
 
 
@@ -170,8 +170,8 @@ def test_one_rank_claimed_twice() -> None:
 def test_different_sizes() -> None:
     outcomes = join_all(md.HashStore(), [as_rank(0, 2), as_rank(1, 3)])
     assert len({str(one) for one in outcomes}) == 1
-    assert "the ranks disagree about the size of the world" in str(outcomes[0])
-    assert "give every rank the same world_size (WORLD_SIZE; -n of" in str(outcomes[0])
+    assert "mismatch of world_size between the ranks" in str(outcomes[0])
+    assert "pass the same world_size on every rank (WORLD_SIZE, or -n of" in str(outcomes[0])
 
 
 def test_more_processes_than_ranks() -> None:
@@ -213,8 +213,11 @@ def leave_claim(store: md.Store, rank: int, **changes: Any) -> None:
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({}, "the last ranks of the world of 2 came after 2 s"),
-        ({"start": "1"}, "rank 1 came to the world of 2, and then fell silent"),  # it has ended
+        ({}, "the last ranks joined the world of 2 after the timeout of 2 s"),
+        (
+            {"start": "1"},
+            "rank 1 joined the world of 2 and then stopped responding",
+        ),  # it has ended
     ],
 )
 def test_a_rank_that_comes_when_others_give_up(changes: dict[str, Any], told: str) -> None:
@@ -259,7 +262,7 @@ def test_a_dead_process_of_another_host_does_not_complete_a_world() -> None:
     store = md.HashStore()
     leave_claim(store, 0, host="other", hostname="elsewhere")
     (outcome,) = join_all(store, [as_rank(1, 2, SHORT)])
-    assert "rank 0 came to the world of 2, and then fell silent" in str(outcome)
+    assert "rank 0 joined the world of 2 and then stopped responding" in str(outcome)
     assert f"rank 0: process {my_process_info().pid} on elsewhere" in str(outcome)
 
 
@@ -275,7 +278,7 @@ def test_who_may_have_ended_as_the_last_that_confirms_is_named() -> None:
     store = md.HashStore()
     leave_claim(store, 1, host="other", hostname="elsewhere")
     error, _ = join_all(store, [as_rank(0, 2, SHORT), confirm_and_end])
-    assert str(error).startswith("rank 1 came to the world of 2, and then fell silent")
+    assert str(error).startswith("rank 1 joined the world of 2 and then stopped responding")
     assert f"rank 1: process {my_process_info().pid} on elsewhere" in str(error)
 
 

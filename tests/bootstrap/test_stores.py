@@ -367,7 +367,7 @@ def test_a_taken_port_is_an_error() -> None:
     assert f"rank 0 cannot listen on 127.0.0.1, port {port}: Address already in use" in str(
         caught.value
     )
-    assert "fix:      choose another port" in str(caught.value)
+    assert "fix:      use another port" in str(caught.value)
 
 
 def test_an_address_of_another_host_gives_no_listener() -> None:
@@ -380,9 +380,9 @@ def test_an_address_that_leads_elsewhere_is_rejected_in_time() -> None:
         serve_store(None, "192.0.2.1", free_port(), timedelta(seconds=2))
     assert time.monotonic() - begin < 20
     assert "rank 0 cannot be reached at 192.0.2.1, port " in str(caught.value)
-    assert "expected: an address of the host of rank 0" in str(caught.value)
-    assert "found:    nobody listens on 192.0.2.1, port " in str(caught.value)
-    with pytest.raises(md.RendezvousError, match="no host is known by the name 'no such host'"):
+    assert "expected: an address of rank 0's host" in str(caught.value)
+    assert "found:    no process listens on 192.0.2.1, port " in str(caught.value)
+    with pytest.raises(md.RendezvousError, match="cannot resolve the host name 'no such host'"):
         serve_store(None, "no such host", free_port(), timedelta(seconds=2))
 
 
@@ -402,14 +402,16 @@ def test_a_host_is_reached_at_its_own_name() -> None:
 
 
 def test_an_unknown_name_is_an_error() -> None:
-    with pytest.raises(md.RendezvousError, match="no host is known by the name 'no such host'"):
+    with pytest.raises(md.RendezvousError, match="cannot resolve the host name 'no such host'"):
         bind_listener("no such host", 0)
 
 
 def test_connecting_where_nobody_listens_names_rank_0() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-    with pytest.raises(md.RendezvousError, match="rank 0 has not joined: nobody listens") as caught:
+    with pytest.raises(
+        md.RendezvousError, match="cannot reach rank 0: no process listens"
+    ) as caught:
         connect_store("127.0.0.1", port, timedelta(seconds=0.2))
     assert f"127.0.0.1, port {port} after 0.2 s" in str(caught.value)
 
@@ -424,8 +426,8 @@ def test_connecting_to_something_else_is_an_error(pool: Pool) -> None:
         "    connect_store('127.0.0.1', other.getsockname()[1], timedelta(seconds=0.5))\n"
     )
     (done,) = pool.start(code)
-    assert "RendezvousError: what listens on 127.0.0.1, port " in done.stderr
-    assert "does not answer as a store\n" in done.stderr
+    assert "RendezvousError: the service at 127.0.0.1, port " in done.stderr
+    assert "does not respond as a store\n" in done.stderr
 
 
 def test_a_client_waits_until_the_server_is_there() -> None:
@@ -533,7 +535,7 @@ def test_a_count_too_large_for_torch_is_damage(tmp_path: Path) -> None:
     path = tmp_path / "store"
     texts = (b"refcount/", b"9" * 30)
     path.write_bytes(b"".join(struct.pack("=I", len(text)) + text for text in texts))
-    with pytest.raises(md.RendezvousError, match="cannot be used: it is damaged"):
+    with pytest.raises(md.RendezvousError, match="cannot use the store's file: it is damaged"):
         open_file(str(path), SHORT)
 
 

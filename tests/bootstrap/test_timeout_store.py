@@ -118,13 +118,13 @@ def test_a_wait_ends_at_its_timeout(store: Store) -> None:
 def test_a_stopped_server_is_named_in_time(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timeout_store, "ANSWER_S", 0.5)
     with served() as (server, client):
-        client.server = "rank 0, which serves the store,"
+        client.server = "rank 0, which hosts the store,"
         client.set("a", "1")
         stop_other(server.pid)
         start = time.monotonic()
         with pytest.raises(md.StoreError) as caught:
             client.check(["a"])
-        assert caught.value.summary == "rank 0, which serves the store, does not answer"
+        assert caught.value.summary == "rank 0, which hosts the store, does not answer"
         assert is_within(time.monotonic() - start, 5.0)
         start = time.monotonic()
         with pytest.raises(md.StoreError, match="does not answer"):
@@ -231,7 +231,7 @@ def test_a_server_that_has_ended_is_told_at_once(served: Served) -> None:
     with served() as (server, client):
         server.kill()
         server.wait()
-        with pytest.raises(md.StoreError, match="the process that serves the store has ended"):
+        with pytest.raises(md.StoreError, match="the process that hosts the store has ended"):
             client.check(["a"])
         assert not client.is_served
 
@@ -241,7 +241,7 @@ def test_a_key_that_a_stranger_has_filled_with_junk_costs_one_request(served: Se
         client.set("n", "junk")
         with pytest.raises(md.StoreError, match="has closed this process's connection") as caught:
             client.add("n", 1)
-        assert "a key that was to be counted up may hold what is no number" in str(caught.value)
+        assert "a counter key may hold a value that is not a number" in str(caught.value)
         assert client.add("m", 1) == 1
 
 
@@ -303,7 +303,7 @@ def test_junk_is_named_with_its_key(value: bytes) -> None:
     with pytest.raises(md.StoreError) as caught:
         read_json(store, "key", lambda found: found["a"])
     assert caught.value.summary == (
-        "the store holds under 'key' what no rank of this job has written"
+        "the store holds a value under 'key' that no rank of this job wrote"
     )
     assert caught.value.found == repr(value)
     with pytest.raises(md.StoreError, match="under 'key'"):

@@ -103,14 +103,14 @@ def test_strangers_that_connect_are_no_ranks() -> None:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--operations", "all_reduce,shout"], "'shout' is none of all_reduce, reduce, "),
+        (["--operations", "all_reduce,shout"], "'shout' is not one of all_reduce, reduce, "),
         (["--operations", "allreduce"], "send_recv, barrier; did you mean 'all_reduce'?\n"),
-        (["--sides", "torch/executor"], "'torch/executor' is none of meshdist/shm, "),
+        (["--sides", "torch/executor"], "'torch/executor' is not one of meshdist/shm, "),
         (["--sizes", "8,many"], "'many' is not a size, such as 8, 256K or 64 MiB"),
         (["--sizes", "0"], "'0' is not a size"),
         (["--sizes", "1MB"], "'1MB' is not a size"),
-        (["-n", "0"], "'0' is not an integer from 1"),
-        (["--rounds", "-1"], "'-1' is not an integer from 1"),
+        (["-n", "0"], "must be an integer of at least 1, not '0'"),
+        (["--rounds", "-1"], "must be an integer of at least 1, not '-1'"),
     ],
 )
 def test_wrong_arguments(words: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -148,7 +148,7 @@ def test_what_to_measure_has_to_be_said(capsys: pytest.CaptureFixture[str]) -> N
         bench.main(["--help"])
     assert caught.value.code == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert "a comma list of all_reduce, reduce, broadcast," in shown
+    assert "comma-separated list of all_reduce, reduce, broadcast," in shown
 
 
 def test_a_side_whose_ranks_end_is_told_at_once() -> None:
@@ -159,16 +159,14 @@ def test_a_side_whose_ranks_end_is_told_at_once() -> None:
     assert str(caught.value).splitlines() == [
         "a rank of ours ended before it could be measured",
         "  found:    exit codes [3]",
-        "  fix:      look at what it wrote to stderr",
+        "  fix:      check the stderr of the rank for an error",
     ]
     with (
         pytest.raises(SideFailedError) as caught,
         running([Entrant("mpi", "mpi", (str(python),))], 2),
     ):
         pass
-    assert str(caught.value).startswith(
-        f"mpi cannot be started: there is no command {str(python)!r}"
-    )
+    assert str(caught.value).startswith(f"cannot start mpi: command {str(python)!r} was not found")
 
 
 def test_a_rank_that_ends_while_it_is_measured(capfd: pytest.CaptureFixture[str]) -> None:

@@ -139,7 +139,7 @@ def interpreter(tmp_path: Path, text: str) -> str:
 def test_an_mpi_that_does_not_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = interpreter(tmp_path, "echo ImportError: no libmpi.so >&2; exit 1")
     monkeypatch.setattr(sys, "executable", broken)
-    assert find_mpi()["reason"] == "MPI does not start: ImportError: no libmpi.so"
+    assert find_mpi()["reason"] == "MPI does not initialize: ImportError: no libmpi.so"
 
 
 def test_why_there_is_none_is_asked_of_another_process(
@@ -158,7 +158,7 @@ def test_what_mpi_writes_at_its_end_hides_no_answer(
     monkeypatch.setattr(sys, "executable", interpreter(tmp_path, text))
     assert find_mpi() == told
     monkeypatch.setattr(sys, "executable", interpreter(tmp_path, "echo hello"))
-    assert find_mpi()["reason"] == "MPI does not start: hello"
+    assert find_mpi()["reason"] == "MPI does not initialize: hello"
 
 
 def test_what_mpiexec_writes_at_its_end_hides_no_latency(
@@ -168,13 +168,13 @@ def test_what_mpiexec_writes_at_its_end_hides_no_latency(
     monkeypatch.setattr(diagnostics, "find_mpiexec", lambda: mpiexec)
     assert check_backend("mpi", 10.0)["latency_s"] == 0.5
     interpreter(tmp_path, "echo hello")
-    assert check_backend("mpi", 10.0)["error"].startswith(f"{mpiexec} ended with exit code 0")
+    assert check_backend("mpi", 10.0)["error"].startswith(f"{mpiexec} failed with exit code 0")
 
 
 def test_an_mpi_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", interpreter(tmp_path, "sleep 30"))
     begin = time.monotonic()
-    assert find_mpi(timeout_s=0.2)["reason"] == "mpi4py gave no answer within 0.2 s"
+    assert find_mpi(timeout_s=0.2)["reason"] == "mpi4py did not respond within 0.2 s"
     assert is_within(time.monotonic() - begin, 10)
 
 
@@ -182,11 +182,9 @@ def test_an_mpi_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 def test_headers_are_shared_here(monkeypatch: pytest.MonkeyPatch) -> None:
     assert find_shared_words_problem() is None
     monkeypatch.setattr(shared_flags, "find_view", lambda address: None)
-    assert (
-        find_shared_words_problem() == "a process cannot open what /proc lists as another's files"
-    )
+    assert find_shared_words_problem() == "a process cannot open another process's files in /proc"
     monkeypatch.setattr(shared_flags, "make_shared_words", lambda: None)
-    assert find_shared_words_problem() == "the system has no memory without a name (memfd)"
+    assert find_shared_words_problem() == "the system does not support memfd_create"
 
 
 def test_simulated_ranks_get_along() -> None:
@@ -199,7 +197,7 @@ def test_wrong_numbers_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(md, "all_reduce", lambda tensor: None)
     result = check_backend("simulated", 10.0)
     assert result["latency_s"] is None
-    assert result["error"].startswith("an all-reduce over 'simulated' gave wrong numbers")
+    assert result["error"].startswith("an all-reduce over 'simulated' returned wrong values")
 
 
 def test_ranks_that_take_too_long() -> None:

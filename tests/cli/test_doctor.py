@@ -61,7 +61,7 @@ def check_all_is_well(shown: str, backend: str) -> None:
     assert [line for line in lines if line and line[0] != " "][: len(TITLES)] == TITLES
     (checked,) = [line for line in lines if line.startswith(f"  {backend}") and "us" in line]
     assert "ok: all_reduce of 8 bytes in" in checked
-    assert "what each backend does" in lines
+    assert "support by backend" in lines
     assert "\x1b" not in shown and max(map(len, lines)) <= 80
     assert "…" not in shown  # no name is cut
 
@@ -138,12 +138,12 @@ def test_what_backends_do_in_a_users_words(
     monkeypatch.setattr(capabilities, "available_backends", lambda: backends)
     monkeypatch.setattr(doctor, "find_device_types", lambda: devices)
     assert doctor.main(["--no-check"]) == 0
-    shown = capsys.readouterr().out.partition("what each backend does\n")[2].rstrip().splitlines()
+    shown = capsys.readouterr().out.partition("support by backend\n")[2].rstrip().splitlines()
     assert len(shown) + 1 <= 25 and max(map(len, shown)) <= 80
     text = " ".join(" ".join(shown).split())
     assert "gloo on cpu partly: all_reduce, reduce, all_reduce_coalesced steps: " in text
     assert "built" not in text and "native" not in text
-    assert "meshdist doctor --all tells" in text
+    assert "Run `meshdist doctor --all` for" in text
 
 
 def test_only_device_types_that_are_here_are_shown(
@@ -175,19 +175,19 @@ def test_a_terminal_gets_tables(
 @pytest.mark.parametrize(
     ("state", "setting", "lines"),
     [
-        (None, None, ["this system tells of none"]),
-        ("always", "0", ["always: large tensors lie on pages of 2 MiB"]),
+        (None, None, ["not reported by this system"]),
+        ("always", "0", ["always: large tensors use 2 MiB pages"]),
         (
             "madvise",
             None,
-            ["madvise: for large tensors of launched ranks, which have THP_MEM_ALLOC_ENABLE=1"],
+            ["madvise: used for large tensors of launched ranks, by THP_MEM_ALLOC_ENABLE=1"],
         ),
-        ("madvise", "1", ["madvise: for large tensors, by THP_MEM_ALLOC_ENABLE=1"]),
+        ("madvise", "1", ["madvise: used for large tensors, by THP_MEM_ALLOC_ENABLE=1"]),
         (
             "madvise",
             "0",
             [
-                "madvise: not for tensors, by THP_MEM_ALLOC_ENABLE=0",
+                "madvise: not used for tensors, by THP_MEM_ALLOC_ENABLE=0",
                 "fix: unset THP_MEM_ALLOC_ENABLE",
             ],
         ),
@@ -195,7 +195,7 @@ def test_a_terminal_gets_tables(
             "never",
             "1",
             [
-                "never: tensors lie on pages of 4 KiB, and large calls take longer",
+                "never: tensors use 4 KiB pages, and large collectives take longer",
                 "fix: echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled",
             ],
         ),
@@ -239,15 +239,15 @@ def test_rows_of_mpi_say_what_the_library_does(is_whole: bool) -> None:
         ("library", "Some MPI 1.0, MPI 4.0"),
         ("mpiexec", "/bin/mpiexec"),
         ("threads", "MULTIPLE"),
-        ("CUDA memory", "taken as it is" if is_whole else "by way of host memory"),
+        ("CUDA memory", "passed directly" if is_whole else "copied through host memory"),
         (
             "counts above 2^31",
-            "by calls of its own" if is_whole else "by datatypes made for them",
+            "in native calls" if is_whole else "with derived datatypes",
         ),
     ]
     poor = dict(doctor.mpi_rows({**found, **facts, "mpiexec": None, "threads": "SINGLE"}))
     assert poor["mpiexec"].startswith("none\nfix: pip install")
-    assert poor["threads"] == "SINGLE, and meshdist needs MULTIPLE"
+    assert poor["threads"] == "SINGLE, but meshdist needs MULTIPLE"
 
 
 def test_everything_as_json(untouched: None, capsys: pytest.CaptureFixture[str]) -> None:
@@ -276,5 +276,5 @@ def test_a_torch_that_does_not_load(words: list[str], tmp_path: Path) -> None:
         timeout=60,
     )
     assert (done.returncode, done.stderr) == (1, "")
-    assert "torch does not load: OSError: no libcudart.so" in done.stdout
+    assert "cannot import torch: OSError: no libcudart.so" in done.stdout
     assert ("fix" in done.stdout and "pip install torch" in done.stdout) == (not words)

@@ -21,7 +21,7 @@ def rejected(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
 
 def test_no_script(capsys: pytest.CaptureFixture[str]) -> None:
     assert rejected(capsys, "-n", "2") == [
-        "meshdist run: there is nothing to start",
+        "meshdist run: no program to start",
         "  expected: a script, or -m and a module, after the launcher's own arguments",
         "  fix:      meshdist run script.py",
     ]
@@ -33,11 +33,11 @@ def test_a_script_that_does_not_exist(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert rejected(capsys, "-n", "2", "train.py", "--x") == [
-        "meshdist run: there is no script 'train.py'",
+        "meshdist run: script 'train.py' does not exist",
         f"  where:    directory {tmp_path}",
         "  expected: the path of a Python script",
         f"  found:    no file at {tmp_path}/train.py",
-        "  fix:      check the path; `-m` starts a module, `--no-python` another program",
+        "  fix:      correct the path, or pass -m for a module or --no-python for another program",
     ]
 
 
@@ -59,7 +59,7 @@ def test_a_host_that_does_not_exist(capsys: pytest.CaptureFixture[str]) -> None:
         "  where:    --node-rank",
         "  expected: 0 to 1: less than --nnodes",
         "  found:    2",
-        "  fix:      give each host its own number, from 0",
+        "  fix:      pass a different --node-rank on each host, from 0",
     ]
 
 
@@ -67,7 +67,7 @@ def test_several_hosts_without_an_address(capsys: pytest.CaptureFixture[str]) ->
     assert rejected(capsys, "--nnodes", "2", "--node-rank", "1", __file__) == [
         "meshdist run: a job on 2 hosts needs the address of host 0",
         "  where:    --master-addr",
-        "  expected: a name or address by which every host reaches host 0",
+        "  expected: a name or address of host 0 that every host can reach",
         "  found:    nothing",
         "  fix:      meshdist run --nnodes 2 --node-rank 1 --master-addr HOST0 -n 4 script.py",
     ]
@@ -75,8 +75,8 @@ def test_several_hosts_without_an_address(capsys: pytest.CaptureFixture[str]) ->
 
 def test_module_and_no_python(capsys: pytest.CaptureFixture[str]) -> None:
     lines = rejected(capsys, "-m", "--no-python", "x")
-    assert lines[0] == "meshdist run: -m and --no-python exclude each other"
-    assert lines[-1] == "  fix:      leave one out"
+    assert lines[0] == "meshdist run: -m and --no-python cannot be combined"
+    assert lines[-1] == "  fix:      remove one of them"
 
 
 @pytest.mark.parametrize(
@@ -85,11 +85,11 @@ def test_module_and_no_python(capsys: pytest.CaptureFixture[str]) -> None:
         (("--node-rank", "one"), "argument --node-rank/--node_rank: invalid int value"),
         (
             ("--shutdown-timeout=inf", "x.py"),
-            "argument --shutdown-timeout/--shutdown_timeout: 'inf' is no number of seconds",
+            "argument --shutdown-timeout/--shutdown_timeout: must be a number of seconds between 0 and 1,000,000, not 'inf'",
         ),
         (
             ("--shutdown-timeout=soon", "x.py"),
-            "argument --shutdown-timeout/--shutdown_timeout: 'soon' is no number of seconds",
+            "argument --shutdown-timeout/--shutdown_timeout: must be a number of seconds between 0 and 1,000,000, not 'soon'",
         ),
         (("--bogus", "x.py"), "unrecognized arguments: --bogus"),
         (("--nproc-per", "2", "x.py"), "unrecognized arguments: --nproc-per"),
@@ -101,4 +101,4 @@ def test_arguments_that_do_not_exist(
     lines = rejected(capsys, *words)
     assert lines[0].startswith(f"meshdist run: {summary}")
     assert lines[1].startswith("  expected: meshdist run [-n N]")
-    assert lines[2] == "  fix:      meshdist run --help tells more"
+    assert lines[2] == "  fix:      run `meshdist run --help` for all options"

@@ -50,7 +50,7 @@ def test_the_interpreter_is_named_as_a_shell_finds_it(monkeypatch: pytest.Monkey
 def test_an_extra_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(diagnostics, "find_version", lambda package: None)
     row = rows()["[mpi]"]
-    assert row["state"] == "not here: the backend mpi, and mpiexec"
+    assert row["state"] == "not installed: backend mpi, and mpiexec"
     assert row["fix"].endswith("-m pip install 'meshdist[mpi]'")
 
 
@@ -66,8 +66,8 @@ def test_without_the_native_core_run_says_so_in_one_line(
     out, err = capfd.readouterr()
     (line,) = err.splitlines()
     assert out == "here\n"
-    assert line.startswith("meshdist: the native core is not installed: CPU tensors go over Gloo")
-    assert rows()["native core"]["state"] == "not here: Gloo takes its place, and is slower"
+    assert line.startswith("meshdist: the native core is not installed: CPU tensors use Gloo")
+    assert rows()["native core"]["state"] == "not installed: Gloo is used instead, and is slower"
     assert "install a C++ compiler" in rows()["native core"]["fix"]
 
 

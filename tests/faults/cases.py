@@ -44,7 +44,7 @@ FAULT, EXIT, LOOP = "fault", "exit", "loop"
 HOSTS = "hosts"
 """Two hosts made of namespaces, over the backend that a program has there if it names none."""
 LAYOUTS = {2: ("AB",), 3: ("AAB", "ABB", "ABA"), 5: ("AAABB", "ABBAB", "AAAAB", "ABBBB")}
-"""On which of the two each rank lies; rank 0, which serves the store, on the first."""
+"""On which of the two each rank lies; rank 0, which hosts the store, on the first."""
 
 BEFORE, INSIDE, AFTER = "before", "inside", "after"
 EVERYWHERE = (BEFORE, INSIDE, INSIDE, AFTER)

@@ -10,7 +10,7 @@ What is promised (docs/worlds.md, docs/debugging.md, docs/collectives.md, docs/m
   ends before all have come; between hosts, where calls that differ are found beside them, both may
   be so for a moment, which then ends in an error on every rank that has seen it;
 * a rank that ends well writes nothing, but that calls of hosts can be compared no more where the
-  process that serves the store was lost; and no rank shows the frames of torch's C++, but for a
+  process that hosts the store was lost; and no rank shows the frames of torch's C++, but for a
   world that meets at an address of rank 0's, where torch's client writes them before it raises,
   since the process that serves it was killed in the middle of an answer. That is counted, and
   breaks nothing;
@@ -51,7 +51,7 @@ GRACE_S = 6.0
 still ask, and to end; on a machine that is busy as many times longer as work takes longer there."""
 _LAST_WORDS = re.compile(
     r"process rank (\d+) with PID|is ended by mpiexec: rank (\d+)|"
-    r"rank (\d+) of MPI's world ends|MPI_ABORT was invoked on rank (\d+)"
+    r"rank (\d+) of MPI_COMM_WORLD failed|MPI_ABORT was invoked on rank (\d+)"
 )
 _RANKS = re.compile(r"\b[Rr]anks? (\d+(?:(?:-|, | and )\d+)*)")
 

@@ -203,8 +203,8 @@ def test_an_outcome_that_no_rank_has_written_is_named(junk: bytes) -> None:
 
     (error,) = together(1, body)
     assert isinstance(error, md.StoreError)
-    assert "the store holds under 'agree/mesh/" in str(error)
-    assert "what no rank of this job has written" in str(error)
+    assert "the store holds a value under 'agree/mesh/" in str(error)
+    assert "that no rank of this job wrote" in str(error)
 
 
 def test_names_of_rank_lists() -> None:

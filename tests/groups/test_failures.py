@@ -439,7 +439,7 @@ def test_a_program_that_never_destroys_ends_at_once_and_silently(pool: Pool) -> 
         """
         mesh = md.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         md.all_reduce(torch.ones(1), group=mesh["tp"])
-        time.sleep(0.15 * md.get_rank())  # rank 0, which serves the store, ends first
+        time.sleep(0.15 * md.get_rank())  # rank 0, which hosts the store, ends first
 """,
         size=4,
     )

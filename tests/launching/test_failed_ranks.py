@@ -28,7 +28,7 @@ def report(line: str) -> bytes:
         "meshdist.errors.BackendError: x\n            ranks 1-2: give no answer: they have ended",
         "meshdist.errors.BackendError: x\n  found:    rank 0 has ended\n  fix:      look at",
         "meshdist.errors.BackendError: x\n  found:    rank 0 ended by ValueError: no data (a.py:3)",
-        "meshdist.errors.StoreError: the process that serves the store has ended",
+        "meshdist.errors.StoreError: the process that hosts the store has ended",
         "RuntimeError: [../gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]",
         "torch.distributed.DistNetworkError: failed to recv, got 0 bytes",
         "torch.distributed.DistBackendError: NCCL error: remote process exited or there was a",

@@ -57,7 +57,7 @@ def test_the_first_failure_is_repeated_last(capfd: pytest.CaptureFixture[str]) -
     assert lines[0] == "I am unwell"
     assert lines[1].startswith("meshdist: rank 1 (pid ")
     assert lines[1].endswith(
-        ") failed with exit code 1; stopped 2 other rank(s) of this host. The end of its stderr:"
+        ") failed with exit code 1; stopped 2 other rank(s) on this host. The end of its stderr:"
     )
     assert lines[2:] == ["I am unwell"]
 
@@ -87,8 +87,8 @@ def test_the_cause_is_shown_though_its_process_ends_after_the_others(
     header, *tail = last.splitlines()
     assert header.startswith("rank 1 (pid ")
     assert header.endswith(
-        ") failed with exit code 1; rank 0 failed after it; rank 2 had ended before, with exit "
-        "code 0; stopped 1 other rank(s) of this host. The end of its stderr:"
+        ") failed with exit code 1; rank 0 failed after it; rank 2 had already exited "
+        "with code 0; stopped 1 other rank(s) on this host. The end of its stderr:"
     )
     assert tail[-1] == "ValueError: I was first"
 
@@ -247,7 +247,7 @@ def test_a_launcher_that_may_open_too_few_files_raises_its_limit_or_says_so(
 @pytest.mark.parametrize(
     ("arguments", "summary", "where"),
     [
-        ({"command": []}, "there is no command to start", None),
+        ({"command": []}, "no command to start", None),
         ({"nprocs": 0}, "cannot start 0 processes", "-n (nprocs)"),
         ({"place": JobPlace(0)}, "a job cannot run on 0 hosts", "--nnodes"),
         (
@@ -261,7 +261,7 @@ def test_a_launcher_that_may_open_too_few_files_raises_its_limit_or_says_so(
             NODE_RANK,
         ),
         ({"place": JobPlace(2)}, "a job on 2 hosts needs the address of host 0", "--master-addr"),
-        ({"place": JobPlace(master_port=65536)}, "65536 is no port", "--master-port"),
+        ({"place": JobPlace(master_port=65536)}, "65536 is not a port", "--master-port"),
     ],
 )
 def test_what_cannot_be_started_is_rejected(
@@ -287,9 +287,9 @@ def test_the_launcher_says_where_the_store_can_be_reached(
 
     assert said() == said(1, 0, "localhost") == ""
     two = said(2, 0, "host0")
-    assert "listens on every interface of this host, port 29500, for the others to reach" in two
-    assert "as host0" in two
-    assert "it asks for no password" in two
+    assert "listens on every interface of this host, port 29500 (other hosts connect" in two
+    assert "to host0)" in two
+    assert "there is no password" in two
     assert "listens on 127.0.0.1, port 1234;" in said(2, 0, "127.0.0.1", 1234)
     assert said(2, 1, "host0") == ""
 
@@ -380,7 +380,7 @@ def test_reports_of_ranks_that_are_long_in_ending_are_one(
     assert run_processes([*PYTHON, code], 4) == 1
     title, *_, last = capfd.readouterr().err.splitlines()
     assert title == "meshdist: ranks 0-3 reported:"
-    assert "reported the same. Its report stands above." in last
+    assert "reported the same. Its report is above." in last
     code = code.replace("0.2)\n", "0.2)\natexit.register(print, 'Goodbye', file=sys.stderr)\n")
     assert run_processes([*PYTHON, code], 1) == 1
     lines = capfd.readouterr().err.splitlines()

@@ -383,8 +383,8 @@ def test_backends_of_processes_are_rejected(backend: str) -> None:
     for texts in md.simulate(program, 1):
         for text in texts:
             assert text == (
-                f"torch's backend {name!r} serves processes, and this is a simulated rank\n"
-                "  expected: the backend 'simulated', for torch's world and each of its groups\n"
+                f"torch's backend {name!r} cannot run on simulated ranks, only on processes\n"
+                "  expected: backend 'simulated' for each process group of torch\n"
                 '  fix:      torch.distributed.init_process_group("simulated", '
                 'init_method="simulated://"), or run the program as processes: '
                 "meshdist run -n 4 script.py"
@@ -485,10 +485,10 @@ except md.BackendError as error:
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=120
     )
     assert done.stdout.rstrip("\n") == (
-        f"torch {torch.__version__} cannot have a world of its own on simulated ranks\n"
-        "  expected: one of the versions that are tested, see docs/versions.md\n"
-        "  found:    none of its inner _default_pg_init_method\n"
-        "  fix:      install such a torch, or run the program as processes: meshdist run -n 4 "
+        f"torch {torch.__version__} does not support process groups of simulated ranks\n"
+        "  expected: a tested torch version, see docs/versions.md\n"
+        "  found:    torch without its internal _default_pg_init_method\n"
+        "  fix:      install a tested torch version, or run the program as processes: meshdist run -n 4 "
         "script.py"
     )
 

@@ -37,7 +37,7 @@ AGREEING: list[dict[str, Any]] = [
 def test_what_agrees_takes_the_world_over_once(joined: World, given: dict[str, Any]) -> None:
     md.init_process_group(**given)
     assert find_world() is joined
-    with pytest.raises(md.WorldError, match="the process group is initialized already"):
+    with pytest.raises(md.WorldError, match="the process group is already initialized"):
         md.init_process_group(**given)
 
 

@@ -71,8 +71,8 @@ say(*refusal(md.get_backend))
     (done,) = pool.start(OPENING + text, [environment])
     ranks, share, (kind, rejected) = map(json.loads, done.stdout.splitlines())
     assert (ranks, share, kind) == ([1, 3, False], [[1, 4]], "NotInitializedError")
-    assert "a process that a launcher started, and that has not joined the others yet" in rejected
-    assert "call init_process_group() before, or a collective, or make a mesh" in rejected
+    assert "a process that a launcher started and that is not initialized yet" in rejected
+    assert "call init_process_group() or a collective, or create a mesh" in rejected
 
 
 def test_two_threads_join_once(pool: Pool) -> None:
@@ -139,8 +139,8 @@ dist.destroy_process_group()
     answers = said(pool, text, MEETING=f"{tmp_path}/meeting")
     for place, (kind, rejected), total in answers:
         assert (place, kind, total) == ([True, 2], "NotInitializedError", [2.0])
-        assert "a world of torch.distributed, which no collective adopts by itself" in rejected
-        assert "call meshdist.init_process_group() on every rank of it" in rejected
+        assert "a process group of torch.distributed, which collectives do not reuse by themselves" in rejected
+        assert "call meshdist.init_process_group() on every rank" in rejected
 
 
 def test_variables_without_a_meeting_place_are_told_with_the_way_to_name_one(pool: Pool) -> None:
@@ -148,7 +148,7 @@ def test_variables_without_a_meeting_place_are_told_with_the_way_to_name_one(poo
     (done,) = pool.start(OPENING + text, [{"RANK": "1", "WORLD_SIZE": "2"}])
     (rejected,) = json.loads(done.stdout)
     assert rejected.startswith(
-        "the environment does not say where this process belongs: MASTER_PORT, MASTER_ADDR are"
+        "cannot initialize from the environment: MASTER_PORT, MASTER_ADDR are"
     )
     assert "init_process_group(init_method='tcp://HOST_OF_RANK_0:PORT', rank=..., " in rejected
 
@@ -192,8 +192,8 @@ say(*map(refusal, (torch.distributed.get_rank, torch.distributed.barrier)))
         assert kind == "NotInitializedError"
         assert "the process group has not been initialized" in told
         assert "init_process_group(...) before this call" in told
-        assert "a launcher, whose processes join at their first collective or mesh" in told
-        assert "neither a world nor a launcher's variables" in told
+        assert "a launcher, whose processes initialize at their first collective or mesh" in told
+        assert "neither a process group nor a launcher's variables" in told
         assert "call it under meshdist.simulate(fn, 4)" in told
     for _, told in theirs:
         assert "has not been initialized" in told

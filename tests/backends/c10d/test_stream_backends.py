@@ -372,7 +372,7 @@ def test_the_watchdog_outlives_whatever_it_watches(
     for one in kept:
         timeout_calls.watch(one)
     wait_for(lambda: first.num_looks > 3 and kept[-1].num_looks > 3)
-    assert "a communicator could not be looked after" in caplog.text
+    assert "the watchdog failed to check a communicator" in caplog.text
 
 
 def test_lists_keep_a_work_that_tells_their_end(device: Device) -> None:
