@@ -77,8 +77,9 @@ def checked_spec(
     else:
         raise KindError(
             f"{call} takes a spec or a pattern",
-            expected='P("dp", None), a NamedSharding, or a pattern such as "b@dp d"',
+            expected="a PartitionSpec, a NamedSharding, or a pattern",
             found=f"{given!r}, a {type(given).__name__}",
+            fix='pass for example P("dp", None) or "b@dp d"',
         )
     if len(spec) > tensor.ndim:
         raise ShapeError(
@@ -89,9 +90,10 @@ def checked_spec(
         )
     if spec.unreduced and tensor.dtype == torch.bool:
         raise DtypeError(
-            f"{call}: a tensor of booleans cannot be unreduced, since they have no sum",
-            expected="numbers, of which each rank holds a partial sum",
+            f"{call}: a bool tensor cannot be unreduced, because bool has no sum",
+            expected="a dtype of numbers, of which each rank holds a partial sum",
             found=f"torch.bool with {spec!r}",
+            fix="convert it first, for example x.to(torch.int32)",
         )
     return spec
 
@@ -101,10 +103,10 @@ def layout_of(spec: object, mesh: DeviceMesh | None) -> Layout | None:
     if isinstance(spec, NamedSharding):
         if mesh is not None and mesh.layout != spec.layout:
             raise MeshError(
-                "annotate: the sharding is one of another mesh",
+                "annotate cannot use a sharding of another mesh than mesh=",
                 expected=f"DeviceMesh({mesh.layout.axis_text()})",
                 found=repr(spec),
-                fix="leave mesh= out, or give the sharding's spec",
+                fix="omit mesh=, or pass only the spec: sharding.spec",
             )
         return spec.layout
     mesh = mesh or find_current_mesh()

@@ -2,10 +2,10 @@
 
 A layer holds this rank's part of a whole layer's parameters, under the whole layer's names, and the
 sizes of the whole (``in_features``, ``num_embeddings``). ``parallelize`` makes it of torch's layer
-by changing its class, so copies, pickles and ``isinstance`` hold. Its ``word`` says how input and
+by changing its class, so copies, pickles and ``isinstance`` hold. Its ``style`` says how input and
 output lie; its ``mesh`` stays this mesh in a copy, and is opened again where a pickle is loaded.
 
-Drawn case: the words ``column`` and ``row`` on an axis 'tp' of 2 ranks. Rank 0 has the first 8 of
+Drawn case: the styles ``column`` and ``row`` on an axis 'tp' of 2 ranks. Rank 0 has the first 8 of
 16 hidden features, so of ``up`` the first 8 rows, and of ``down`` the first 8 columns:
 
     x [n, 4], whole     up   [8, 4]     h [n, 8]    down [4, 8]    a partial sum    y [n, 4], whole
@@ -54,7 +54,7 @@ class SplitLayer(nn.Module):
     """A layer whose parameters are this rank's part; its mesh has the one axis."""
 
     mesh: DeviceMesh
-    word: str
+    style: str
     weight: torch.Tensor
     specs: ClassVar[Mapping[str, str]]
     """How the parameters lie over ``{tp}``, by name; a parameter that is not named is whole."""
@@ -70,10 +70,10 @@ class SplitLayer(nn.Module):
             restore_annotations(self)
 
     def check_features(self, x: torch.Tensor, expected: int, fix: str) -> None:
-        """Raise where the input has another number of features than the word says."""
+        """Raise where the input has another number of features than the style says."""
         if not x.dim() or x.shape[-1] != expected:
             raise ShapeError(
-                f"{self.word}: the input has another number of features than the layer takes",
+                f"{self.style} cannot take an input with this number of features",
                 where=f"rank {self.mesh.world.rank}, {self!r}",
                 expected=f"an input of shape [..., {expected}]",
                 found=f"shape {tuple(x.shape)}",
@@ -81,14 +81,14 @@ class SplitLayer(nn.Module):
             )
 
     def extra_repr(self) -> str:
-        """Return torch's text of the whole layer, and the word."""
-        return f"{super().extra_repr()}, {self.word} over {self.axis}={self.mesh.size()}"
+        """Return torch's text of the whole layer, and the style."""
+        return f"{super().extra_repr()}, {self.style} over {self.axis}={self.mesh.size()}"
 
 
 class ColumnParallelLinear(SplitLayer, nn.Linear):
     """A ``torch.nn.Linear`` of which each rank has some of the output features.
 
-    The bias is cut as the features are. ``md.parallelize`` makes it, for the words ``column``,
+    The bias is cut as the features are. ``md.parallelize`` makes it, for the styles ``column``,
     ``column_whole``, ``column_sequence`` and ``column_sequence_whole``.
 
     Gradient:
@@ -106,24 +106,24 @@ class ColumnParallelLinear(SplitLayer, nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return this rank's features of the output, or all of them."""
         self.ready()
-        fix = "let what comes before it be 'row' or 'column_whole', or stay whole"
+        fix = "use 'row' or 'column_whole' for the layer before it, or remove that from the plan"
         self.check_features(x, self.in_features, fix)
         tp, f, lies = self.axis, self.out_features, "... d"
-        if "sequence" in self.word:
+        if "sequence" in self.style:
             # A partial sum of the gradient of what was gathered comes from each rank, and the
             # gather's backward adds them up.
             x, lies = gathered_sequence(x, self.mesh), f"... d {{R:{tp}}}"
         y = einsum(f"{lies}, f@{tp} d -> ... f@{tp}", x, self.weight, mesh=self.mesh, f=f)
         if self.bias is not None:
             y = y + self.bias.to(y.dtype)  # which autocast has chosen
-        return moved(y, f"... f@{tp} -> ... f", self.mesh, f=f) if "whole" in self.word else y
+        return moved(y, f"... f@{tp} -> ... f", self.mesh, f=f) if "whole" in self.style else y
 
 
 class RowParallelLinear(SplitLayer, nn.Linear):
     """A ``torch.nn.Linear`` of which each rank has some of the input features.
 
     The bias is whole on each rank, and is added once, to the sum. ``md.parallelize`` makes it, for
-    the words ``row``, ``row_whole`` and ``row_sequence``.
+    the styles ``row``, ``row_whole`` and ``row_sequence``.
 
     Gradient:
         Of the input each rank has its own features'; with ``_whole`` they are gathered, with
@@ -139,19 +139,19 @@ class RowParallelLinear(SplitLayer, nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the output, whole or this rank's part of the sequence."""
         self.ready()
-        if self.word == "row_whole":
-            self.check_features(x, self.in_features, "write 'row', which takes this rank's part")
+        if self.style == "row_whole":
+            self.check_features(x, self.in_features, "use 'row', which takes this rank's part")
         else:
             start, stop = own_part(self.in_features, self.mesh)
-            fix = "let the layer before it be 'column', or this be 'row_whole'"
+            fix = "use 'column' for the layer before it, or 'row_whole' for this layer"
             self.check_features(x, stop - start, fix)
         tp = self.axis
         bias: torch.Tensor | None = self.bias
-        lies = "... d" if self.word == "row_whole" else f"... d@{tp}"
-        end = f" {{U:{tp}}}" if self.word == "row_sequence" else ""
+        lies = "... d" if self.style == "row_whole" else f"... d@{tp}"
+        end = f" {{U:{tp}}}" if self.style == "row_sequence" else ""
         line = f"{lies}, f d@{tp} -> ... f{end}"
         y = einsum(line, x, self.weight, mesh=self.mesh, d=self.in_features)
-        if self.word == "row_sequence":
+        if self.style == "row_sequence":
             y = scattered_sequence(y, self.mesh)
             bias = bias if bias is None else with_summed_gradient(bias, self.mesh)
         return y if bias is None else y + bias.to(y.dtype)  # which autocast has chosen
@@ -160,7 +160,7 @@ class RowParallelLinear(SplitLayer, nn.Linear):
 class VocabParallelEmbedding(SplitLayer, nn.Embedding):
     """A ``torch.nn.Embedding`` of which each rank has some of the rows.
 
-    ``md.parallelize`` makes it, for the words ``vocab`` and ``vocab_sequence``. An index that no
+    ``md.parallelize`` makes it, for the styles ``vocab`` and ``vocab_sequence``. An index that no
     row has is an error, as in torch.
 
     Gradient:
@@ -183,7 +183,7 @@ class VocabParallelEmbedding(SplitLayer, nn.Embedding):
             padding = padding - start if start <= padding < stop else None
         rows = F.embedding(index, self.weight, padding, sparse=self.sparse)
         rows = rows.masked_fill(~is_mine[..., None], 0)
-        if self.word == "vocab_sequence":
+        if self.style == "vocab_sequence":
             return scattered_sequence(rows, self.mesh)
         return moved(rows, f"... {{U:{self.axis}}} -> ...", self.mesh)
 
@@ -217,9 +217,10 @@ def local_index(
         is_rejected = index.device.type == "cpu" and bool(is_absent.any())
     if is_rejected:
         raise ArgumentError(
-            f"{what}: an index is outside of the {size} that there are",
+            f"{what}: index out of range for size {size}",
             expected=f"indices from 0 to {size - 1}",
             found=f"{index[is_absent].flatten()[0].item()} among {index.numel()} indices",
+            fix="correct these indices, or create the model with a larger size",
         )
     return (index - start).masked_fill(~is_mine & ~is_absent, 0), is_mine
 
@@ -236,11 +237,11 @@ def check_length(y: torch.Tensor, mesh: DeviceMesh) -> None:
     length, parts = y.shape[-2] if y.dim() > 1 else 0, mesh.size()
     if not length or length % parts:
         raise ShapeError(
-            f"a sequence of {length} places is cut over {mesh.axis_names[0]!r}, which has {parts} "
-            "ranks",
+            f"cannot split a sequence of length {length} over {mesh.axis_names[0]!r}, which has "
+            f"{parts} ranks",
             expected=f"an output of shape [..., s, f] with s a multiple of {parts}",
             found=f"shape {tuple(y.shape)}",
-            fix="pad the sequence; or take words without _sequence",
+            fix=f"pad the sequence to a multiple of {parts}, or use styles without _sequence",
         )
 
 
@@ -302,9 +303,9 @@ def with_summed_gradient(parameter: torch.Tensor, mesh: DeviceMesh) -> torch.Ten
 
 @dataclass(frozen=True)
 class UseHook:
-    """A hook on a module that keeps its class, with the plan's word for the module."""
+    """A hook on a module that keeps its class, with the plan's style for the module."""
 
-    word: str
+    style: str
     mesh: DeviceMesh
 
 

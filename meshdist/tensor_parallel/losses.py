@@ -122,7 +122,7 @@ def _own_classes(
             where=f"rank {group.world.rank}, {group.name}",
             expected=f"{group.size()} classes or more",
             found=f"logits of shape {tuple(logits.shape)}",
-            fix="leave the head whole, and call torch.nn.functional.cross_entropy",
+            fix="remove the head from the plan, and call torch.nn.functional.cross_entropy",
         )
     bounds = balanced_boundaries(size, axes.shape)
     start, stop = bounds[group.rank()], bounds[group.rank() + 1]
@@ -132,7 +132,7 @@ def _own_classes(
             where=f"rank {group.world.rank}, {group.name}",
             expected=f"logits of shape [..., {stop - start}]",
             found=f"shape {tuple(logits.shape)}",
-            fix="give the number of classes of the whole: num_classes=...",
+            fix="pass the number of classes of all ranks together: num_classes=...",
         )
     return start, stop, size
 
@@ -143,25 +143,29 @@ def _check(
     if target.shape != logits.shape[:-1]:
         is_other = target.dim() == logits.dim()
         raise ShapeError(
-            "cross_entropy: each place must have its target",
-            expected=f"a target of shape {tuple(logits.shape[:-1])}: the classes are the last dim",
+            "cross_entropy: the shapes of logits and target do not match",
+            expected=f"a target of shape {tuple(logits.shape[:-1])} (the last dim holds the classes)",
             found=f"logits of shape {tuple(logits.shape)}, target of shape {tuple(target.shape)}",
-            fix="targets are indices, not probabilities" if is_other else None,
+            fix="pass class indices, not probabilities"
+            if is_other
+            else "pass one class index for each position of the logits",
         )
     if target.is_floating_point() or target.is_complex() or target.dtype is torch.bool:
         raise DtypeError(
-            "cross_entropy takes indices of classes as targets",
+            "cross_entropy takes class indices as target",
             expected="a target of an integer dtype",
             found=describe(target),
-            fix="target.long()",
+            fix="convert the target: target.long()",
         )
     if reduction not in _REDUCTIONS:
         raise ArgumentError(
-            f"cross_entropy has no reduction {reduction!r}",
-            expected=", ".join(map(repr, _REDUCTIONS)),
+            f"cross_entropy does not support reduction={reduction!r}",
+            expected="one of " + ", ".join(map(repr, _REDUCTIONS)),
+            fix="pass for example reduction='mean'",
         )
     if not 0 <= label_smoothing <= 1:
         raise ArgumentError(
-            f"cross_entropy: label_smoothing is {label_smoothing!r}",
+            f"cross_entropy cannot use label_smoothing={label_smoothing!r}",
             expected="a number from 0 to 1",
+            fix="pass for example label_smoothing=0.1",
         )

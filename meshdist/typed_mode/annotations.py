@@ -115,18 +115,18 @@ def annotate(
     """
     if not isinstance(tensor, (torch.Tensor, nn.Module)):
         raise KindError(
-            "annotate takes a tensor, or a module",
+            "annotate takes a tensor or a module",
             found=f"a {type(tensor).__name__}",
-            fix="annotate each tensor of a nesting by itself",
+            fix="annotate each tensor of a nested structure separately",
         )
     if (varying or reduced or unreduced) and (spec is not None or isinstance(tensor, nn.Module)):
         raise KindError(
-            "annotate takes a spec or kinds, not both"
+            "annotate takes either a spec or varying=, reduced= and unreduced=, not both"
             if spec is not None
-            else "annotate takes specs by name for a module, and no kinds",
-            found=f"{spec!r} beside varying={varying!r}, reduced={reduced!r}, "
+            else "annotate cannot take varying=, reduced= or unreduced= for a module",
+            found=f"{spec!r} with varying={varying!r}, reduced={reduced!r}, "
             f"unreduced={unreduced!r}",
-            fix='say it all in the spec, such as "b@dp d {R:tp}"',
+            fix='write all axes in the spec, such as "b@dp d {R:tp}"',
         )
     if isinstance(tensor, nn.Module):
         return annotate_module(tensor, spec, mesh)
@@ -149,9 +149,9 @@ def annotate(
                 raise with_hidden_mesh(no_axis(axis, mesh.axis_names, where), given_mesh)
             if kinds.setdefault(axis, kind) != kind:
                 raise AxisTypeError(
-                    f"annotate: a value is of one kind over axis {axis!r}",
+                    f"annotate cannot give a tensor two types over axis {axis!r}",
                     found=f"varying={varying!r}, reduced={reduced!r}, unreduced={unreduced!r}",
-                    fix="name the axis once",
+                    fix="name the axis in one argument only",
                 )
     _reject_late(tensor, type_text(kinds))
     set_spec(tensor, type_text(kinds), None)
@@ -164,11 +164,11 @@ def _reject_late(tensor: torch.Tensor, text: str) -> None:
     late = [axis for axis in axes_of_kind(text, "R") if axis not in owned]
     if owned and late:
         raise AxisTypeError(
-            f"annotate: a parameter of a wrapper becomes reduced over {shown(late)}",
-            expected="a mark that is there when the model is wrapped, which reduces over "
+            f"annotate cannot make a wrapped parameter reduced over {shown(late)}",
+            expected="an annotation before the model is wrapped; the wrapper reduces over "
             f"{shown(owned)}",
             found=tensor_text(tensor),
-            fix="annotate it first, then wrap the model",
+            fix="annotate the parameter first, then wrap the model",
         )
 
 
@@ -180,6 +180,7 @@ def _names(axes: object, argument: str) -> tuple[str, ...]:
         raise KindError(
             f"annotate cannot take {axes!r} as {argument}",
             expected="the name of an axis, or a tuple of names",
+            fix=f"pass for example {argument}='dp' or {argument}=('dp', 'tp')",
         )
     return tuple(names)
 

@@ -88,12 +88,12 @@ def _check_lost(original: torch.Tensor) -> None:
     """Raise if a parametrization, such as torch's weight_norm, loses the mark of its leaf."""
     if type_of(original) and find_owner_axes(original) is None:
         raise AxisTypeError(
-            "a parametrization makes several leaves of one that is marked, and loses its mark",
-            expected="leaves with marks: without one a leaf is equal on all ranks, and its "
-            "gradient is summed",
+            "a parametrization cannot keep the annotation of a parameter that it replaces by several",
+            expected="annotated leaves (a leaf without an annotation counts as equal on all ranks, "
+            "and its gradient is summed)",
             found=f"original: {tensor_text(original)}",
-            fix="register it inside `with md.typed(mesh):`, where types follow; or register it "
-            "first, and annotate each of its leaves",
+            fix="register it inside `with md.typed(mesh):`, which infers the types; or register it "
+            "first, and then annotate each of its leaves",
         )
 
 
@@ -131,12 +131,12 @@ class TypedHook:
         kinds = {} if found is None else kinds_in(type_of(found))
         for axis, _ in sorted(kinds.items() - kinds_in(expected).items()):
             raise AxisTypeError(
-                f"the hook {getattr(self._hook, '__qualname__', self._hook)} gives a gradient "
-                "another type than its tensor's",
+                f"the hook {getattr(self._hook, '__qualname__', self._hook)} cannot change the type "
+                "of a gradient",
                 where=where(self.mesh, [axis]),
                 expected=tensor_text(grad, expected),
                 found=tensor_text(found),
-                fix=f"make equal first what it multiplies by: lax.pmean(factor, {axis!r})",
+                fix=f"make the factors that it uses equal first: lax.pmean(factor, {axis!r})",
             )
         if not is_behind:  # the engine may give the same tensor to others, too
             grad.__dict__[ANNOTATION] = before
@@ -286,7 +286,7 @@ class ContextMode(TorchFunctionMode):
         elif target._base is not None:
             why = "a view of another tensor"
         elif storage_uses(target) > 1:
-            why = "whose memory others share"
+            why = "whose memory other tensors share"
         else:
             return
         raise rejected_write(operation.name, target, text, operands, self.mesh, why)

@@ -56,9 +56,9 @@ def warn_of_number(name: str, operands: Sequence[torch.Tensor], mesh: DeviceMesh
     if any(DTYPES[x.dtype].group in ("integers", "unsigned") for x in operands):
         ways.reverse()  # sizes and counts are data: the ranks' own, such as tokens of each expert
     text = explain(
-        f"{name} of a value that varies over {shown(varying)} gives another number on each rank",
+        f"{name} of a value that varies over {shown(varying)} returns a different number on each rank",
         found=", ".join(map(tensor_text, operands)),
-        expected="an invariant value: what a program decides by the number, its ranks decide alike",
+        expected="an invariant value, so that all ranks decide the same by the number",
         fix="; or ".join(ways),
     )
     warnings.warn_explicit(
@@ -184,10 +184,10 @@ def _part_of(cls: Any, name: str) -> Any:
         return partial(_seen_call, cls) if is_core else found
     if cls.__module__.partition(".")[0] not in ("meshdist", "torch"):
         raise AxisTypeError(
-            f"{cls.__name__}.apply was taken from its class before the typed context began",
+            f"{cls.__name__}.apply cannot run inside md.typed: it was looked up before the context",
             where=where(mode.mesh),
-            expected="with this torch, an apply that is looked up inside the context",
-            fix=f"call {cls.__name__}.apply(...) itself",
+            expected="with this version of torch, an apply that is looked up inside the context",
+            fix=f"call {cls.__name__}.apply(...) directly, inside the context",
         )
     return found
 
@@ -199,11 +199,11 @@ def _seen_call(cls: Any, *args: Any, **kwargs: Any) -> Any:
         return call(*args, **kwargs)
     if issubclass(cls, CheckpointFunction):
         raise AxisTypeError(
-            "a re-entrant checkpoint in a typed context",
+            "a reentrant torch.utils.checkpoint cannot run inside md.typed",
             where=where(mode.mesh),
-            expected="a checkpoint without re-entry: one with re-entry runs its function anew, "
-            "with a graph of its own, where no context sees it",
-            fix="checkpoint(..., use_reentrant=False)",
+            expected="a non-reentrant checkpoint (a reentrant one recomputes in a separate graph, "
+            "which md.typed cannot see)",
+            fix="call checkpoint(..., use_reentrant=False)",
         )
 
     def unseen(*args: Any, **kwargs: Any) -> Any:

@@ -139,12 +139,12 @@ def _cast_gradient(
         elif kind != wanted:
             expected = gradient_type(type_of(loss))
             raise AxisTypeError(
-                f"{operation} with a gradient whose type does not fit its tensor's",
+                f"{operation} cannot take a gradient whose type does not match its tensor's",
                 where=where(mode.mesh, [axis]),
                 expected=f"a gradient of type {{{expected}}}",
                 found=f"tensor: {tensor_text(loss)}\ngradient: {tensor_text(gradient)}",
-                fix=f"make the gradient with the collectives of lax, as torch.ones_like(x) and "
-                f"lax.pcast(g, {axis!r}, to=...)",
+                fix=f"create the gradient from the tensor, for example torch.ones_like(x), or cast "
+                f"it: lax.pcast(g, {axis!r}, to=...)",
             )
     return mode.cast(gradient, missing)
 
@@ -189,10 +189,10 @@ def _unequal(
     name: str, x: torch.Tensor, value: torch.Tensor, expected: str, mode: ContextMode
 ) -> AxisTypeError:
     return AxisTypeError(
-        f".{name} is set to a value of another type",
+        f"cannot set .{name} to a value of another type",
         where=where(mode.mesh),
         expected=f"a value of type {{{expected}}}",
         found=f"tensor: {tensor_text(x)}\nvalue: {tensor_text(value)}",
-        fix="cast or reduce the value first (lax.pvary, lax.psum), or say what the tensor is from "
-        "here on: md.annotate(x, varying=...)",
+        fix="cast or reduce the value first (lax.pvary, lax.psum), or annotate the tensor again: "
+        "md.annotate(x, varying=...)",
     )

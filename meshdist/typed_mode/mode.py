@@ -124,10 +124,10 @@ def typed(mesh: DeviceMesh | None = None) -> Iterator[DeviceMesh]:
         return
     if outer.mesh != mesh:
         raise MeshError(
-            "a typed context inside one of another mesh",
-            expected=f"the mesh of the outer one, {mesh_text(outer.mesh)}",
+            "md.typed cannot be nested inside md.typed of another mesh",
+            expected=f"the mesh of the outer context, {mesh_text(outer.mesh)}",
             found=mesh_text(mesh),
-            fix="open one context, with the mesh that has all axes",
+            fix="open one context with the mesh that has all axes",
         )
     with mesh, paused(outer, is_asleep=False):
         yield mesh
@@ -140,7 +140,7 @@ def _checked(mesh: object) -> DeviceMesh:
         raise MeshError(
             "typed needs a mesh with axis names",
             found=repr(mesh),
-            fix="give it names: mesh_dim_names=('dp', 'tp')",
+            fix="create the mesh with names: mesh_dim_names=('dp', 'tp')",
         )
     coordinate_in(mesh, "typed")
     return mesh

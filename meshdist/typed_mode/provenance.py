@@ -156,36 +156,39 @@ def varying_loss(
         of = {leaf.is_trained for join in bringing for leaf in join.leaves_over(axis)}
         if joins:
             first, last = bringing[0], bringing[-1]
-            by = ", by " * bool(of) + " and ".join(map(str, first.leaves_over(axis)))
-            found.append(f"varying over {axis!r} since {first}{by}")
+            by = ", through " * bool(of) + " and ".join(map(str, first.leaves_over(axis)))
+            found.append(f"varies over {axis!r} since {first}{by}")
         if not joins or of == {False}:
             means.append(axis)
             continue
         if last is not first and of:
             leaves = " and ".join(map(str, last.leaves_over(axis)))
-            found.append(f"the last leaf that varies over {axis!r} came in {last}: {leaves}")
+            found.append(f"last leaf that varies over {axis!r}, used in {last}: {leaves}")
         fixes.append(
-            f"behind {last}, each rank along {axis!r} holds its part; sum the parts there: "
+            f"sum the result of {last}, of which each rank along {axis!r} holds a part: "
             f"y = lax.psum(y, {axis!r})"
         )
         if False in of:
-            fixes.append(f"or, if the batch differs along {axis!r}, lax.pmean(loss, {axis!r})")
+            fixes.append(
+                f"or, if the batch differs along {axis!r}, average the loss: "
+                f"loss = lax.pmean(loss, {axis!r})"
+            )
     if means:
-        unknown = "" if len(found) > 1 else "where the batch varies, "
+        unknown = "" if len(found) > 1 else "if the batch varies, "
         fixes.append(
-            f"{unknown}say how the ranks' losses make one: "
-            f"loss = lax.pmean(loss, {axes_argument(means)}), or lax.psum; or ask for that of each "
-            "rank's own: give the gradient outright, torch.ones_like(loss)"
+            f"{unknown}reduce the loss over the ranks: "
+            f"loss = lax.pmean(loss, {axes_argument(means)}), or lax.psum; or differentiate each "
+            "rank's own loss: pass torch.ones_like(loss) as its gradient"
         )
     if not is_noted:
         fixes.append(
-            "where parameters vary, a lax.psum is missing behind them: run the step once more, and "
-            "this error says where"
+            "if parameters vary, a lax.psum is missing after them: run the step again to make this "
+            "error show where"
         )
     return AxisTypeError(
-        f"{operation} of a loss that varies over {shown(axes)}",
+        f"{operation} cannot start from a loss that varies over {shown(axes)}",
         where=where(mesh, axes),
-        expected="one loss, equal on all ranks",
+        expected="one loss that is equal on all ranks",
         found="\n".join(found),
         fix="\n".join(fixes),
     )

@@ -95,9 +95,9 @@ def seed(
     number = get_integer(seed, "md.seed: seed", -_WORD // 2, _WORD - 1, expected=bits)
     if generator is not None and not isinstance(generator, torch.Generator):
         raise KindError(
-            "md.seed takes a generator of torch's",
+            "md.seed takes a torch.Generator as generator",
             found=f"a {type(generator).__name__}",
-            fix="without generator= it seeds NumPy's global one and that of `random` as well",
+            fix="pass a torch.Generator; or omit generator= to seed torch, NumPy and `random`",
         )
     mesh, axes = _find_mesh_and_axes(differ_over, mesh)
     layout = None
@@ -140,6 +140,7 @@ def _find_mesh_and_axes(differ_over: Any, mesh: Any) -> tuple[DeviceMesh | None,
         raise KindError(
             f"md.seed cannot take {differ_over!r} as differ_over",
             expected="the name of an axis, or a tuple of names",
+            fix="pass for example differ_over='dp' or differ_over=('dp', 'tp')",
         )
     if mesh is not None and not isinstance(mesh, DeviceMesh):
         raise mesh_kind_error("md.seed takes a mesh", mesh)
@@ -188,11 +189,11 @@ def type_of_draw(
     if not lacking or _is_of_a_loader():
         return INVARIANT
     if noted is None:
-        why = "which md.seed has never seeded"
+        why = "never seeded by md.seed"
     elif noted.number != number:
-        why = f"seeded since md.seed, with {number}"
+        why = f"seeded with {number} after md.seed"
     else:
-        why = "seeded over a mesh that lacks ranks of this one"
+        why = "seeded by md.seed over a mesh that lacks ranks of this mesh"
     raise unseeded_draw(operation.name, operands, lacking, mode.mesh, why, is_own=given is None)
 
 

@@ -290,7 +290,7 @@ ARGUMENTS: dict[str, tuple[type[MeshdistError], Any, str, str]] = {
     "partial sums that are bool": (
         DtypeError,
         lambda mesh: mapped(in_specs=P(unreduced={"dp"}))(torch.ones(2, dtype=torch.bool)),
-        "a tensor of booleans cannot be unreduced",
+        "a bool tensor cannot be unreduced",
         "",
     ),
     "sizes that do not add up": (
@@ -370,7 +370,7 @@ def test_shards_whose_marks_contradict_their_sharding() -> None:
         "shard_map of itself, argument x, of a value that is varying over 'tp', and invariant "
         "there by its pattern or spec"
     )
-    assert "expected: a value that lies as P('dp',)" in lines[2]
+    assert "expected: a value sharded as P('dp',)" in lines[2]
 
 
 def returning(value: Any, **options: Any) -> Any:
