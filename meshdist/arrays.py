@@ -208,7 +208,8 @@ def _checked_tensor(x: torch.Tensor, argument: str, operation: str) -> torch.Ten
     """Return ``x`` if it is a plain dense tensor; else raise."""
     if x.is_nested:
         raise KindError(
-            f"{operation} cannot take a nested tensor as {argument}: its parts have sizes of their own",
+            f"{operation} cannot take a nested tensor as {argument}: its parts have sizes of their "
+            "own",
             where=f"argument {argument} of {operation}: {type(x).__module__}.{type(x).__name__}",
             expected=_SERVED,
             fix=f"pass the dense parts, {argument}.unbind(), one by one or to a collective on lists",
@@ -216,8 +217,8 @@ def _checked_tensor(x: torch.Tensor, argument: str, operation: str) -> torch.Ten
     if type(x).__torch_dispatch__ is not _Tensor.__torch_dispatch__:
         shard = f"{argument}.to_local(), the shard on this rank"
         raise KindError(
-            f"{operation} cannot take a {type(x).__name__} as {argument}: its values are not in memory "
-            "of its own",
+            f"{operation} cannot take a {type(x).__name__} as {argument}: its values are not in "
+            "memory of its own",
             where=f"argument {argument} of {operation}: {type(x).__module__}.{type(x).__name__}",
             expected=_SERVED,
             fix=f"pass {shard if hasattr(x, 'to_local') else 'the plain tensor that it wraps'}",
@@ -259,8 +260,8 @@ def _from_numpy(x: Any, argument: str, operation: str, writable: bool) -> torch.
         array = x
     else:
         raise KindError(
-            f"{operation} cannot take a {type(x).__name__} as {argument}: only its plain numbers would "
-            "be sent",
+            f"{operation} cannot take a {type(x).__name__} as {argument}: only its plain numbers "
+            "would be sent",
             where=_where(x, argument, operation),
             expected=_SERVED,
             fix=f"pass numpy.asarray({argument}) if the plain numbers are meant",

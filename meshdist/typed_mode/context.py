@@ -88,7 +88,8 @@ def _check_lost(original: torch.Tensor) -> None:
     """Raise if a parametrization, such as torch's weight_norm, loses the mark of its leaf."""
     if type_of(original) and find_owner_axes(original) is None:
         raise AxisTypeError(
-            "a parametrization cannot keep the annotation of a parameter that it replaces by several",
+            "a parametrization cannot keep the annotation of a parameter that it replaces by "
+            "several",
             expected="annotated leaves (a leaf without an annotation counts as equal on all ranks, "
             "and its gradient is summed)",
             found=f"original: {tensor_text(original)}",
@@ -131,8 +132,8 @@ class TypedHook:
         kinds = {} if found is None else kinds_in(type_of(found))
         for axis, _ in sorted(kinds.items() - kinds_in(expected).items()):
             raise AxisTypeError(
-                f"the hook {getattr(self._hook, '__qualname__', self._hook)} cannot change the type "
-                "of a gradient",
+                f"the hook {getattr(self._hook, '__qualname__', self._hook)} cannot change the "
+                "type of a gradient",
                 where=where(self.mesh, [axis]),
                 expected=tensor_text(grad, expected),
                 found=tensor_text(found),

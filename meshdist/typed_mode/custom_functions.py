@@ -56,7 +56,8 @@ def warn_of_number(name: str, operands: Sequence[torch.Tensor], mesh: DeviceMesh
     if any(DTYPES[x.dtype].group in ("integers", "unsigned") for x in operands):
         ways.reverse()  # sizes and counts are data: the ranks' own, such as tokens of each expert
     text = explain(
-        f"{name} of a value that varies over {shown(varying)} returns a different number on each rank",
+        f"{name} of a value that varies over {shown(varying)} returns a different number on each "
+        "rank",
         found=", ".join(map(tensor_text, operands)),
         expected="an invariant value, so that all ranks decide the same by the number",
         fix="; or ".join(ways),

@@ -95,7 +95,8 @@ def annotate_module(module: M, specs: object, mesh: DeviceMesh | None) -> M:
         first = first_names.setdefault(id(tensor), name)
         if noted[first] != noted[name]:
             raise ArgumentError(
-                f"annotate cannot give one tensor two specs: {first} and {name} are the same tensor",
+                f"annotate cannot give one tensor two specs: {first} and {name} are the same "
+                "tensor",
                 expected="one spec for a tensor that has several names",
                 found=f"{first}: {found[first]!r}; {name}: {spec!r}",
                 fix="give both names the same spec, or leave one of them out",

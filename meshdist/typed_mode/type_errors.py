@@ -123,8 +123,8 @@ def unmarked_shard(
             f"is equal on all ranks, cast it: lax.pvary(x, {axis!r})"
         )
     return AxisTypeError(
-        f"{operation} cannot take a value that is invariant over {axis!r}: its pattern or spec shards "
-        "it over this axis",
+        f"{operation} cannot take a value that is invariant over {axis!r}: its pattern or spec "
+        "shards it over this axis",
         where=where(mesh, [axis]),
         expected=f"a value annotated as varying over {axis!r} (the gradient of an invariant value is "
         f"summed over {axis!r})",
@@ -208,8 +208,8 @@ def owned_loss(
     """Return the error of a loss that is equal over an axis over which ``owner`` averages."""
     kind = kinds_in(type_of(loss)).get(axis, "I")
     return AxisTypeError(
-        f"{operation} cannot start from a loss that is {KINDS[kind]} over {axis!r}: {owner} already "
-        "averages gradients over this axis",
+        f"{operation} cannot start from a loss that is {KINDS[kind]} over {axis!r}: {owner} "
+        "already averages gradients over this axis",
         where=where(mesh, [axis]),
         expected=f"each rank's own loss, which varies over {axis!r}",
         found=f"loss: {tensor_text(loss)}",
@@ -291,8 +291,8 @@ def own_norm(operands: Sequence[torch.Tensor], mesh: DeviceMesh) -> AxisTypeErro
     """Return the error of torch's ``clip_grad_norm_`` on gradients that vary."""
     axes = sorted({axis for x in operands for axis in axes_of_kind(type_of(x), "V")})
     return AxisTypeError(
-        f"clip_grad_norm_ cannot clip gradients that vary over {shown(axes)}: each rank would compute "
-        "a different norm",
+        f"clip_grad_norm_ cannot clip gradients that vary over {shown(axes)}: each rank would "
+        "compute a different norm",
         where=where(mesh, axes),
         expected="one norm of all ranks' gradients, so that replicas stay equal",
         found=operands_text([x for x in operands if axes_of_kind(type_of(x), "V")][:4]),
@@ -304,7 +304,8 @@ def unseen_expectations(tensor: torch.Tensor, operation: str, mesh: DeviceMesh) 
     """Return the error of a tensor with a gradient function and no type."""
     made = type(tensor.grad_fn).__name__ if tensor.grad_fn is not None else "an unknown function"
     return AxisTypeError(
-        f"{operation} cannot infer the type of an operand: md.typed did not see how it was computed",
+        f"{operation} cannot infer the type of an operand: md.typed did not see how it was "
+        "computed",
         where=where(mesh),
         expected="a tensor computed inside the context, a leaf, or an annotated tensor",
         found=f"{tensor_text(tensor)} without a type, computed by {made} outside the context, in "

@@ -342,7 +342,8 @@ def test_a_loss_that_is_complete_over_the_wrappers_axis() -> None:
 
     text = refusal(AxisTypeError, body)
     assert text.startswith(
-        "backward cannot start from a loss that is invariant over 'dp': DDP already averages gradients over this axis\n"
+        "backward cannot start from a loss that is invariant over 'dp': DDP already averages "
+        "gradients over this axis\n"
     )
     assert "axis 'dp' (size 2)" in text
     assert "test_typed_owner.py:" in text
@@ -356,7 +357,8 @@ def test_a_loss_that_is_complete_over_the_wrappers_axis() -> None:
 
     text = refusal(AxisTypeError, unreduced)
     assert text.startswith(
-        "backward cannot start from a loss that is unreduced over 'dp': DDP already averages gradients over this axis\n"
+        "backward cannot start from a loss that is unreduced over 'dp': DDP already averages "
+        "gradients over this axis\n"
     )
     assert "remove the cast over 'dp'" in text
 

@@ -206,7 +206,11 @@ def test_bool_partial_sums_are_rejected() -> None:
         ("unreduced", "b d -> b d@dp", "write {U:dp} on the left"),
         ("unreduced", "b d -> b d", "annotate the result: md.annotate(x)"),
         ("reduced", "b d -> b d@dp", "write {R:dp} on the left"),
-        ("varying", "b d -> b d@dp", "write the axis at the dimension that it shards, as in 'n@dp'"),
+        (
+            "varying",
+            "b d -> b d@dp",
+            "write the axis at the dimension that it shards, as in 'n@dp'",
+        ),
     ],
 )
 def test_a_mark_that_contradicts_the_left_side_is_rejected(
@@ -221,8 +225,8 @@ def test_a_mark_that_contradicts_the_left_side_is_rejected(
 
     for text in md.simulate(program, 2):
         assert (
-            f"reshard cannot take a value that is {kind} over 'dp': its pattern or spec requires invariant"
-            in text
+            f"reshard cannot take a value that is {kind} over 'dp': its pattern or spec requires "
+            "invariant" in text
         )
         assert fix in text
 

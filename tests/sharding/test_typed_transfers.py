@@ -207,7 +207,8 @@ def test_a_parameter_keeps_the_mark_of_the_shard_that_it_is_made_from(size: int)
 def test_a_leaf_that_is_cut_and_lacks_its_mark_is_rejected(size: int) -> None:
     for text in gathered(lambda shard, mesh: torch.nn.Parameter(shard.clone()), size):
         assert text.startswith(
-            "reshard cannot take a value that is invariant over 'dp': its pattern or spec shards it over this axis\n"
+            "reshard cannot take a value that is invariant over 'dp': its pattern or spec shards "
+            "it over this axis\n"
         )
         assert "a leaf without an annotation" in text and "found:    weight: float64[" in text
         assert (

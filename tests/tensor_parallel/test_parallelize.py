@@ -334,8 +334,8 @@ REFUSED: dict[
             "  where:    '0': 'row'",
             f"  expected: {PLAIN}",
             "  found:    Linear on the meta device, without values",
-            "  fix:      call module.to_empty(device=...) first; pass check=False if you load values "
-            "later",
+            "  fix:      call module.to_empty(device=...) first; pass check=False if you load "
+            "values later",
         ],
     ),
     "an option of embeddings": (
@@ -448,8 +448,8 @@ REFUSED: dict[
             "  where:    'q_proj': 'column'",
             "  expected: a number of heads that is divisible by 2, the size of 'tp'",
             "  found:    3 heads of 2 features (head_dim of Attention)",
-            "  fix:      use fewer ranks along the axis, or remove the layers of this attention from "
-            "the plan",
+            "  fix:      use fewer ranks along the axis, or remove the layers of this attention "
+            "from the plan",
         ],
     ),
     "read by its parent": (

@@ -82,7 +82,8 @@ def test_a_loss_over_an_axis_that_somebody_owns_varies_there() -> None:
     assert in_mesh(body)[0] == [1.0] * 3
     text = refusal(AxisTypeError, lambda mesh: owned(mesh, lambda x: lax.pmean(x, ("dp", "tp"))))
     assert text.startswith(
-        "backward cannot start from a loss that is invariant over 'dp': DistributedDataParallel already averages gradients over this axis\n"
+        "backward cannot start from a loss that is invariant over 'dp': DistributedDataParallel "
+        "already averages gradients over this axis\n"
     )
     assert "remove the lax.pmean over 'dp'" in text
     assert "loss: float64[]" in text

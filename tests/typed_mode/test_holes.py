@@ -200,6 +200,7 @@ def test_the_number_of_rows_that_a_varying_mask_keeps_warns_as_item_does(is_firs
 
     lines = in_mesh(program, shape=(2,))[0]
     assert set(lines[:12]) == {
-        "the number of rows of a value that varies over 'dp' returns a different number on each rank"
+        "the number of rows of a value that varies over 'dp' returns a different number on each "
+        "rank"
     }
     assert lines[12:] == [""] * 4
