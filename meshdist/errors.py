@@ -75,7 +75,7 @@ def __dir__() -> list[str]:
 
 
 class MeshdistError(ExplainedError):
-    """Base class of all errors: a summary and the fields ``where``, ``expected``, ``found``, ``fix``."""
+    """Base class of all errors, with fields ``where``, ``expected``, ``found`` and ``fix``."""
 
     def _render_traceback_(self) -> list[str]:
         """Return the traceback for IPython, without meshdist's and torch's frames below DETAIL."""
@@ -168,7 +168,7 @@ class NotInitializedError(MeshdistError, ValueError, RuntimeError):
 
 
 class WorldError(MeshdistError, ValueError, RuntimeError):
-    """The world is already initialized, belongs to another process, or does not support the call."""
+    """The world is initialized already, belongs to another process, or rejects the call."""
 
 
 class RendezvousError(MeshdistError, DistNetworkError, ValueError):
@@ -196,11 +196,11 @@ class AbortedError(BackendError):
 
 
 class JoinError(MeshdistError, RuntimeError):
-    """A rank called a collective that ranks without more data cannot shadow in a Join context."""
+    """A rank called a collective that ranks without more data cannot shadow (``Join``)."""
 
 
 class NestedCollectiveError(MeshdistError, RuntimeError):
-    """A collective was called inside another, for example by a signal handler; nothing was sent."""
+    """A collective was called inside another, as by a signal handler; nothing was sent."""
 
 
 class RankFailedError(MeshdistError, RuntimeError):

@@ -1,4 +1,4 @@
-"""Losses of what a ``column`` head returns: logits that are cut over the axis by classes."""
+"""Compute losses of logits whose classes are split over an axis, as a ``column`` head returns."""
 
 from __future__ import annotations
 
@@ -31,39 +31,40 @@ def cross_entropy(
     reduction: str = "mean",
     mesh: DeviceMesh | None = None,
 ) -> torch.Tensor:
-    """Every rank holds the cross entropy of logits of which each has some classes; collective.
+    """Compute the cross entropy of logits whose classes are split over an axis; collective.
 
     Varying -> invariant.
 
     Args:
         logits: this rank's classes, shape [..., classes], of any floating dtype, as the output of a
-            ``column`` head. The classes are the last dim, also where there are more than two.
-        target: the indices of classes, shape [...], of any integer dtype, equal on all ranks along
-            the axis.
-        axis_name: the axis that cuts the classes: of the mesh in force, or itself, as
-            ``mesh["tp"]``.
-        num_classes: how many classes all ranks have together; None where all have equally many.
-        ignore_index: the target of places that count for nothing.
-        label_smoothing: from 0 to 1: the share of each target that all classes have in common.
-        reduction: "mean" over the places that count, "sum", or "none".
-        mesh: has the axis; None takes the mesh in force.
+            ``column`` head. The classes are always the last dimension.
+        target: class indices, shape [...], of any integer dtype, equal on all ranks along the axis.
+        axis_name: the axis that splits the classes: a name in the current mesh, or the axis itself,
+            as ``mesh["tp"]``.
+        num_classes: the number of classes of all ranks together; None if all ranks have the same
+            number of classes.
+        ignore_index: the target of positions to ignore.
+        label_smoothing: the amount of label smoothing, from 0 to 1.
+        reduction: "mean" over the positions that are not ignored, "sum", or "none".
+        mesh: the mesh of the axis; None means the current mesh.
 
     Returns:
-        A number, or losses of the shape of ``target``; equal along the axis. Of float16 and
-        bfloat16 it is computed and returned in float32.
+        A scalar, or losses of the shape of ``target``; equal along the axis. float16 and bfloat16
+        logits are computed and returned in float32.
 
     Gradient:
-        That of this rank's classes; nothing is sent.
+        The gradient of this rank's classes; nothing is sent.
 
     Cost:
-        Two all-reduces: one number for each place, then two, or three with label smoothing.
+        Two all-reduces: of one number for each position, then of two (three with label smoothing).
 
     Raises:
-        ShapeError: a target of another shape, or logits that are not this rank's part of
-            ``num_classes``. DtypeError: targets that are no integers.
-        ArgumentError: an unknown reduction, a smoothing outside of 0 to 1; on the CPU, a target
-            outside of the classes.
-        MismatchError: ranks have different numbers of classes, and ``num_classes`` is None.
+        ShapeError: if the target has the wrong shape, or the logits are not this rank's part of
+            ``num_classes``.
+        DtypeError: if the targets are not integers.
+        ArgumentError: if the reduction is unknown or the smoothing is not from 0 to 1; on the CPU,
+            also if a target is out of range.
+        MismatchError: if ranks have different numbers of classes and ``num_classes`` is None.
 
     Example:
         >>> import torch, meshdist as md
@@ -144,7 +145,8 @@ def _check(
         is_other = target.dim() == logits.dim()
         raise ShapeError(
             "cross_entropy: the shapes of logits and target do not match",
-            expected=f"a target of shape {tuple(logits.shape[:-1])} (the last dim holds the classes)",
+            expected=f"a target of shape {tuple(logits.shape[:-1])} "
+            "(the last dim holds the classes)",
             found=f"logits of shape {tuple(logits.shape)}, target of shape {tuple(target.shape)}",
             fix="pass class indices, not probabilities"
             if is_other

@@ -1,7 +1,7 @@
-"""The state of the typed context that a thread is inside of, which all rooms about types read.
+"""Keep the state of a thread's typed context, which all modules about types read.
 
-A context follows the program's hooks on leaves, since a hook may make an equal gradient differ
-between ranks. Parameters keep the marks of the tensors that they are made of.
+A context wraps the program's hooks on leaves, because a hook can make an equal gradient differ
+between ranks. Parameters keep the annotations of the tensors from which they are created.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ from .type_errors import (
 
 
 def keep_marks_in_parameters() -> None:
-    """Patch the constructor of ``nn.Parameter`` to copy the type marks of its tensor."""
+    """Patch the constructor of ``nn.Parameter`` to copy the annotation of its tensor."""
     # torch makes a bare tensor of x in C++, which asks no mode and no hook. Kinds over the axes of
     # a wrapper stay behind: the new parameter is not the wrapper's.
     new = Parameter.__new__
@@ -85,7 +85,7 @@ def keep_marks_in_parameters() -> None:
 
 
 def _check_lost(original: torch.Tensor) -> None:
-    """Raise if a parametrization, such as torch's weight_norm, loses the mark of its leaf."""
+    """Raise if a parametrization, such as weight_norm, loses the annotation of its leaf."""
     if type_of(original) and find_owner_axes(original) is None:
         raise AxisTypeError(
             "a parametrization cannot keep the annotation of a parameter that it replaces by "

@@ -1,10 +1,10 @@
-"""Calls that a typed context sees in other ways: numbers that are read, lists, custom Functions.
+"""Type special calls in a typed context: reads of numbers, lists of tensors, custom Functions.
 
-While a context is open anywhere in the process, ``apply`` of custom Functions is overridden on the
-class of torch's from which all Functions inherit it, and which is asked at each call: so an
-``apply`` that the program has looked up earlier is seen as well. From torch 2.15 on ``apply`` is a
-method of torch's core, so the metaclass of Functions hands out ours. An ``apply`` that was looked
-up earlier goes straight to the core, and is rejected when the core asks for ``forward``.
+While a context is open in the process, ``apply`` is overridden in the torch class from which all
+Functions inherit it. So a context also sees an ``apply`` that the program looked up earlier. From
+torch 2.15 on, ``apply`` is a method of torch's core, so the metaclass of Functions returns our
+``apply``. An earlier lookup then calls the core directly, and is rejected when the core looks up
+``forward``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Comparisons of typed contexts at debug level DETAIL: are invariant values equal on all ranks?
+"""Compare values that are typed as invariant between ranks, at debug level DETAIL.
 
-Types cannot tell that data were annotated wrongly, or that a number taken out of a tensor differs.
-So each operand that is cast, each loss, and the gradients of leaves are compared.
+Types cannot detect wrong annotations, or Python numbers that differ between ranks. So each operand
+that is cast, each loss, and the gradients of leaves are compared.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
-"""Marks that stay: a module notes those of its parameters and buffers, and new tensors get them.
+"""Keep the annotations of a module's parameters and buffers when its tensors are replaced.
 
-A mark is an annotation of a tensor. What replaces a module's tensors makes them without:
-``copy.deepcopy``, ``load_state_dict(assign=True)``, ``to_empty``. So ``md.annotate(module,
-{...})`` also notes the marks in the module that owns the tensor, in a plain dict by the tensor's
-name there, which is copied and pickled with the module, and stays out of its ``state_dict``. The
-owner then has its tensors in dicts that write the noted marks on each tensor that is put in.
+``copy.deepcopy``, ``load_state_dict(assign=True)`` and ``to_empty`` create tensors without
+annotations. So ``md.annotate(module, {...})`` also records the annotations in the module that owns
+each tensor, in a plain dict by name, which is copied and pickled with the module but is not part of
+its ``state_dict``. The owner keeps its tensors in dicts that annotate each new tensor.
 
-Drawn case: a copy is made by torch without marks, and has them once it stands in its module.
+Drawn case: torch copies a tensor without its annotation; in a module the copy is annotated again.
 
     module.up._noted_marks                 annotation_of(module.up.weight)
     {"weight": ("V:tp", "4@tp, 6")}        Annotation(kinds="V:tp", dims="4@tp, 6")

@@ -1,17 +1,17 @@
-"""Where a value became varying: the operation that joined it over an axis, and the leaf.
+"""Track the operation and the leaf that made a value vary over an axis.
 
-Until a mesh's first typed backward has begun, each node of autograd's graph is given a note of the
-operation that made it. A loss that varies is rejected there, and the notes are read from the loss
-backwards; a program that has passed once runs without them. Over 'tp', where the psum behind
-``down`` was forgotten:
+Until a mesh's first typed backward has begun, each autograd node gets a note of the operation that
+created it. If the loss of this backward varies, the error follows the notes from the loss; after
+the first success no notes are taken. An example over 'tp' in which the psum after ``down`` is
+missing:
 
     norm(x)  ->  up(x)       ->  gelu(h)     ->  down(h)      ->  x + y        ->  loss
     {V:dp}       {V:dp,tp}       {V:dp,tp}       {V:dp,tp}        {V:dp,tp}        {V:dp,tp}
                  up.weight                       down.weight
 
-All from ``up`` to the loss varies over 'tp'; the walk ends where a note says that its result does
-not, as that of ``norm`` and of every psum. ``up`` was the first to join, and ``down`` the last to
-which a leaf brought the axis: behind it the parts are complete, and ranks hold partial sums.
+Every value from ``up`` to the loss varies over 'tp'. The walk ends at results that do not vary, such
+as ``norm`` and every psum. ``up`` is the first operation that joined the axis, and ``down`` the last
+operation with a varying leaf: after it, ranks hold partial sums.
 """
 
 from __future__ import annotations
