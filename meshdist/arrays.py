@@ -1,14 +1,13 @@
-"""Arrays of the caller's own library, in and out without copies.
+"""Convert NumPy and CuPy arrays to torch tensors and back, without copies.
 
-The collectives compute on torch tensors. A torch tensor passes as it is; a NumPy or CuPy array is
-seen through a tensor that shares its memory, so that a collective which writes in place writes the
-caller's array. A library is served only once the caller has imported it: it is looked up in
-``sys.modules`` and never imported from here.
+The collectives compute on torch tensors. A NumPy or CuPy array becomes a tensor that shares its
+memory, so that an in-place collective writes the caller's array. Libraries are looked up in
+``sys.modules`` and never imported by this module.
 
-CuPy works on a stream of its own. ``as_tensor`` takes an array by DLPack, which lets torch's
-current stream wait for what CuPy has queued; ``like`` gives an array in the same way; and the
-function of ``find_hand_back`` lets CuPy's current stream wait for what torch has queued on arrays
-that a collective has read or written in place.
+CuPy uses separate streams. ``as_tensor`` imports an array by DLPack, which makes torch's current
+stream wait for CuPy's queued work; ``like`` exports an array the same way. The function returned by
+``find_hand_back`` makes CuPy's current stream wait for torch's queued work on arrays that a
+collective has read or written in place.
 """
 
 from __future__ import annotations
@@ -44,8 +43,8 @@ def as_tensor(x: Array, *, argument: str, operation: str, writable: bool = True)
     """Return a torch tensor that shares the memory of ``x``; a torch tensor is returned itself.
 
     Args:
-        writable: False for a collective that only reads, and must not write into the tensor: then
-            read-only arrays and NumPy scalars are served, too.
+        writable: False for a collective that only reads; then read-only arrays and NumPy scalars
+            are allowed, too.
 
     Example:
         >>> import numpy as np
@@ -92,7 +91,7 @@ def like(tensor: torch.Tensor, original: Array) -> Array:
 
 
 def find_hand_back(arrays: Sequence[Array]) -> Callable[[], None] | None:
-    """Return a function that lets CuPy's streams wait for torch's; None without CuPy arrays."""
+    """Return a function that makes CuPy's streams wait for torch's; None without CuPy arrays."""
     # Each call of it lets CuPy's current stream on the arrays' devices wait, by an event, for
     # torch's current stream there; the host does not wait. Both streams are the calling thread's
     # own, so it is called wherever the collective has been waited for, once torch's stream comes
@@ -112,7 +111,7 @@ def _hand_back(arrays: Sequence[Array]) -> None:
 
 
 def _record_cupys_stream(tensor: torch.Tensor) -> None:
-    """Keep a tensor's memory, once freed, from reuse while CuPy's stream works on it."""
+    """Prevent reuse of a tensor's memory while CuPy's stream works on it."""
     device = tensor.device.index
     tensor.record_stream(_cupys_stream(device))
     stream = sys.modules["cupy"].cuda.get_current_stream(device)

@@ -255,7 +255,8 @@ def _check_around(
             expected=f"a number of heads that is divisible by {parts}, the size of {axis!r}",
             found=f"{features // head_dim} heads of {head_dim} features (head_dim of "  # type: ignore[operator]
             f"{type(around).__name__})",
-            fix="use fewer ranks along the axis, or remove the layers of this attention from the plan",
+            fix="use fewer ranks along the axis, or remove the layers of this attention from "
+            "the plan",
         )
 
 
@@ -273,8 +274,8 @@ def _check_tied(assigned: list[Assignment], modules: Mapping[str, nn.Module], ax
                 raise ArgumentError(
                     f"parallelize cannot split one parameter in two ways: {first} and {name} are "
                     "tied",
-                    expected="styles that split both the same way, such as 'vocab' for an embedding "
-                    "and 'column' for the head that is tied to it",
+                    expected="styles that split both the same way, such as 'vocab' for an "
+                    "embedding and 'column' for the head that is tied to it",
                     found=f"{first}: {first_how}; {name}: {how}",
                     fix="name both modules in the plan, or none of them",
                 )
@@ -424,8 +425,8 @@ def _warn_of_norms(model: nn.Module, assigned: list[Assignment], axis: str) -> N
         warn_caller(
             explain_text(
                 summary,
-                expected=f"'reduced' for each norm whose input is split over {axis!r} (otherwise its "
-                "gradient is only this rank's part, outside md.typed)",
+                expected=f"'reduced' for each norm whose input is split over {axis!r} (otherwise "
+                "its gradient is only this rank's part, outside md.typed)",
                 found=first_texts(left_out, ", "),
                 fix="add them to the plan; if a norm reads complete sequences, annotate it: "
                 "md.annotate(model, {'norm.*': '...'}, mesh=mesh)",

@@ -9,9 +9,9 @@ missing:
     {V:dp}       {V:dp,tp}       {V:dp,tp}       {V:dp,tp}        {V:dp,tp}        {V:dp,tp}
                  up.weight                       down.weight
 
-Every value from ``up`` to the loss varies over 'tp'. The walk ends at results that do not vary, such
-as ``norm`` and every psum. ``up`` is the first operation that joined the axis, and ``down`` the last
-operation with a varying leaf: after it, ranks hold partial sums.
+Every value from ``up`` to the loss varies over 'tp'. The walk ends at results that do not vary,
+such as ``norm`` and every psum. ``up`` is the first operation that joined the axis, and ``down``
+the last operation with a varying leaf: after it, ranks hold partial sums.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _NOTE = "meshdist: where types joined"
 
 @dataclass(frozen=True)
 class _Operand:
-    """An operand without a history (a parameter or data) that varies over ``axes``."""
+    """A varying operand without a gradient history: a parameter or data."""
 
     tensor: weakref.ref[torch.Tensor]
     axes: tuple[str, ...]
@@ -52,11 +52,12 @@ class _Operand:
 
 @dataclass(frozen=True)
 class _MakingOperation:
-    """A note of the operation that made a value, and of the axes over which the value varies.
+    """The operation that created a value, and the axes over which the value varies.
 
     Args:
-        leaves: its varying operands without a history, and those of operands made of parameters.
-        is_of_leaves: whether it is made of parameters alone, as ``weight.T``: it joins nothing.
+        leaves: the varying leaves among its operands, also through functions of parameters alone.
+        is_of_leaves: whether all operands are parameters, as in ``weight.T``, so that it joins
+            nothing.
     """
 
     number: int
@@ -75,21 +76,21 @@ class _MakingOperation:
 
 
 class Notes:
-    """The notes of a mesh's contexts, which are taken until a backward has begun."""
+    """The notes of a mesh's contexts, recorded until a backward has begun."""
 
     are_taken = True
     count = 0
 
     def add(self, result: Any, name: str, operands: Any) -> None:
-        """Note on the autograd nodes of results the operation that made them of ``operands``."""
+        """Record the operation on the autograd nodes of its results."""
         for made in tensors_in(result):
             # A node with a note is that of an operand, which the operation has given back.
             node: Any = made.grad_fn
             if node is not None and _NOTE not in node.metadata:
                 leaves, is_of_leaves = _leaves(tensors_in(operands))
                 if LINEARITY.get(name) == "add" and not is_of_leaves:
-                    # In loss + penalty(shard) the parts are complete before the sum, behind
-                    # penalty's own node.
+                    # In loss + penalty(shard) the parts are complete before this sum, at the node
+                    # of penalty.
                     leaves = [leaf for leaf in leaves if not leaf.is_trained]
                 frame = program_frame(sys._getframe())
                 node.metadata[_NOTE] = _MakingOperation(
@@ -104,7 +105,7 @@ class Notes:
 
 
 def _leaves(operands: Sequence[torch.Tensor]) -> tuple[list[_Operand], bool]:
-    """Return the varying leaves of operands, and whether these are made of parameters alone."""
+    """Return the varying leaves of operands, and whether all operands derive from parameters."""
     leaves: list[_Operand] = []
     is_of_leaves = bool(operands)
     for operand in operands:
@@ -123,7 +124,7 @@ def _leaves(operands: Sequence[torch.Tensor]) -> tuple[list[_Operand], bool]:
 
 
 def _find_joins(loss: torch.Tensor, axis: str) -> list[_MakingOperation]:
-    """Return the noted operations by which ``loss`` came to vary over ``axis``, in call order."""
+    """Return the recorded operations that made ``loss`` vary over ``axis``, in call order."""
     open_nodes: list[Any] = [loss.grad_fn]
     seen: set[Any] = set()
     found: list[_MakingOperation] = []
@@ -144,10 +145,10 @@ def _find_joins(loss: torch.Tensor, axis: str) -> list[_MakingOperation]:
 def varying_loss(
     loss: torch.Tensor, axes: Sequence[str], mesh: DeviceMesh, operation: str, *, is_noted: bool
 ) -> AxisTypeError:
-    """Return the error of a backward from a varying loss, which names operations if noted."""
+    """Return the error of a backward from a varying loss, with operations if recorded."""
     mesh.caches.of(Notes).are_taken = True  # by the next context
-    # For axes that data brought the fix is a mean of the loss. For axes that parameters brought a
-    # mean would train another model: there a psum is missing behind the last of them.
+    # If the axis comes from data, the fix is a mean of the loss. If it comes from parameters, a
+    # mean would train another model: a psum is missing after the last varying parameter.
     found, fixes, means = [f"loss: {tensor_text(loss)}"], [], []
     for axis in axes:
         joins = _find_joins(loss, axis) if is_noted else []

@@ -86,8 +86,8 @@ def rejected_sharding(
     fixes = {
         "V": f"write the axis at the dimension that it shards, as in 'n@{axis}'; or make the value "
         f"equal along it first: lax.psum(x, {axis!r}) or lax.pmean(x, {axis!r})",
-        "U": f"write {{U:{axis}}} on the left, so that the partial sums are added as the right side "
-        "requires; if they were already added in place, annotate the result: md.annotate(x)",
+        "U": f"write {{U:{axis}}} on the left, so that the partial sums are added as the right "
+        "side requires; if they were already added in place, annotate the result: md.annotate(x)",
         "R": f"write {{R:{axis}}} on the left",
         "I": f"if each rank holds a partial sum, annotate it: md.annotate(x, unreduced={axis!r})",
     }
@@ -99,8 +99,8 @@ def rejected_sharding(
         found=f"x: {tensor_text(x)}",
         fix=fixes[kind]
         if (kind, wanted) != ("V", "U")
-        else "write the axes of the spec that x carries on the left; if its parts are partial sums, "
-        f"cast it first: lax.pcast(x, {axis!r}, to='unreduced')",
+        else "write the axes of the spec that x carries on the left; if its parts are partial "
+        f"sums, cast it first: lax.pcast(x, {axis!r}, to='unreduced')",
     )
 
 
@@ -126,8 +126,8 @@ def unmarked_shard(
         f"{operation} cannot take a value that is invariant over {axis!r}: its pattern or spec "
         "shards it over this axis",
         where=where(mesh, [axis]),
-        expected=f"a value annotated as varying over {axis!r} (the gradient of an invariant value is "
-        f"summed over {axis!r})",
+        expected=f"a value annotated as varying over {axis!r} (the gradient of an invariant value "
+        f"is summed over {axis!r})",
         found=found,
         fix=fix,
     )
@@ -194,8 +194,8 @@ def rejected_loss(
     return AxisTypeError(
         f"{operation} cannot start from a loss that is reduced over {shown(axes)}",
         where=where(mesh, axes),
-        expected=f"a loss that is invariant over {shown(axes)} (each rank would count a reduced loss "
-        "once)",
+        expected=f"a loss that is invariant over {shown(axes)} (each rank would count a reduced "
+        "loss once)",
         found=f"loss: {tensor_text(loss)}",
         fix="if you add a term of parameters alone, such as a weight penalty, to a mean, move it "
         f"inside: loss = lax.pmean(loss + term, {axes_argument(axes)})",
@@ -226,8 +226,8 @@ def foreign_leaf(
         f"{operation} cannot reach a leaf outside {owner}, which averages gradients over "
         f"{shown(axes)}",
         where=where(mesh, axes),
-        expected=f"trained tensors inside {owner} only: {owner} averages their gradients, while the "
-        "gradient of another leaf is summed",
+        expected=f"trained tensors inside {owner} only: {owner} averages their gradients, while "
+        "the gradient of another leaf is summed",
         found=f"leaf: {tensor_text(leaf)}, cast to varying",
         fix=f"wrap everything you train in one module; or train without {owner} and reduce the "
         f"loss: lax.pmean(loss, {axes_argument(axes)}); or detach the leaf",
@@ -337,8 +337,8 @@ def unseeded_draw(
     return AxisTypeError(
         f"{operation} cannot draw from a generator that md.seed did not seed",
         where=where(mesh, axes),
-        expected="a generator seeded by md.seed, so that meshdist knows whether ranks draw the same "
-        f"numbers; or operands that vary over {shown(mesh.axis_names)}",
+        expected="a generator seeded by md.seed, so that meshdist knows whether ranks draw the "
+        f"same numbers; or operands that vary over {shown(mesh.axis_names)}",
         found="\n".join([f"{source}, {why}", *([operands_text(operands)] if operands else [])]),
         fix=f"call md.seed({alike}) on every rank if the result should be equal along "
         f"{shown(axes)}, or md.seed(seed, differ_over={axes_argument(mesh.axis_names)}{given}) if "
