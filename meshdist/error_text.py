@@ -93,7 +93,7 @@ class ExplainedError(Exception):
         self.fix = fix
 
     def add_fix(self, fix: str) -> None:
-        """Insert a more specific fix before the present one, unless it is already included."""
+        """Insert a more specific fix before ``self.fix``, unless it is included."""
         if fix not in (self.fix or ""):
             self.fix = "; else ".join(filter(None, (fix, self.fix)))
             fields = {name: getattr(self, name) for name in _LABELS}

@@ -65,8 +65,8 @@ def annotate(
 ) -> Any:
     """Annotate ``tensor`` with its type over mesh axes: input data, or a shard of weights.
 
-    The tensor is invariant over every axis that you do not name. The annotation replaces an earlier
-    one. Nothing is sent or copied, and values are not checked. You can also call it outside
+    The tensor is invariant over every axis that you do not name. It replaces an earlier
+    annotation. Nothing is sent or copied, and values are not checked. You can also call it outside
     ``md.typed``.
 
     For a module, annotate each parameter and buffer that ``spec`` names. The module keeps these

@@ -46,7 +46,7 @@ def where(mesh: DeviceMesh, axes: Sequence[str] = ()) -> str:
 
 
 def operands_text(operands: Sequence[torch.Tensor]) -> str:
-    """Return the operands of an operation with their types, one per line."""
+    """Return the operands of an operation with their types, each on a line."""
     return "\n".join(f"operand {place}: {tensor_text(x)}" for place, x in enumerate(operands))
 
 
