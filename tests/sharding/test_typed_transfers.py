@@ -118,7 +118,7 @@ def test_kinds_that_do_not_fit() -> None:
     text = rejected(given("s@a d -> s d", varying=("a", "b")))
     assert "a value that is varying over 'b': its pattern or spec requires invariant" in text
     assert "found:    x: float32[2, 4]{V:a,b}" in text
-    assert "write the axis where it cuts a dim, as in 'n@b'" in text
+    assert "write the axis at the dimension that it shards, as in 'n@b'" in text
     text = rejected(given("s d -> s@a d", unreduced="a"))
     assert "unreduced over 'a', and invariant there" in text and "write {U:a} on the left" in text
     text = rejected(given("s d -> s@a d", reduced="b"))
