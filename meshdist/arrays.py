@@ -1,14 +1,13 @@
-"""Arrays of the caller's own library, in and out without copies.
+"""Convert NumPy and CuPy arrays to torch tensors and back, without copies.
 
-The collectives compute on torch tensors. A torch tensor passes as it is; a NumPy or CuPy array is
-seen through a tensor that shares its memory, so that a collective which writes in place writes the
-caller's array. A library is served only once the caller has imported it: it is looked up in
-``sys.modules`` and never imported from here.
+The collectives compute on torch tensors. A NumPy or CuPy array becomes a tensor that shares its
+memory, so that an in-place collective writes the caller's array. Libraries are looked up in
+``sys.modules`` and never imported by this module.
 
-CuPy works on a stream of its own. ``as_tensor`` takes an array by DLPack, which lets torch's
-current stream wait for what CuPy has queued; ``like`` gives an array in the same way; and the
-function of ``find_hand_back`` lets CuPy's current stream wait for what torch has queued on arrays
-that a collective has read or written in place.
+CuPy uses separate streams. ``as_tensor`` imports an array by DLPack, which makes torch's current
+stream wait for CuPy's queued work; ``like`` exports an array the same way. The function returned by
+``find_hand_back`` makes CuPy's current stream wait for torch's queued work on arrays that a
+collective has read or written in place.
 """
 
 from __future__ import annotations
@@ -44,8 +43,8 @@ def as_tensor(x: Array, *, argument: str, operation: str, writable: bool = True)
     """Return a torch tensor that shares the memory of ``x``; a torch tensor is returned itself.
 
     Args:
-        writable: False for a collective that only reads, and must not write into the tensor: then
-            read-only arrays and NumPy scalars are served, too.
+        writable: False for a collective that only reads; then read-only arrays and NumPy scalars
+            are allowed, too.
 
     Example:
         >>> import numpy as np
@@ -92,7 +91,7 @@ def like(tensor: torch.Tensor, original: Array) -> Array:
 
 
 def find_hand_back(arrays: Sequence[Array]) -> Callable[[], None] | None:
-    """Return a function that lets CuPy's streams wait for torch's; None without CuPy arrays."""
+    """Return a function that makes CuPy's streams wait for torch's; None without CuPy arrays."""
     # Each call of it lets CuPy's current stream on the arrays' devices wait, by an event, for
     # torch's current stream there; the host does not wait. Both streams are the calling thread's
     # own, so it is called wherever the collective has been waited for, once torch's stream comes
@@ -112,7 +111,7 @@ def _hand_back(arrays: Sequence[Array]) -> None:
 
 
 def _record_cupys_stream(tensor: torch.Tensor) -> None:
-    """Keep a tensor's memory, once freed, from reuse while CuPy's stream works on it."""
+    """Prevent reuse of a tensor's memory while CuPy's stream works on it."""
     device = tensor.device.index
     tensor.record_stream(_cupys_stream(device))
     stream = sys.modules["cupy"].cuda.get_current_stream(device)
@@ -208,25 +207,27 @@ def _checked_tensor(x: torch.Tensor, argument: str, operation: str) -> torch.Ten
     """Return ``x`` if it is a plain dense tensor; else raise."""
     if x.is_nested:
         raise KindError(
-            f"{operation} cannot take a nested tensor as {argument}: its parts have sizes of their own",
+            f"{operation} cannot take a nested tensor as {argument}: its parts have different "
+            "sizes",
             where=f"argument {argument} of {operation}: {type(x).__module__}.{type(x).__name__}",
             expected=_SERVED,
-            fix=f"pass the dense parts, {argument}.unbind(), one by one or to a collective on lists",
+            fix=f"pass its dense parts one at a time: {argument}.unbind()",
         )
     if type(x).__torch_dispatch__ is not _Tensor.__torch_dispatch__:
         shard = f"{argument}.to_local(), the shard on this rank"
         raise KindError(
-            f"{operation} cannot take a {type(x).__name__} as {argument}: its values are not in memory "
-            "of its own",
+            f"{operation} cannot take a {type(x).__name__} as {argument}: it does not store its "
+            "values itself",
             where=f"argument {argument} of {operation}: {type(x).__module__}.{type(x).__name__}",
             expected=_SERVED,
             fix=f"pass {shard if hasattr(x, 'to_local') else 'the plain tensor that it wraps'}",
         )
     if x.dtype in QUANTIZED:
         raise DtypeError(
-            f"{operation} cannot take a quantized tensor as {argument}: its scale would not travel",
+            f"{operation} cannot take a quantized tensor as {argument}: its scale would not be "
+            "sent",
             where=_where(x, argument, operation),
-            fix=f"pass {argument}.dequantize(), or {argument}.int_repr() where scales are equal",
+            fix=f"pass {argument}.dequantize(), or {argument}.int_repr() if scales are equal",
         )
     if is_lazy(x):
         raise KindError(
@@ -259,11 +260,11 @@ def _from_numpy(x: Any, argument: str, operation: str, writable: bool) -> torch.
         array = x
     else:
         raise KindError(
-            f"{operation} cannot take a {type(x).__name__} as {argument}: only its plain numbers would "
-            "be sent",
+            f"{operation} cannot take a {type(x).__name__} as {argument}: only its plain values "
+            "would be sent",
             where=_where(x, argument, operation),
             expected=_SERVED,
-            fix=f"pass numpy.asarray({argument}) if the plain numbers are meant",
+            fix=f"pass numpy.asarray({argument}) to send only its values",
         )
     _check_memory(array, argument, operation)
     if not array.flags.aligned:
@@ -302,7 +303,7 @@ def _check_memory(array: Any, argument: str, operation: str) -> None:
         )
     if not dtype.isnative:
         raise DtypeError(
-            f"{operation} cannot take {argument}: its bytes are in the other order ({dtype.str})",
+            f"{operation} cannot take {argument}: it has the wrong byte order ({dtype.str})",
             where=_where(array, argument, operation),
             expected="this machine's byte order",
             fix=f"pass {argument}.astype({argument}.dtype.newbyteorder('='))",
@@ -310,7 +311,9 @@ def _check_memory(array: Any, argument: str, operation: str) -> None:
     if any(stride < 0 for stride in array.strides):
         raise _wrong_layout(array, "has a negative stride", argument, operation)
     if any(stride % array.itemsize for stride in array.strides):
-        raise _wrong_layout(array, "has strides that cut its elements", argument, operation)
+        raise _wrong_layout(
+            array, "has strides that are not multiples of the element size", argument, operation
+        )
 
 
 def _wrong_layout(array: Any, problem: str, argument: str, operation: str) -> ArgumentError:
@@ -328,9 +331,9 @@ def _wrong_kind(x: Any, argument: str, operation: str) -> KindError:
     name = kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
     fix = None
     if isinstance(x, (list, tuple, bool, int, float, complex)):
-        fix = f"make an array of it first: {argument} = torch.tensor({argument})"
+        fix = f"convert it to a tensor: {argument} = torch.tensor({argument})"
     elif hasattr(x, "addressable_shards") and hasattr(x, "local"):
-        fix = f"pass {argument}.local, this rank's shard; md.reshard and {argument}.full() move all"
+        fix = f"pass {argument}.local, this rank's shard; or use md.reshard or {argument}.full()"
     elif hasattr(x, "__dlpack__"):
-        fix = f"pass torch.from_dlpack({argument}), or a copy where its library forbids writing"
+        fix = f"pass torch.from_dlpack({argument}), or a copy if its library forbids writing"
     return KindError(f"{operation} cannot take a {name} as {argument}", expected=_SERVED, fix=fix)

@@ -1,7 +1,7 @@
-"""The facts of each dtype: one table, from which every other list of dtypes is made.
+"""Define the properties of each dtype in one table, from which all lists of dtypes derive.
 
-A new dtype takes a row here. The native core has it by a row in ``native/codes.h``, and reduces it
-by loops in ``native/kernels_level.h``.
+To add a dtype, add an entry here and in ``native/codes.h``, and loops that reduce it in
+``native/kernels_level.h``.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ def dtype_name(dtype: object) -> str:
 
 @dataclass(frozen=True)
 class DtypeFacts:
-    """Row of the table of dtypes.
+    """The properties of a dtype.
 
     Args:
-        group: the row of the table of capabilities that shows it, with similar dtypes.
-        wide: the dtype in which it is reduced where its own is not there or rounds too often.
-        same_bits: the dtype of equal or half the width whose sums are the same bit for bit, where
-            some libraries lack this dtype.
-        mpi: the name of MPI's datatype that computes in it; "" where MPI only moves it.
-        is_in_c10d: whether all of c10d's classes know it; what they do not know moves as bytes.
+        group: the group of similar dtypes that shares an entry in the table of capabilities.
+        wide: the dtype for reductions if a backend lacks this dtype or rounds too often in it.
+        same_bits: a dtype of equal or half the width with bitwise equal sums, for libraries that
+            lack this dtype.
+        mpi: the name of the MPI datatype; "" if MPI can only move it.
+        is_in_c10d: whether all c10d backends support it; other dtypes move as bytes.
         is_in_numpy: whether NumPy and CuPy have it, under the same name.
-        in_files: the name in files of safetensors; "" where they lack it.
+        in_files: the name in safetensors files; "" if they lack it.
     """
 
     dtype: torch.dtype

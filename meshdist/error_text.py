@@ -1,6 +1,6 @@
-"""The one shape of every message: what happened, where, what was expected, how to mend it.
+"""Format error messages: a summary, then where, expected, found and fix.
 
-Imports the standard library alone, so that the launcher and the command line can use it without
+Imports only the standard library, so that the launcher and the command line can use it without
 loading torch.
 """
 
@@ -48,7 +48,7 @@ def explain(
 
 
 def fields_among(values: Mapping[str, object]) -> dict[str, str]:
-    """Return those of ``explain``'s fields that ``values`` names, as texts.
+    """Return the fields of ``explain`` that ``values`` contains, as texts.
 
     Example:
         >>> fields_among({"fix": "start 8 ranks", "found": None, "more": 1})
@@ -58,7 +58,7 @@ def fields_among(values: Mapping[str, object]) -> dict[str, str]:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's text; the name of its class where it has none.
+    """Return the first line of an error's text, or the name of its class if the text is empty.
 
     Example:
         >>> first_line(RuntimeError("no store\\n  at store.cpp:7")), first_line(RuntimeError())
@@ -69,7 +69,7 @@ def first_line(error: BaseException) -> str:
 
 
 class ExplainedError(Exception):
-    """An error whose text is ``explain``'s, and whose fields are attributes too.
+    """An error formatted by ``explain``, with the fields as attributes.
 
     Args:
         summary: what happened, in one line.
@@ -93,7 +93,7 @@ class ExplainedError(Exception):
         self.fix = fix
 
     def add_fix(self, fix: str) -> None:
-        """Put a way to mend it that fits more closely before ``fix``, unless it is there."""
+        """Insert a more specific fix before ``self.fix``, unless it is included."""
         if fix not in (self.fix or ""):
             self.fix = "; else ".join(filter(None, (fix, self.fix)))
             fields = {name: getattr(self, name) for name in _LABELS}
@@ -108,7 +108,7 @@ class ExplainedError(Exception):
 
 
 def without_frames(error: E) -> E:
-    """Return a copy of ``error`` that does not hold the frames that it went through."""
+    """Return a copy of ``error`` without its traceback."""
     try:
         bare = copy.copy(error)
     except Exception:  # it cannot be copied
@@ -118,7 +118,7 @@ def without_frames(error: E) -> E:
 
 
 def first_texts(texts: Sequence[str], separator: str = "\n", most: int = 8) -> str:
-    """Return the first of some texts, and how many more there are.
+    """Return the first texts, and the number of omitted texts.
 
     Example:
         >>> first_texts(["a", "b", "c"], ", ", most=2)
@@ -129,7 +129,7 @@ def first_texts(texts: Sequence[str], separator: str = "\n", most: int = 8) -> s
 
 
 def ranks_text(ranks: Iterable[int]) -> str:
-    """Return short words for ranks, in the order given, runs joined.
+    """Return a short text for ranks in the given order, with ranges for consecutive ranks.
 
     Example:
         >>> ranks_text([0, 1, 2, 5]), ranks_text([3])
@@ -147,7 +147,7 @@ def ranks_text(ranks: Iterable[int]) -> str:
 
 
 def grouped_text(texts: Iterable[tuple[int, str]], separator: str = "\n") -> str:
-    """Return the text of each rank, ranks with equal texts together; of 50 different texts at most.
+    """Return the text of each rank, grouped by equal texts, with at most 50 different texts.
 
     Example:
         >>> print(grouped_text([(0, "float32"), (1, "float32"), (2, "int64"), (3, "float32")]))

@@ -1,7 +1,7 @@
-"""Public names that a module loads from their homes at their first touch.
+"""Load a module's public names on first use.
 
-The module's stub (``.pyi``) is the only table of them, which type checkers read as well: each of
-its imports names a home, a module of this package, and the names that come from it.
+The module's stub (``.pyi``) lists the names: each of its imports gives a module of this package and
+the names to load from it. Type checkers read the same stub.
 """
 
 from __future__ import annotations

@@ -1,20 +1,20 @@
-"""Types of values over mesh axes, their joins and casts, and the annotations that tensors carry.
+"""Define the types of values over mesh axes, their joins and casts, and annotations of tensors.
 
-A type says of which kind a value is over each axis, by a letter. Its text is canonical, so that
-equal types are equal strings: ``"V:dp,tp U:ep"`` is varying over 'dp' and 'tp' and unreduced over
-'ep'; a value is invariant over every axis that its type leaves out, and ``""`` is invariant
-everywhere.
+A type gives the kind of a value over each axis, as a letter. Its text is canonical, so that equal
+types are equal strings: ``"V:dp,tp U:ep"`` is varying over 'dp' and 'tp' and unreduced over 'ep'. A
+value is invariant over every axis that its type omits; ``""`` is invariant over all axes.
 
 A tensor carries its type in its ``Annotation``. This module imports neither torch nor meshes.
 
-Over each axis a value is of one kind:
+Over each axis a value has one kind:
 
-    V  varying      each rank holds its own
+    V  varying      each rank holds its own value
     I  invariant    equal on every rank
-    U  unreduced    each rank holds a partial sum; the value meant is their sum
-    R  reduced      equal on every rank, with a gradient that is unreduced
+    U  unreduced    each rank holds a partial sum of the value (torch: ``Partial("sum")``)
+    R  reduced      equal on every rank, with an unreduced gradient
 
-The gradient of a value is of the value's kind, but for U and R, which are each other's.
+The gradient of a value has the same kind as the value, except that the gradient of U is R and the
+gradient of R is U.
 
 Drawn case: operands meet over axis 'tp' of 2 ranks. u is unreduced: 1 on rank 0 and 2 on rank 1,
 which means 3. i is invariant: 10. v varies. An operation takes u if the sum of what the ranks
@@ -22,7 +22,7 @@ compute is what it computes of 3:
 
              rank 0    rank 1    sum    of 3    linearity     result over 'tp'
     u * i    10        20        30     30      "multiply"    U; i lacks R: its gradients 1 and 2
-    u + i    11        12        23     13      "add"         rejected          are partial sums of 3
+    u + i    11        12        23     13      "add"         rejected         are partial sums of 3
     u + u    2         4         6      6       "add"         U
     u * u    1         4         5      9       "multiply"    rejected
     v * i    each its own                       "multiply"    V; i lacks V: gradients get summed
@@ -95,9 +95,9 @@ def find_result_kind(operation: str, kind: str, to: str | None = None) -> str | 
     """Return the kind of a collective's result over its axis, or None if it takes no such value.
 
     Args:
-        collective: its public name.
-        kind: the kind of what it is given, a key of ``KINDS``.
-        to: the argument of that name of ``pcast`` and ``all_gather``.
+        operation: its public name.
+        kind: the kind of its operand, a key of ``KINDS``.
+        to: the argument ``to`` of ``pcast`` and ``all_gather``.
 
     Example:
         >>> find_result_kind("psum", "V"), find_result_kind("pcast", "I", to="reduced")
@@ -117,18 +117,18 @@ INVARIANT = ""
 
 
 class Annotation(NamedTuple):
-    """The annotation of a tensor: its type, its spec as text, and who else reduces its gradient.
+    """The annotation of a tensor: its type, its spec as text, and the reducers of its gradient.
 
     Args:
-        kinds: the text of its type; None if it has none, and counts as invariant.
-        dims: its sizes with the axes that cut them, such as "4@tp, 6"; None without a spec.
-        owner_axes: the axes over which a wrapper reduces a leaf's ``.grad`` after the backward:
-            the gradient is invariant there, although the leaf is reduced. None without a wrapper
-            that knows its axes.
-        owner_ranks: the ranks over which a wrapper reduces ``.grad`` that was given a group, or
-            nothing, and so knows no axes.
-        summed_axes: the axes over which a leaf's uses sum its gradient, unless a wrapper has
-            annotated it as reduced there and sums all gradients together.
+        kinds: the text of its type; None means no type, which counts as invariant.
+        dims: its sizes with the axes that shard them, such as "4@tp, 6"; None without a spec.
+        owner_axes: the axes over which a wrapper reduces a leaf's ``.grad`` after the backward, so
+            that the gradient is invariant although the leaf is reduced. None if no wrapper knows
+            its axes.
+        owner_ranks: the ranks over which a wrapper reduces ``.grad`` if it has a group, but no
+            mesh axes.
+        summed_axes: the axes over which each use of a leaf sums its gradient, unless a wrapper
+            annotated it as reduced over them and sums all gradients together.
     """
 
     kinds: str | None = None
@@ -158,7 +158,7 @@ def _read(fields: tuple[Any, ...]) -> Annotation:
 
 @lru_cache(maxsize=4096)
 def type_alone(kinds: str) -> tuple[Any, ...]:
-    """Return the annotation of a tensor that has a type alone, such as an operation's result."""
+    """Return an annotation with a type only, as of an operation's result."""
     return tuple(Annotation(kinds))
 
 

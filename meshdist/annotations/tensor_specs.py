@@ -1,9 +1,9 @@
-"""Specs that tensors carry: checked, written on a tensor, and read back.
+"""Check the specs of tensors, attach them, and read them back.
 
-A tensor carries its spec as text, beside the text of its type: each dim's size on this rank with
-the axes that cut it, such as ``"4@dp, 6@(ep,tp), 3"``. Unreduced and reduced axes stand in the type
-alone. The text is valid while the tensor has these sizes and its type varies over just these axes;
-a tensor that another operation has written over has no spec.
+A tensor carries its spec as text: each dimension's size on this rank with the axes that shard it,
+such as ``"4@dp, 6@(ep,tp), 3"``. Unreduced and reduced axes are only in the text of its type. The
+text is valid while the tensor has these sizes and varies over exactly these axes; a tensor that
+another operation has overwritten has no spec.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def mark_spec(tensor: torch.Tensor, spec: PartitionSpec) -> torch.Tensor:
 
 
 def find_spec(tensor: torch.Tensor) -> PartitionSpec | None:
-    """Return the spec that ``mark_spec`` attached; None without, or if it no longer fits."""
+    """Return the spec that ``mark_spec`` attached; None if there is none or it is outdated."""
     kinds, dims, *_ = tensor.__dict__.get(ANNOTATION, EMPTY)
     return None if dims is None else read_spec(kinds or INVARIANT, dims, tuple(tensor.shape))
 
@@ -59,14 +59,14 @@ def dims_text(shape: tuple[int, ...], spec: PartitionSpec) -> str:
 def checked_spec(
     tensor: torch.Tensor, given: object, layout: Layout | None, call: str
 ) -> PartitionSpec:
-    """Return the PartitionSpec of a given spec, sharding or pattern; raise if it cannot fit.
+    """Return the PartitionSpec of a spec, sharding or pattern; raise if it does not match.
 
     Args:
-        layout: has the axes; None leaves the names of axes unchecked.
+        layout: the layout of the axes; None skips the check of their names.
         call: the name of the public call, for messages.
     """
     if isinstance(given, str):
-        # Without a layout a dim is still rejected that has the name of an axis of any known mesh.
+        # Even without a layout, a dimension named like an axis of any known mesh is rejected.
         world = find_world()
         known_axes = world.axis_layouts if world is not None else ()
         spec = spec_of(*parse_side(given), layout, tensor.ndim, known_axes)
@@ -77,8 +77,9 @@ def checked_spec(
     else:
         raise KindError(
             f"{call} takes a spec or a pattern",
-            expected='P("dp", None), a NamedSharding, or a pattern such as "b@dp d"',
+            expected="a PartitionSpec, a NamedSharding, or a pattern",
             found=f"{given!r}, a {type(given).__name__}",
+            fix='pass for example P("dp", None) or "b@dp d"',
         )
     if len(spec) > tensor.ndim:
         raise ShapeError(
@@ -89,22 +90,23 @@ def checked_spec(
         )
     if spec.unreduced and tensor.dtype == torch.bool:
         raise DtypeError(
-            f"{call}: a tensor of booleans cannot be unreduced, since they have no sum",
-            expected="numbers, of which each rank holds a partial sum",
+            f"{call}: a bool tensor cannot be unreduced, because bool has no sum",
+            expected="a dtype of numbers, of which each rank holds a partial sum",
             found=f"torch.bool with {spec!r}",
+            fix="convert it first, for example x.to(torch.int32)",
         )
     return spec
 
 
 def layout_of(spec: object, mesh: DeviceMesh | None) -> Layout | None:
-    """Return the layout of a sharding, else of ``mesh``, else of the mesh in force; or None."""
+    """Return the layout of a sharding, else of ``mesh``, else of the current mesh; or None."""
     if isinstance(spec, NamedSharding):
         if mesh is not None and mesh.layout != spec.layout:
             raise MeshError(
-                "annotate: the sharding is one of another mesh",
+                "annotate cannot use a sharding of another mesh than mesh=",
                 expected=f"DeviceMesh({mesh.layout.axis_text()})",
                 found=repr(spec),
-                fix="leave mesh= out, or give the sharding's spec",
+                fix="omit mesh=, or pass only the spec: sharding.spec",
             )
         return spec.layout
     mesh = mesh or find_current_mesh()
@@ -121,7 +123,7 @@ def spec_texts(spec: PartitionSpec, shape: tuple[int, ...]) -> tuple[str, str]:
 
 @lru_cache(maxsize=4096)
 def read_spec(types: str, dims: str, shape: tuple[int, ...]) -> PartitionSpec | None:
-    """Return the spec of two texts of ``spec_texts``; None if shape or type do not fit."""
+    """Return the spec of two texts of ``spec_texts``; None if shape or type do not match."""
     words = [word.partition("@") for word in dims.split(", ")] if dims else []
     entries = [tuple(axes.strip("()").split(",")) if axes else () for _, _, axes in words]
     cut = tuple(sorted(axis for axes in entries for axis in axes))

@@ -1,11 +1,11 @@
-"""Layers that are split over an axis: torch's own classes, with a line of ``md.einsum`` each.
+"""Define tensor-parallel layers: subclasses of torch's layers whose forward is ``md.einsum``.
 
-A layer holds this rank's part of a whole layer's parameters, under the whole layer's names, and the
-sizes of the whole (``in_features``, ``num_embeddings``). ``parallelize`` makes it of torch's layer
-by changing its class, so copies, pickles and ``isinstance`` hold. Its ``word`` says how input and
+A layer holds this rank's part of the parameters, under torch's names, and the global sizes
+(``in_features``, ``num_embeddings``). ``parallelize`` changes the class of torch's layer, so that
+copies, pickles and ``isinstance`` keep working. Its ``style`` says how input and
 output lie; its ``mesh`` stays this mesh in a copy, and is opened again where a pickle is loaded.
 
-Drawn case: the words ``column`` and ``row`` on an axis 'tp' of 2 ranks. Rank 0 has the first 8 of
+Drawn case: the styles ``column`` and ``row`` on an axis 'tp' of 2 ranks. Rank 0 has the first 8 of
 16 hidden features, so of ``up`` the first 8 rows, and of ``down`` the first 8 columns:
 
     x [n, 4], whole     up   [8, 4]     h [n, 8]    down [4, 8]    a partial sum    y [n, 4], whole
@@ -51,13 +51,13 @@ __all__ = ["ColumnParallelLinear", "RowParallelLinear", "VocabParallelEmbedding"
 
 
 class SplitLayer(nn.Module):
-    """A layer whose parameters are this rank's part; its mesh has the one axis."""
+    """A layer that holds this rank's part of its parameters; its mesh has one axis."""
 
     mesh: DeviceMesh
-    word: str
+    style: str
     weight: torch.Tensor
     specs: ClassVar[Mapping[str, str]]
-    """How the parameters lie over ``{tp}``, by name; a parameter that is not named is whole."""
+    """The specs of the parameters over ``{tp}``, by name; other parameters are not split."""
 
     @property
     def axis(self) -> str:
@@ -65,15 +65,15 @@ class SplitLayer(nn.Module):
         return self.mesh.axis_names[0]
 
     def ready(self) -> None:
-        """Restore marks that a parameter lacks; raise where it has the shape of another part."""
+        """Restore missing annotations of parameters; raise if a shape has changed."""
         if annotation_of(self.weight).dims is None:
             restore_annotations(self)
 
     def check_features(self, x: torch.Tensor, expected: int, fix: str) -> None:
-        """Raise where the input has another number of features than the word says."""
+        """Raise where the input has another number of features than the style says."""
         if not x.dim() or x.shape[-1] != expected:
             raise ShapeError(
-                f"{self.word}: the input has another number of features than the layer takes",
+                f"{self.style} cannot take an input with this number of features",
                 where=f"rank {self.mesh.world.rank}, {self!r}",
                 expected=f"an input of shape [..., {expected}]",
                 found=f"shape {tuple(x.shape)}",
@@ -81,23 +81,23 @@ class SplitLayer(nn.Module):
             )
 
     def extra_repr(self) -> str:
-        """Return torch's text of the whole layer, and the word."""
-        return f"{super().extra_repr()}, {self.word} over {self.axis}={self.mesh.size()}"
+        """Return torch's text of the whole layer, and the style."""
+        return f"{super().extra_repr()}, {self.style} over {self.axis}={self.mesh.size()}"
 
 
 class ColumnParallelLinear(SplitLayer, nn.Linear):
-    """A ``torch.nn.Linear`` of which each rank has some of the output features.
+    """A ``torch.nn.Linear`` whose output features are split over an axis.
 
-    The bias is cut as the features are. ``md.parallelize`` makes it, for the words ``column``,
+    The bias is split as the features are. ``md.parallelize`` makes it, for the styles ``column``,
     ``column_whole``, ``column_sequence`` and ``column_sequence_whole``.
 
     Gradient:
-        Of the input it is summed over the axis, by one all-reduce for all layers that take the same
-        input; with ``_sequence`` by one reduce-scatter.
+        The gradient of the input is summed over the axis, by one all-reduce for all layers with the
+        same input (``_sequence``: one reduce-scatter).
 
     Cost:
-        Forward nothing is sent; with ``_sequence`` the input is gathered once for all layers that
-        take it, and with ``_whole`` the output is gathered.
+        The forward sends nothing. ``_sequence`` gathers the input once for all layers with this
+        input; ``_whole`` gathers the output.
     """
 
     specs = MappingProxyType({"weight": "f@{tp} d", "bias": "f@{tp}"})
@@ -106,28 +106,28 @@ class ColumnParallelLinear(SplitLayer, nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return this rank's features of the output, or all of them."""
         self.ready()
-        fix = "let what comes before it be 'row' or 'column_whole', or stay whole"
+        fix = "use 'row' or 'column_whole' for the layer before it, or remove that from the plan"
         self.check_features(x, self.in_features, fix)
         tp, f, lies = self.axis, self.out_features, "... d"
-        if "sequence" in self.word:
+        if "sequence" in self.style:
             # A partial sum of the gradient of what was gathered comes from each rank, and the
             # gather's backward adds them up.
             x, lies = gathered_sequence(x, self.mesh), f"... d {{R:{tp}}}"
         y = einsum(f"{lies}, f@{tp} d -> ... f@{tp}", x, self.weight, mesh=self.mesh, f=f)
         if self.bias is not None:
             y = y + self.bias.to(y.dtype)  # which autocast has chosen
-        return moved(y, f"... f@{tp} -> ... f", self.mesh, f=f) if "whole" in self.word else y
+        return moved(y, f"... f@{tp} -> ... f", self.mesh, f=f) if "whole" in self.style else y
 
 
 class RowParallelLinear(SplitLayer, nn.Linear):
-    """A ``torch.nn.Linear`` of which each rank has some of the input features.
+    """A ``torch.nn.Linear`` whose input features are split over an axis.
 
-    The bias is whole on each rank, and is added once, to the sum. ``md.parallelize`` makes it, for
-    the words ``row``, ``row_whole`` and ``row_sequence``.
+    The bias is not split, and is added once, to the sum. ``md.parallelize`` makes it, for
+    the styles ``row``, ``row_whole`` and ``row_sequence``.
 
     Gradient:
-        Of the input each rank has its own features'; with ``_whole`` they are gathered, with
-        ``_sequence`` the output's gradient is.
+        Each rank holds the gradient of its own input features. ``_whole`` gathers this gradient;
+        ``_sequence`` gathers the gradient of the output.
 
     Cost:
         One all-reduce of the output; with ``_sequence`` one reduce-scatter.
@@ -137,34 +137,34 @@ class RowParallelLinear(SplitLayer, nn.Linear):
 
     @untraced
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the output, whole or this rank's part of the sequence."""
+        """Return the output; ``_sequence``: this rank's part of the sequence."""
         self.ready()
-        if self.word == "row_whole":
-            self.check_features(x, self.in_features, "write 'row', which takes this rank's part")
+        if self.style == "row_whole":
+            self.check_features(x, self.in_features, "use 'row', which takes this rank's part")
         else:
             start, stop = own_part(self.in_features, self.mesh)
-            fix = "let the layer before it be 'column', or this be 'row_whole'"
+            fix = "use 'column' for the layer before it, or 'row_whole' for this layer"
             self.check_features(x, stop - start, fix)
         tp = self.axis
         bias: torch.Tensor | None = self.bias
-        lies = "... d" if self.word == "row_whole" else f"... d@{tp}"
-        end = f" {{U:{tp}}}" if self.word == "row_sequence" else ""
+        lies = "... d" if self.style == "row_whole" else f"... d@{tp}"
+        end = f" {{U:{tp}}}" if self.style == "row_sequence" else ""
         line = f"{lies}, f d@{tp} -> ... f{end}"
         y = einsum(line, x, self.weight, mesh=self.mesh, d=self.in_features)
-        if self.word == "row_sequence":
+        if self.style == "row_sequence":
             y = scattered_sequence(y, self.mesh)
             bias = bias if bias is None else with_summed_gradient(bias, self.mesh)
         return y if bias is None else y + bias.to(y.dtype)  # which autocast has chosen
 
 
 class VocabParallelEmbedding(SplitLayer, nn.Embedding):
-    """A ``torch.nn.Embedding`` of which each rank has some of the rows.
+    """A ``torch.nn.Embedding`` whose rows are split over an axis.
 
-    ``md.parallelize`` makes it, for the words ``vocab`` and ``vocab_sequence``. An index that no
+    ``md.parallelize`` makes it, for the styles ``vocab`` and ``vocab_sequence``. An index that no
     row has is an error, as in torch.
 
     Gradient:
-        Each rank has that of its own rows; with ``_sequence`` the output's gradient is gathered.
+        Each rank holds the gradient of its own rows; ``_sequence`` gathers the output's gradient.
 
     Cost:
         One all-reduce of the output; with ``_sequence`` one reduce-scatter.
@@ -174,7 +174,7 @@ class VocabParallelEmbedding(SplitLayer, nn.Embedding):
 
     @untraced
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Return the rows of the indices, whole or this rank's part of the sequence."""
+        """Return the rows of the indices; ``_sequence``: this rank's part of the sequence."""
         self.ready()
         start, stop = own_part(self.num_embeddings, self.mesh)
         index, is_mine = local_index(input, start, stop, self.num_embeddings, "vocab")
@@ -183,7 +183,7 @@ class VocabParallelEmbedding(SplitLayer, nn.Embedding):
             padding = padding - start if start <= padding < stop else None
         rows = F.embedding(index, self.weight, padding, sparse=self.sparse)
         rows = rows.masked_fill(~is_mine[..., None], 0)
-        if self.word == "vocab_sequence":
+        if self.style == "vocab_sequence":
             return scattered_sequence(rows, self.mesh)
         return moved(rows, f"... {{U:{self.axis}}} -> ...", self.mesh)
 
@@ -206,10 +206,10 @@ def own_part(size: int, mesh: DeviceMesh) -> tuple[int, int]:
 def local_index(
     index: torch.Tensor, start: int, stop: int, size: int, what: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (places in this rank's part, 0 for other ranks' indices; mask of these).
+    """Return (indices into this rank's part, 0 for other ranks' indices; mask of own indices).
 
     Raises:
-        ArgumentError: on the CPU, an index outside of the whole; a device's own check finds it.
+        ArgumentError: if an index on the CPU is out of range; on a GPU, torch's own check raises.
     """
     is_mine = (index >= start) & (index < stop)
     is_absent = (index < 0) | (index >= size)
@@ -217,9 +217,10 @@ def local_index(
         is_rejected = index.device.type == "cpu" and bool(is_absent.any())
     if is_rejected:
         raise ArgumentError(
-            f"{what}: an index is outside of the {size} that there are",
+            f"{what}: index out of range for size {size}",
             expected=f"indices from 0 to {size - 1}",
             found=f"{index[is_absent].flatten()[0].item()} among {index.numel()} indices",
+            fix="correct these indices, or create the model with a larger size",
         )
     return (index - start).masked_fill(~is_mine & ~is_absent, 0), is_mine
 
@@ -236,16 +237,16 @@ def check_length(y: torch.Tensor, mesh: DeviceMesh) -> None:
     length, parts = y.shape[-2] if y.dim() > 1 else 0, mesh.size()
     if not length or length % parts:
         raise ShapeError(
-            f"a sequence of {length} places is cut over {mesh.axis_names[0]!r}, which has {parts} "
-            "ranks",
+            f"cannot split a sequence of length {length} over {mesh.axis_names[0]!r}, which has "
+            f"{parts} ranks",
             expected=f"an output of shape [..., s, f] with s a multiple of {parts}",
             found=f"shape {tuple(y.shape)}",
-            fix="pad the sequence; or take words without _sequence",
+            fix=f"pad the sequence to a multiple of {parts}, or use styles without _sequence",
         )
 
 
 def gathered_sequence(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """Return the whole sequence: all ranks' parts ``x``, joined along the dim before the last."""
+    """Return the global sequence: all ranks' parts ``x``, gathered along dim -2."""
     # The projections q, k and v of one activation share one gather, which is kept while the
     # activation lives. A leaf, which is no activation, is gathered anew, and so is an inference
     # tensor: torch does not count the writes to it.
@@ -266,7 +267,7 @@ class _KeptGathers:
         self._kept: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
     def get(self, x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-        """Return the whole sequence of ``x``, gathered once for several uses."""
+        """Return the global sequence of ``x``, gathered once for several uses."""
         # Also kept apart: what is recomputed in a backward, without gradient, or with types.
         key = x._version, current_task(), torch.is_grad_enabled(), find_context() is None
         found = self._kept.get(x)
@@ -277,7 +278,7 @@ class _KeptGathers:
 
 
 def note_summed(parameter: torch.Tensor, mesh: DeviceMesh) -> None:
-    """Mark for wrappers that uses of ``parameter`` sum its gradient along the mesh's first axis."""
+    """Record that uses of ``parameter`` sum its gradient along the mesh's first axis."""
     axes = dict.fromkeys([*annotation_of(parameter).summed_axes, mesh.axis_names[0]])
     change_annotation(parameter, summed_axes=tuple(axes))
 
@@ -297,20 +298,20 @@ def with_summed_gradient(parameter: torch.Tensor, mesh: DeviceMesh) -> torch.Ten
     return moved(parameter, f"... -> ... {{R:{tp}}}", mesh)
 
 
-# -- modules that stay whole ----------------------------------------------------------------------
+# -- modules that are not split -------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class UseHook:
-    """A hook on a module that keeps its class, with the plan's word for the module."""
+    """A hook on a module that keeps its class, with its style in the plan."""
 
-    word: str
+    style: str
     mesh: DeviceMesh
 
 
 @dataclass(frozen=True)
 class ReducedForward(UseHook):
-    """A module's ``forward`` that shows the module parameters with summed gradients.
+    """A module's ``forward`` that uses parameters with summed gradients.
 
     Args:
         module: the module, which has this as an attribute ``forward``.
@@ -322,7 +323,7 @@ class ReducedForward(UseHook):
 
     @untraced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the forward while attributes hide the module's parameters by summed variants."""
+        """Run the forward while attributes replace parameters by aliases with summed gradients."""
         attributes, aliases = self.module.__dict__, dict[str, torch.Tensor]()
         for name, parameter in self.module.named_parameters(recurse=False, remove_duplicate=False):
             if name not in attributes:  # else the forward called itself: the outer alias serves
@@ -338,7 +339,7 @@ class ReducedForward(UseHook):
 
 
 class CutSequence(UseHook):
-    """A hook behind a module's forward that keeps this rank's part of the sequence (dim -2)."""
+    """A forward hook that keeps this rank's part of the sequence (dim -2)."""
 
     def __call__(self, module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
         """Return this rank's part of ``output`` along its dim -2."""
@@ -348,9 +349,9 @@ class CutSequence(UseHook):
 
 
 class GatherSequence(UseHook):
-    """A hook behind a forward that gathers a sequence from all ranks' parts."""
+    """A forward hook that gathers a sequence from all ranks' parts."""
 
     def __call__(self, module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
-        """Return the whole sequence, equal on all ranks, of the part ``output``."""
+        """Return the global sequence, equal on all ranks, from the part ``output``."""
         tp = self.mesh.axis_names[0]
         return moved(output, f"... s@{tp} d -> ... s d", self.mesh)

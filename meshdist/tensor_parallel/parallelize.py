@@ -1,7 +1,7 @@
-"""Plans by module names: what a plan does to a model, checked before, done, and explained.
+"""Apply parallelize plans: check a plan against a model, split the model, and explain the result.
 
-``read_plan`` compares a plan with a model, changes nothing, and raises for whatever cannot be
-meant; ``parallelize`` cuts the parameters that it names and changes the classes of their modules.
+``read_plan`` checks a plan without changing the model; ``parallelize`` splits the parameters that
+the plan names and changes the classes of their modules.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from .layers import (
     UseHook,
     note_summed,
 )
-from .plan_styles import WORDS, words_of
+from .plan_styles import STYLES, styles_of
 
 __all__ = ["explain", "parallelize"]
 
@@ -43,7 +43,7 @@ M = TypeVar("M", bound=nn.Module)
 
 
 _READ_BY_PARENTS = (nn.TransformerEncoderLayer, nn.MultiheadAttention)
-"""Classes whose fast path reads the weights of their layers, and never calls these."""
+"""Classes whose fast path reads the weights of their layers without calling the layers."""
 
 _MAKES_HEADS = re.compile(r"(w|to_|c_)?(q|k|v|qkv|kv|query|key|value)(_?(proj|lin|linear))?")
 """The names of layers whose features are heads."""
@@ -54,39 +54,41 @@ _PACKED = re.compile(
 )
 """The names of layers that pack several projections."""
 
+_REMOVE = "remove it from the plan: modules that the plan does not name are not split"
+
 
 @dataclass(frozen=True)
 class Assignment:
-    """A module, its name in the model, and the plan's word for it."""
+    """A module, its name in the model, and its style in the plan."""
 
     name: str
     module: nn.Module
-    word: str
+    style: str
 
 
 # -- reading a plan -------------------------------------------------------------------------------
 
 
 def read_plan(model: nn.Module, plan: object, axis: str, parts: int) -> list[Assignment]:
-    """Return each module in a plan with its word ("column"); raise if unfit to cut in ``parts``."""
-    words = words_of(plan)
+    """Return each module in a plan with its style; raise if it cannot be split in ``parts``."""
+    styles = styles_of(plan)
     modules = dict(model.named_modules(remove_duplicate=False))
     found: dict[int, tuple[str, str, Assignment]] = {}
-    for pattern, word in words.items():
+    for pattern, style in styles.items():
         names = [name for name in modules if _fits(name, pattern)]
         if not names:
-            _fail_mismatched(pattern, word, modules)
+            _fail_mismatched(pattern, style, modules)
         for name in names:
             module = modules[name]
             first, other, _ = found.setdefault(
-                id(module), (name, pattern, Assignment(name, module, word))
+                id(module), (name, pattern, Assignment(name, module, style))
             )
-            if other != pattern and (first == name or words[other] != word):
+            if other != pattern and (first == name or styles[other] != style):
                 raise ArgumentError(
-                    f"parallelize: two patterns of the plan fit {name or 'the model itself'}",
-                    expected="a pattern for each module",
-                    found=f"{other!r}: {words[other]!r} and {pattern!r}: {word!r}",
-                    fix="leave one of them out, or make it narrower",
+                    f"parallelize: two patterns of the plan match {name or 'the model itself'}",
+                    expected="one pattern for each module",
+                    found=f"{other!r}: {styles[other]!r} and {pattern!r}: {style!r}",
+                    fix="remove one of the patterns, or make it narrower",
                 )
     assigned = [assignment for _, _, assignment in found.values()]
     for assignment in assigned:
@@ -96,7 +98,7 @@ def read_plan(model: nn.Module, plan: object, axis: str, parts: int) -> list[Ass
 
 
 def _fits(name: str, pattern: str) -> bool:
-    """Return whether a pattern fits a name: part by part, between dots; only "" fits "".
+    """Return whether a pattern matches a name, part by part between dots; only "" matches "".
 
     Example:
         >>> _fits("layers.0.up", "layers.*.up"), _fits("layers.0.mlp.up", "layers.*.up")
@@ -111,50 +113,52 @@ def _fits(name: str, pattern: str) -> bool:
 
 
 def _generic(name: str) -> str:
-    """Return ``name`` with "*" in place of numbers between dots."""
+    """Return ``name`` with "*" instead of each number between dots."""
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
 
 
-def _fail_mismatched(pattern: str, word: str, modules: Mapping[str, nn.Module]) -> NoReturn:
-    names, takes = [*filter(None, modules)], WORDS[word].takes
+def _fail_mismatched(pattern: str, style: str, modules: Mapping[str, nn.Module]) -> NoReturn:
+    names, takes = [*filter(None, modules)], STYLES[style].takes
     near = get_close_matches(pattern, list(dict.fromkeys(map(_generic, names))), 1, 0.5)
-    # Where nothing is alike: the modules that the word is for, or all.
+    # If no name is similar, suggest the modules that the style is for, or all modules.
     fitting = [name for name in names if type(modules[name]) is takes] or names
-    fix = "'' names the model itself, which has no modules inside"
+    fix = "use '' for the model itself, which has no submodules"
     if near:
         fix = f"did you mean {near[0]!r}?"
     elif fitting:
-        fix = f"name modules of this model: {first_texts(list(map(repr, fitting)), ', ')}"
+        fix = f"use module names of this model: {first_texts(list(map(repr, fitting)), ', ')}"
     raise ArgumentError(
-        f"parallelize: {pattern!r} fits no module",
-        where=f"{pattern!r}: {word!r}",
-        expected="names as model.named_modules() gives them; * stands for a part between dots",
+        f"parallelize: {pattern!r} matches no module",
+        where=f"{pattern!r}: {style!r}",
+        expected="a name as in model.named_modules(), in which * matches one part between dots",
         fix=fix,
     )
 
 
 def _check(each: Assignment, modules: Mapping[str, nn.Module], axis: str, parts: int) -> None:
-    """Raise unless the module can be split as the plan's word says."""
-    name, module, word = each.name, each.module, WORDS[each.word]
-    where = f"{name!r}: {each.word!r}"
+    """Raise unless the module can be split in its style."""
+    name, module, style = each.name, each.module, STYLES[each.style]
+    where = f"{name!r}: {each.style!r}"
     if isinstance(module, SplitLayer) or _uses_of(module):
         raise ArgumentError(
             f"parallelize: {name} is parallelized already",
             where=where,
-            found=module.word if isinstance(module, SplitLayer) else _uses_of(module)[0].word,
-            fix="call parallelize once, with the whole plan",
+            found=module.style if isinstance(module, SplitLayer) else _uses_of(module)[0].style,
+            fix="call parallelize once, with the complete plan",
         )
     own = dict(module.named_parameters(recurse=False))
-    if word.takes is not None:
-        _check_class(each, word.takes, own)
-        _check_size(each, getattr(module, word.cut), axis, parts)
+    if style.takes is not None:
+        _check_class(each, style.takes, own)
+        _check_size(each, getattr(module, style.cut), axis, parts)
         _check_around(each, modules, axis, parts)
-    elif each.word == "reduced" and (not own or _computes_parameters(module)):
+    elif each.style == "reduced" and (not own or _computes_parameters(module)):
         raise KindError(
             f"parallelize: {name}, a {type(module).__name__}, has no plain parameters",
             where=where,
             expected="a module with plain parameters, such as a norm",
-            fix="remove weight_norm, spectral_norm or pruning first" if own else None,
+            fix="remove weight_norm, spectral_norm or pruning first"
+            if own
+            else "remove it from the plan, or name its submodules",
         )
     for leaf, parameter in own.items():
         if annotation_of(parameter).has_owner:
@@ -165,49 +169,50 @@ def _check(each: Assignment, modules: Mapping[str, nn.Module], axis: str, parts:
                 fix="parallelize first: DDP(md.parallelize(model, mesh['tp'], plan), "
                 "device_mesh=mesh['dp'])",
             )
-        if word.takes is not None and parameter.grad is not None:
+        if style.takes is not None and parameter.grad is not None:
             raise ArgumentError(
-                f"parallelize: {name}.{leaf} has a gradient, of the whole",
+                f"parallelize cannot split {name}.{leaf} while it has a gradient",
                 where=where,
-                fix="optimizer.zero_grad(), or module.zero_grad(), first",
+                fix="call optimizer.zero_grad() or module.zero_grad() first",
             )
 
 
 def _computes_parameters(module: nn.Module) -> bool:
-    """Return whether a module's weights are computed of parameters, as under weight_norm."""
+    """Return whether weights are computed from other parameters, as with weight_norm."""
     computed = [x for x in vars(module).values() if isinstance(x, torch.Tensor) and x.requires_grad]
     return bool(computed) or nn.utils.parametrize.is_parametrized(module)
 
 
 def _check_class(each: Assignment, takes: type[nn.Module], own: Mapping[str, Any]) -> None:
     """Raise unless the module is exactly of class ``takes``, with plain parameters (``own``)."""
-    module, wanted = each.module, f"a torch.nn.{takes.__name__}, and no subclass"
+    module, wanted = each.module, f"a torch.nn.{takes.__name__} (not a subclass)"
     found = fix = None
     if nn.utils.parametrize.is_parametrized(module):
-        found, fix = "parametrized", "nn.utils.parametrize.remove_parametrizations first"
+        found = "parametrized"
+        fix = "call nn.utils.parametrize.remove_parametrizations first"
     elif type(module) is not takes:
         found = f"a {type(module).__module__}.{type(module).__qualname__}"
     elif not {"weight"} <= own.keys() <= {"weight", "bias"}:
         found = f"with the parameters {', '.join(own) or 'none'}"
-        fix = "take weight_norm, spectral_norm or pruning off first"
+        fix = "remove weight_norm, spectral_norm or pruning first"
     elif kinds := [type(p).__name__ for p in own.values() if type(p) is not nn.Parameter]:
         found = f"with a {kinds[0]} as parameter"
     elif any(parameter.is_meta for parameter in own.values()):
         found, fix = (
             "on the meta device, without values",
-            "module.to_empty(device=...) first, and check=False where values are loaded later",
+            "call module.to_empty(device=...) first; pass check=False if you load values later",
         )
     elif isinstance(module, nn.Embedding):
         options = [name for name in ("max_norm", "scale_grad_by_freq") if getattr(module, name)]
         if options:
-            found = f"with {options[0]}, which looks at all rows"
+            found = f"with {options[0]}, which reads all rows"
     if found is not None:
         raise KindError(
-            f"parallelize: {each.name or 'the model'} cannot be {each.word!r}",
-            where=f"{each.name!r}: {each.word!r}",
-            expected=f"{wanted}, with plain parameters",
+            f"parallelize cannot use {each.style!r} for {each.name or 'the model'}",
+            where=f"{each.name!r}: {each.style!r}",
+            expected=f"{wanted} with plain parameters",
             found=f"{type(module).__name__} {found}" if not found.startswith("a ") else found,
-            fix=fix or "leave it out of the plan: what a plan does not name stays whole",
+            fix=fix or _REMOVE,
         )
 
 
@@ -215,10 +220,10 @@ def _check_size(each: Assignment, size: int, axis: str, parts: int) -> None:
     if size < parts:
         raise ShapeError(
             f"parallelize: {each.name} is too small for the {parts} ranks of {axis!r}",
-            where=f"{each.name!r}: {each.word!r}",
-            expected=f"{WORDS[each.word].cut} of {parts} or more",
+            where=f"{each.name!r}: {each.style!r}",
+            expected=f"{STYLES[each.style].cut} of {parts} or more",
             found=f"{size}",
-            fix="leave it out of the plan: what a plan does not name stays whole",
+            fix=_REMOVE,
         )
 
 
@@ -230,66 +235,67 @@ def _check_around(
     around = modules.get(path)
     if isinstance(around, _READ_BY_PARENTS) and torch.backends.mha.get_fastpath_enabled():
         raise KindError(
-            f"parallelize: {type(around).__name__} may read the weights of {each.name} itself",
-            where=f"{each.name!r}: {each.word!r}",
+            f"parallelize: {type(around).__name__} may read the weights of {each.name} directly",
+            where=f"{each.name!r}: {each.style!r}",
             expected="a module that calls its layers",
-            fix="torch.backends.mha.set_fastpath_enabled(False) first",
+            fix="call torch.backends.mha.set_fastpath_enabled(False) first",
         )
     head_dim = getattr(around, "head_dim", None)
-    is_column = WORDS[each.word].becomes is ColumnParallelLinear
+    is_column = STYLES[each.style].becomes is ColumnParallelLinear
     if not (is_column and _MAKES_HEADS.fullmatch(leaf) and isinstance(head_dim, int)):
         return
     features = each.module.out_features
-    if head_dim < 1 or "whole" in each.word or features % head_dim:  # type: ignore[operator]
+    if head_dim < 1 or "whole" in each.style or features % head_dim:  # type: ignore[operator]
         return
     bounds = balanced_boundaries(features, (parts,))  # type: ignore[arg-type]
     if any(bound % head_dim for bound in bounds):
         raise ShapeError(
-            f"parallelize: {each.name} would be cut inside of a head",
-            where=f"{each.name!r}: {each.word!r}",
-            expected=f"a number of heads that the {parts} ranks of {axis!r} can divide",
-            found=f"{features // head_dim} heads of {head_dim} features, as head_dim of "  # type: ignore[operator]
-            f"{type(around).__name__} says",
-            fix="fewer ranks along the axis; or leave the layers of this attention out of the plan",
+            f"parallelize cannot split {each.name} inside an attention head",
+            where=f"{each.name!r}: {each.style!r}",
+            expected=f"a number of heads that is divisible by {parts}, the size of {axis!r}",
+            found=f"{features // head_dim} heads of {head_dim} features (head_dim of "  # type: ignore[operator]
+            f"{type(around).__name__})",
+            fix="use fewer ranks along the axis, or remove the layers of this attention from "
+            "the plan",
         )
 
 
 def _check_tied(assigned: list[Assignment], modules: Mapping[str, nn.Module], axis: str) -> None:
-    """Raise if modules share a parameter and would cut it in different ways."""
-    lies = {id(each.module): _layout_texts(each, axis) for each in assigned}
+    """Raise if modules share a parameter but would split it in different ways."""
+    layouts = {id(each.module): _layout_texts(each, axis) for each in assigned}
     seen: dict[int, tuple[str, str]] = {}
     for path, module in modules.items():
-        own = lies.get(id(module), {})
+        own = layouts.get(id(module), {})
         for leaf, parameter in module.named_parameters(recurse=False):
             name = f"{path}.{leaf}" if path else leaf
-            how = own.get(leaf, "whole")
-            first, there = seen.setdefault(id(parameter), (name, how))
-            if there != how:
+            how = own.get(leaf, "not split")
+            first, first_how = seen.setdefault(id(parameter), (name, how))
+            if first_how != how:
                 raise ArgumentError(
-                    f"parallelize: {first} and {name} are one parameter, which would lie in two "
-                    "ways",
-                    expected="words for both modules that cut it alike, such as 'vocab' of an "
-                    "embedding and 'column' of the head that is tied to it",
-                    found=f"{first}: {there}; {name}: {how}",
+                    f"parallelize cannot split one parameter in two ways: {first} and {name} are "
+                    "tied",
+                    expected="styles that split both the same way, such as 'vocab' for an "
+                    "embedding and 'column' for the head that is tied to it",
+                    found=f"{first}: {first_how}; {name}: {how}",
                     fix="name both modules in the plan, or none of them",
                 )
 
 
 def _layout_texts(each: Assignment, axis: str) -> dict[str, str]:
-    """Return, by parameter, a text of how it is cut or reduced."""
-    if each.word == "reduced":
+    """Return, by parameter, a text of how it is split or reduced."""
+    if each.style == "reduced":
         return {leaf: "reduced" for leaf, _ in each.module.named_parameters(recurse=False)}
     return {leaf: _dim_text(spec) for leaf, spec in _specs(each, axis).items()}
 
 
 def _dim_text(spec: str) -> str:
     dims = ["@" in dim for dim in spec.split()]
-    return f"cut along dim {dims.index(True)} of {len(dims)}"
+    return f"split along dim {dims.index(True)} of {len(dims)}"
 
 
 def _specs(each: Assignment, axis: str) -> dict[str, str]:
-    """Return, by parameter, the spec over ``axis`` that the plan's word for its module gives."""
-    becomes = WORDS[each.word].becomes
+    """Return, by parameter, the spec over ``axis`` that the module's style gives."""
+    becomes = STYLES[each.style].becomes
     own = dict(each.module.named_parameters(recurse=False))
     if becomes is None:
         return {}
@@ -301,46 +307,49 @@ def _specs(each: Assignment, axis: str) -> dict[str, str]:
 
 @one_frame
 def parallelize(module: M, mesh: DeviceMesh, plan: Mapping[str, str], *, check: bool = True) -> M:
-    """Every rank holds its part of the layers that a plan names; collective along the axis.
+    """Split the layers that ``plan`` names over a mesh axis, in place; collective along the axis.
 
-    The module itself is changed. All ranks along the axis must hold the same module, as after
-    ``md.seed`` or from one file. What the plan does not name stays whole. On an error nothing has
-    changed.
+    All ranks along the axis must hold the same module: call ``md.seed`` before you create it, or
+    load it from one file. Modules that the plan does not name are not split. If the call raises,
+    the module is unchanged.
 
     Args:
         module: the model, before it is wrapped.
-        mesh: the axis, such as ``mesh["tp"]``.
-        plan: words by patterns of module names; ``*`` stands for a part between dots. Or
-            ``model.tp_plan`` of transformers. The words: ``column`` (outputs are cut), ``row``
-            (inputs are cut), ``vocab`` (an embedding's rows are); ``column_whole`` and
-            ``row_whole``, whose cut side is whole outside; ``column_sequence``, ``row_sequence``
-            and ``vocab_sequence``, whose other side is cut along the sequence, the dim before the
-            last; ``column_sequence_whole``; ``reduced``, a whole module that each rank uses on its
-            own part, as a norm between the latter; ``cut_sequence`` and ``gather_sequence``, of the
-            output of any module.
-        check: whether ranks compare their models. Pass False if you load values later; then nothing
-            is sent.
+        mesh: one axis, such as ``mesh["tp"]``.
+        plan: a mapping from patterns of module names to styles, or ``model.tp_plan`` of
+            transformers. ``*`` matches one part between dots. The styles are ``column`` (splits the
+            outputs), ``row`` (splits the inputs) and ``vocab`` (splits an embedding's rows);
+            ``column_whole`` (gathers the outputs) and ``row_whole`` (takes unsplit inputs);
+            ``column_sequence``, ``row_sequence`` and ``vocab_sequence``, whose other activations
+            are split along the sequence, the dimension before the last; ``column_sequence_whole``;
+            ``reduced``, for an unsplit module that each rank uses on its own part, such as a norm
+            in a split sequence; ``cut_sequence`` and ``gather_sequence``, for the output of any
+            module.
+        check: whether ranks compare their models first. Pass False if you load values later; then
+            nothing is sent.
 
     Returns:
-        ``module``. Its cut parameters are the same objects, with this rank's part as values, marked
-        with their specs; uneven sizes are balanced.
+        ``module``. Its split parameters are the same objects. They hold this rank's part and are
+        annotated with their specs. Uneven sizes are balanced.
 
     Gradient:
-        That of the whole model. Of what is cut each rank has its part's; of ``reduced`` modules it
-        is summed over the axis.
+        The gradient of the unsplit model: each rank holds its part for split parameters. Gradients
+        of ``reduced`` modules are summed over the axis.
 
     Cost:
-        As ``md.tensor_parallel.explain(module)`` tells. The comparison reads the model once, and
-        sends 16 bytes.
+        See ``md.tensor_parallel.explain(module)``. The comparison reads the model once and sends
+        16 bytes.
 
     Raises:
-        ArgumentError: a pattern that fits no module, two that fit the same, an unknown word, a
-            module that is split or wrapped already, a tied parameter that would lie in two ways.
-        KindError: a module of another class than a word is for, a style of torch's.
-        ShapeError: sizes smaller than the axis; a cut inside of a head, where the module around a
-            ``column`` has a ``head_dim``.
-        MeshError: several axes, or none. NotInGroupError: this rank is not in the mesh.
-        UnequalError: ranks hold different modules, and check is True.
+        ArgumentError: if a pattern matches no module, two patterns match the same module, a style
+            is unknown, a module is split or wrapped already, or a tied parameter would be split in
+            two ways.
+        KindError: if a style does not support the module's class, or is a torch ParallelStyle.
+        ShapeError: if a size is smaller than the axis, or a ``column`` layer would be split inside
+            a head (its parent has a ``head_dim``).
+        MeshError: if ``mesh`` does not have exactly one axis.
+        NotInGroupError: if this rank is not in the mesh.
+        UnequalError: if ranks hold different modules and ``check`` is True.
 
     Example:
         >>> import torch, meshdist as md
@@ -360,7 +369,11 @@ def parallelize(module: M, mesh: DeviceMesh, plan: Mapping[str, str], *, check: 
         Recomputation in Large Transformer Models, 2022, section 4.2.
     """
     if not isinstance(module, nn.Module):
-        raise KindError("parallelize takes a module", found=f"a {type(module).__name__}")
+        raise KindError(
+            "parallelize takes a module",
+            found=f"a {type(module).__name__}",
+            fix="pass the torch.nn.Module as the first argument",
+        )
     axis = _axis_of(mesh)
     assigned = read_plan(module, plan, axis, mesh.size())
     with HiddenFromModes(), torch.no_grad():
@@ -388,15 +401,15 @@ def _check_equal(model: nn.Module, mesh: DeviceMesh) -> None:
         assert_equal(model, mesh)
     except UnequalError as error:
         error.add_fix(
-            "md.seed(0) on every rank before the model is made, or one file for all; or "
-            "parallelize(..., check=False) where values are loaded later"
+            "call md.seed(0) on every rank before you create the model, or load one file on all "
+            "ranks; or pass check=False if you load values later"
         )
         raise
 
 
 def _warn_of_norms(model: nn.Module, assigned: list[Assignment], axis: str) -> None:
-    """Warn of norm layers that a plan leaves out although it cuts the sequence over ``axis``."""
-    if not any("sequence" in each.word for each in assigned):
+    """Warn of norm layers that a plan omits although it splits the sequence over ``axis``."""
+    if not any("sequence" in each.style for each in assigned):
         return
     named = {id(each.module) for each in assigned}
     left_out = [
@@ -404,41 +417,41 @@ def _warn_of_norms(model: nn.Module, assigned: list[Assignment], axis: str) -> N
         for name, module in model.named_modules()
         if type(module).__name__.endswith("Norm")
         and id(module) not in named
-        # A mark says that the program has thought of it.
+        # An annotation shows that the user decided about this norm.
         and any(find_type(x) is None for x in module.parameters(recurse=False))
     ]
     if left_out:
-        summary = "parallelize: the plan cuts the sequence, and leaves norms out"
+        summary = "parallelize: the plan splits the sequence but omits norm layers"
         warn_caller(
             explain_text(
                 summary,
-                expected=f"'reduced' for each norm whose input is cut over {axis!r}: else its "
-                "gradient is this rank's part, outside of md.typed",
+                expected=f"'reduced' for each norm whose input is split over {axis!r} (otherwise "
+                "its gradient is only this rank's part, outside md.typed)",
                 found=first_texts(left_out, ", "),
-                fix="add them to the plan; where a norm sees whole sequences say so: "
+                fix="add them to the plan; if a norm reads complete sequences, annotate it: "
                 "md.annotate(model, {'norm.*': '...'}, mesh=mesh)",
             )
         )
 
 
 def _warn_of_packed(assigned: list[Assignment]) -> None:
-    """Warn of layers that are cut by outputs and named like packed projections."""
+    """Warn of column layers that are named like packed projections."""
     packed = [
         each.name
         for each in assigned
-        if WORDS[each.word].becomes is ColumnParallelLinear
-        and "whole" not in each.word
+        if STYLES[each.style].becomes is ColumnParallelLinear
+        and "whole" not in each.style
         and _PACKED.fullmatch(each.name.rpartition(".")[2])
     ]
     if packed:
         warn_caller(
             explain_text(
                 "parallelize: a column layer is named like a packed projection",
-                expected="features that lie head after head: where q, k and v lie one after the "
-                "other, chunk(3) of a rank's part mixes them",
+                expected="features stored head by head (if q, k and v are stored one after the "
+                "other, chunk(3) of a rank's part mixes them)",
                 found=first_texts(packed, ", "),
-                fix="split it into a layer for each projection, or make it 'column_whole'; if its "
-                "features lie head after head, give the layer another name, or\n"
+                fix="split it into one layer for each projection, or use 'column_whole'; if its "
+                "features are stored head by head, rename the layer, or\n"
                 "warnings.filterwarnings('ignore', '.*named like a packed projection')",
             )
         )
@@ -447,57 +460,63 @@ def _warn_of_packed(assigned: list[Assignment]) -> None:
 def _axis_of(mesh: object) -> str:
     if not isinstance(mesh, DeviceMesh):
         raise KindError(
-            "parallelize takes an axis of a mesh of meshdist's",
+            "parallelize takes one axis of a meshdist.DeviceMesh",
             expected='mesh["tp"]',
             found=f"a {type(mesh).__module__}.{type(mesh).__qualname__}",
-            fix="DeviceMesh.from_torch(mesh)" if type(mesh).__name__ == "DeviceMesh" else None,
+            fix='convert it: DeviceMesh.from_torch(mesh)["tp"]'
+            if type(mesh).__name__ == "DeviceMesh"
+            else 'pass the axis of a mesh: mesh["tp"]',
         )
     if len(mesh.axis_names) != 1:
         raise MeshError(
-            "parallelize takes one axis of a mesh, with a name",
+            "parallelize takes one named axis of a mesh",
             expected='mesh["tp"]',
             found=repr(mesh),
+            fix='pass one axis: mesh["tp"]; or name the axes: mesh_dim_names=("dp", "tp")',
         )
     coordinate_in(mesh, "parallelize")
     return mesh.axis_names[0]
 
 
 def _change(each: Assignment, mesh: DeviceMesh) -> None:
-    """Change a module's class, or hook it, as the plan's word says; cut its parameters."""
-    module, word = each.module, each.word
-    becomes, specs = WORDS[word].becomes, _specs(each, mesh.axis_names[0])
+    """Change a module's class, or add a hook, for its style; split its parameters."""
+    module, style = each.module, each.style
+    becomes, specs = STYLES[style].becomes, _specs(each, mesh.axis_names[0])
     if becomes is not None:
         module.__class__ = becomes
         assert isinstance(module, SplitLayer)
-        module.mesh, module.word = mesh, word
+        module.mesh, module.style = mesh, style
         annotate(module, specs, mesh=mesh)
-        if word == "row_sequence" and isinstance(module.bias, torch.Tensor):
+        if style == "row_sequence" and isinstance(module.bias, torch.Tensor):
             note_summed(module.bias, mesh)
-    elif word == "reduced":
+    elif style == "reduced":
         for parameter in module.parameters(recurse=False):
             note_summed(parameter, mesh)
-        module.__dict__["forward"] = ReducedForward(word, mesh, module, module.forward)
+        module.__dict__["forward"] = ReducedForward(style, mesh, module, module.forward)
     else:
-        hook = CutSequence if word == "cut_sequence" else GatherSequence
-        module.register_forward_hook(hook(word, mesh))
+        hook = CutSequence if style == "cut_sequence" else GatherSequence
+        module.register_forward_hook(hook(style, mesh))
 
 
-# -- what was done, in words ----------------------------------------------------------------------
+# -- the explanation ------------------------------------------------------------------------------
 
 
 def explain(
     module: nn.Module, mesh: DeviceMesh | None = None, plan: Mapping[str, str] | None = None
 ) -> str:
-    """Return what each layer of a module sends, forward and backward, as text.
+    """Describe what each layer of a module sends in the forward and backward pass.
 
     Args:
-        module: a module that ``parallelize`` has changed; or, with ``mesh`` and ``plan``, a module
-            for which these would be right: it is not changed, and all errors of ``parallelize``
-            are raised.
+        module: a module that ``parallelize`` has changed. With ``mesh`` and ``plan``, a module that
+            you want to parallelize: it is not changed.
+        mesh, plan: the arguments of ``parallelize``.
 
     Returns:
-        A few lines for each word and size; layers that differ in their numbers stand together.
-        Sizes are those of the whole arrays; ``...`` are the batch's dims, ``s`` the sequence.
+        A few lines of text for each style and size. Layers whose names differ only in numbers share
+        an entry. Sizes are global; ``...`` are the batch dimensions, ``s`` the sequence.
+
+    Raises:
+        All errors of ``parallelize``, if ``mesh`` and ``plan`` are given.
 
     Example:
         >>> import torch, meshdist as md
@@ -532,12 +551,12 @@ def explain(
 
 
 def _parallelized(module: nn.Module) -> Iterator[tuple[str, Assignment]]:
-    """Yield ("tp=2", assignment) for each parallelized module: its axis and size, its layer."""
+    """Yield (axis and size as "tp=2", assignment) for each parallelized module."""
     for name, child in module.named_modules():
         uses = [child] if isinstance(child, SplitLayer) else _uses_of(child)
         for use in uses[:1]:
             over = f"{use.mesh.axis_names[0]}={use.mesh.size()}"
-            yield over, Assignment(name, child, use.word)
+            yield over, Assignment(name, child, use.style)
 
 
 def _uses_of(module: nn.Module) -> list[UseHook]:
@@ -546,17 +565,17 @@ def _uses_of(module: nn.Module) -> list[UseHook]:
 
 
 def _explained(each: Assignment) -> str:
-    word, module = WORDS[each.word], each.module
+    style, module = STYLES[each.style], each.module
     sizes: dict[str, object] = {"d": "", "f": ""}
     if isinstance(module, nn.Linear):
         sizes = {"d": module.in_features, "f": module.out_features}
     elif isinstance(module, nn.Embedding):
         sizes = {"f": module.embedding_dim}
-    backward = word.backward.format(**sizes)
-    if each.word == "reduced":
+    backward = style.backward.format(**sizes)
+    if each.style == "reduced":
         count = sum(parameter.numel() for parameter in module.parameters(recurse=False))
         backward += f", {count} elements"
-    return f"{each.word}\n    forward:  {word.forward.format(**sizes)}\n    backward: {backward}"
+    return f"{each.style}\n    forward:  {style.forward.format(**sizes)}\n    backward: {backward}"
 
 
 def _with_count(item: tuple[str, int]) -> str:

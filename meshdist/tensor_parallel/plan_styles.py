@@ -1,7 +1,7 @@
-"""The words of a plan: what each does to a module and sends, and which words cannot be meant.
+"""Define the parallel styles of a plan: how each changes a module, and what it communicates.
 
-transformers' words are taken as they are. torch's styles and words of what is no plain product are
-rejected, with the word or the call to take in their place.
+The styles of transformers are accepted unchanged. torch's ParallelStyle objects, and styles that
+plain tensors cannot implement, raise an error with the style or call to use instead.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ from .layers import (
 
 
 @dataclass(frozen=True)
-class Word:
-    """The meaning of a word of a plan for a module.
+class Style:
+    """A parallel style: how a plan changes a module.
 
     Args:
-        takes: the class of module that it is for, exactly; None for modules of any class.
-        becomes: the class that the module gets; None leaves it.
-        cut: the name of the size that is cut.
-        forward, backward: what is sent, by the sizes ``d``, of the input, and ``f``, of the output.
+        takes: the exact class of the module; None for any class.
+        becomes: the new class of the module; None keeps it.
+        cut: the name of the size that is split.
+        forward, backward: the communication, as templates of the sizes ``d`` (input) and ``f``
+            (output).
     """
 
     takes: type[nn.Module] | None
@@ -48,35 +49,35 @@ _GATHER_X = "all-gather of the input, [..., s, {d}], one for all layers of this 
 _SCATTER_X = "reduce-scatter of the input's gradient, [..., s, {d}], one for all of them"
 _NOTHING = "nothing"
 
-WORDS: Mapping[str, Word] = {
-    "column": Word(*_COLUMN, _NOTHING, _SUM_X),
-    "column_whole": Word(*_COLUMN, "all-gather of the output, [..., {f}]", _SUM_X),
-    "column_sequence": Word(*_COLUMN, _GATHER_X, _SCATTER_X),
-    "column_sequence_whole": Word(
+STYLES: Mapping[str, Style] = {
+    "column": Style(*_COLUMN, _NOTHING, _SUM_X),
+    "column_whole": Style(*_COLUMN, "all-gather of the output, [..., {f}]", _SUM_X),
+    "column_sequence": Style(*_COLUMN, _GATHER_X, _SCATTER_X),
+    "column_sequence_whole": Style(
         *_COLUMN, f"{_GATHER_X}; all-gather of the output, [..., s, {{f}}]", _SCATTER_X
     ),
-    "row": Word(*_ROW, "all-reduce of the output, [..., {f}]", _NOTHING),
-    "row_whole": Word(
+    "row": Style(*_ROW, "all-reduce of the output, [..., {f}]", _NOTHING),
+    "row_whole": Style(
         *_ROW,
         "all-reduce of the output, [..., {f}]",
         "all-gather of the input's gradient, [..., {d}]",
     ),
-    "row_sequence": Word(
+    "row_sequence": Style(
         *_ROW,
         "reduce-scatter of the output, [..., s, {f}]",
         "all-gather of the output's gradient, [..., s, {f}]",
     ),
-    "vocab": Word(*_VOCAB, "all-reduce of the output, [..., {f}]", _NOTHING),
-    "vocab_sequence": Word(
+    "vocab": Style(*_VOCAB, "all-reduce of the output, [..., {f}]", _NOTHING),
+    "vocab_sequence": Style(
         *_VOCAB,
         "reduce-scatter of the output, [..., s, {f}]",
         "all-gather of the output's gradient, [..., s, {f}]",
     ),
-    "reduced": Word(None, None, "", _NOTHING, "all-reduce of the gradients of its parameters"),
-    "cut_sequence": Word(None, None, "", _NOTHING, "all-gather of the output's gradient"),
-    "gather_sequence": Word(None, None, "", "all-gather of the output", _NOTHING),
+    "reduced": Style(None, None, "", _NOTHING, "all-reduce of the gradients of its parameters"),
+    "cut_sequence": Style(None, None, "", _NOTHING, "all-gather of the output's gradient"),
+    "gather_sequence": Style(None, None, "", "all-gather of the output", _NOTHING),
 }
-"""The words of a plan."""
+"""The styles of a plan."""
 
 OF_TRANSFORMERS = {
     "colwise": "column",
@@ -89,105 +90,111 @@ OF_TRANSFORMERS = {
     "replicated_with_grad_allreduce": "reduced",
     "sequence_parallel": "reduced",
 }
-"""The meaning of the words of transformers' ``model.tp_plan``."""
+"""Our name for each style of transformers' ``model.tp_plan``."""
 
 _PACKED = (
-    "split it into a module for each part; or let the features lie head after head, as 'column'"
+    "split it into one module for each part, or store the features head by head and use 'column'"
 )
-_EXPERTS = "leave the experts out of the plan, and carry tokens to them by md.experts"
-_WHOLE = "leave it out of the plan: what a plan does not name stays whole"
-_REFUSED = {
-    "packed_colwise": ("weights packed into one are no plain column", _PACKED),
-    "packed_rowwise": ("weights packed into one are no plain row", _PACKED),
-    "embedding_colwise": ("an embedding is cut by rows", "write 'vocab'"),
+_NOT_LINEAR = "experts are not a single matrix product"
+_EXPERTS = "remove the experts from the plan, and send tokens to them with md.experts"
+_NOT_SPLIT = "remove it from the plan: modules that the plan does not name are not split"
+_REJECTED = {
+    "packed_colwise": ("packed weights are not a single matrix", _PACKED),
+    "packed_rowwise": ("packed weights are not a single matrix", _PACKED),
+    "embedding_colwise": ("an embedding is split by rows", "use 'vocab'"),
     "loss_parallel": (
-        "a loss is no module",
-        "call md.tensor_parallel.cross_entropy(logits, target, mesh['tp']) on the output of a head "
-        "that is 'column'",
+        "a loss is not a module",
+        "call md.tensor_parallel.cross_entropy(logits, target, mesh['tp']) on the output of a "
+        "'column' head",
     ),
-    "moe_tp_experts": ("experts are no plain products", _EXPERTS),
-    "moe_identity_expert": ("experts are no plain products", _EXPERTS),
-    "grouped_gemm": ("experts are no plain products", _EXPERTS),
-    "ep_dispatch_experts": ("experts are no plain products", _EXPERTS),
-    "ep_router": ("experts are no plain products", _EXPERTS),
-    "mla_kv_a_proj": ("an output that is used in two ways", _WHOLE),
-    "all_reduce": ("a sum of what a module of another class returns", _WHOLE),
-    "local_params": ("parameters that are no layer's", _WHOLE),
-    "keep_full_weight": ("a weight that stays whole", _WHOLE),
-    "replicate": ("a module that stays whole", _WHOLE),
+    "moe_tp_experts": (_NOT_LINEAR, _EXPERTS),
+    "moe_identity_expert": (_NOT_LINEAR, _EXPERTS),
+    "grouped_gemm": (_NOT_LINEAR, _EXPERTS),
+    "ep_dispatch_experts": (_NOT_LINEAR, _EXPERTS),
+    "ep_router": (_NOT_LINEAR, _EXPERTS),
+    "mla_kv_a_proj": ("its output is used in two ways", _NOT_SPLIT),
+    "all_reduce": ("it sums the output of a module of another class", _NOT_SPLIT),
+    "local_params": ("its parameters do not belong to a layer", _NOT_SPLIT),
+    "keep_full_weight": ("the weight is not split", _NOT_SPLIT),
+    "replicate": ("the module is not split", _NOT_SPLIT),
 }
-"""Words that cannot be meant on plain tensors: why, and what to do."""
+"""Styles that plain tensors cannot implement: (reason, fix)."""
 
 
-def words_of(plan: object) -> dict[str, str]:
-    """Return a plan as {pattern: word of ours}; raise for anything else."""
+def styles_of(plan: object) -> dict[str, str]:
+    """Return a plan as {pattern: style}, with our names of styles; raise for anything else."""
     if not isinstance(plan, Mapping) or not plan:
         raise KindError(
-            "parallelize takes a plan: patterns of module names, with words",
-            expected='such as {"layers.*.up": "column", "layers.*.down": "row"}',
+            "parallelize takes a plan: a mapping from patterns of module names to styles",
+            expected='for example {"layers.*.up": "column", "layers.*.down": "row"}',
             found=f"{plan!r}, a {type(plan).__name__}",
-            fix="model.tp_plan is empty where transformers has no plan: write one"
+            fix="write a plan: model.tp_plan is empty if transformers has no plan for the model"
             if plan is None or plan == {}
-            else None,
+            else "pass a non-empty mapping",
         )
-    return {pattern: word_of(pattern, word) for pattern, word in plan.items()}
+    return {pattern: style_of(pattern, style) for pattern, style in plan.items()}
 
 
-def word_of(pattern: object, word: object) -> str:
-    """Return our word for ``word`` in a plan; if unknown or rejected, raise, naming ``pattern``."""
-    where = f"{pattern!r}: {word!r}"
+def style_of(pattern: object, style: object) -> str:
+    """Return our name of ``style``; if unknown or rejected, raise an error with ``pattern``."""
+    where = f"{pattern!r}: {style!r}"
     if not isinstance(pattern, str):
-        raise KindError("parallelize: the keys of a plan are patterns of names", found=where)
-    if not isinstance(word, str):
-        raise _of_torch(pattern, word)
-    ours = OF_TRANSFORMERS.get(word, word)
-    if ours in WORDS:
-        return ours
-    if word in _REFUSED:
-        why, fix = _REFUSED[word]
-        raise ArgumentError(
-            f"parallelize: {word!r} cannot be meant on plain tensors: {why}", where=where, fix=fix
+        raise KindError(
+            "parallelize: the keys of a plan are patterns of module names",
+            found=where,
+            fix='use strings as keys, for example "layers.*.up"',
         )
-    near = get_close_matches(word, [*WORDS, *OF_TRANSFORMERS], 1, 0.0)
+    if not isinstance(style, str):
+        raise _of_torch(pattern, style)
+    ours = OF_TRANSFORMERS.get(style, style)
+    if ours in STYLES:
+        return ours
+    if style in _REJECTED:
+        why, fix = _REJECTED[style]
+        raise ArgumentError(
+            f"parallelize does not support the style {style!r}: {why}", where=where, fix=fix
+        )
+    near = get_close_matches(style, [*STYLES, *OF_TRANSFORMERS], 1, 0.0)
     raise ArgumentError(
-        f"parallelize: {word!r} is no word of a plan",
+        f"parallelize: unknown style {style!r}",
         where=where,
-        expected=", ".join(WORDS),
+        expected="one of " + ", ".join(STYLES),
         fix=f"did you mean {near[0]!r}?",
     )
 
 
 def _of_torch(pattern: str, style: Any) -> KindError:
-    """Return the error for a ParallelStyle of torch's, which names our word for it."""
+    """Return the error for a torch ParallelStyle, which names our style for it."""
     name = style.__name__ if isinstance(style, type) else type(style).__name__
     is_cut_in, is_cut_out, is_whole_in, is_whole_out = (
         any(getattr(layout, "is_" + kind, bool)() for layout in _layouts(style, which))
         for kind in ("shard", "replicate")
         for which in ("input_layouts", "output_layouts")
     )
-    says = {
+    equivalent = {
         "ColwiseParallel": "'column" + "_sequence" * is_cut_in + "_whole" * is_whole_out + "'",
-        "RowwiseParallel": "'row_sequence', of an embedding 'vocab_sequence'"
+        "RowwiseParallel": "'row_sequence', for an embedding 'vocab_sequence'"
         if is_cut_out
-        else "'row_whole', of an embedding 'vocab'"
+        else "'row_whole', for an embedding 'vocab'"
         if is_whole_in
         else "'row'",
         "SequenceParallel": "'reduced'",
-        "PrepareModuleInput": "nothing: layers whose words have _sequence gather their input, once",
+        "PrepareModuleInput": "nothing, because _sequence layers gather their input",
         "PrepareModuleOutput": "'gather_sequence' or 'cut_sequence'",
     }.get(name)
-    if says is None and not hasattr(style, "_apply"):
+    if equivalent is None and not hasattr(style, "_apply"):
         return KindError(
-            "parallelize: the values of a plan are words",
+            "parallelize: the values of a plan are names of styles",
             where=f"{pattern!r}: {style!r}",
-            expected=", ".join(WORDS),
+            expected="one of " + ", ".join(STYLES),
             found=f"a {type(style).__name__}",
+            fix='pass for example {"layers.*.up": "column"}',
         )
-    ours = "" if says is None else f"the word that says the same: {says}; or "
+    ours = "" if equivalent is None else f"use {equivalent}; or "
     return KindError(
-        f"parallelize: {name} is a style of torch's, which makes DTensors of parameters",
+        f"parallelize cannot use torch's {name}, which converts parameters to DTensor",
         where=f"{pattern!r}: {name}",
-        fix=f"{ours}torch.distributed.tensor.parallel.parallelize_module(module, "
+        fix=f"{ours}call torch.distributed.tensor.parallel.parallelize_module(module, "
         "mesh.to_torch()['tp'], plan)",
     )
 

@@ -1,1 +1,1 @@
-"""Types that follow values."""
+"""Infer the types of values over mesh axes."""

@@ -1,4 +1,4 @@
-"""``md.annotate`` and ``md.typeof`` set and return a tensor's type over mesh axes."""
+"""Set and return a tensor's type over mesh axes: ``md.annotate`` and ``md.typeof``."""
 
 from __future__ import annotations
 
@@ -63,44 +63,45 @@ def annotate(
     unreduced: str | tuple[str, ...] = (),
     mesh: DeviceMesh | None = None,
 ) -> Any:
-    """Set the kinds of ``tensor`` over mesh axes: where data enter, or on a shard of weights.
+    """Annotate ``tensor`` with its type over mesh axes: input data, or a shard of weights.
 
-    It is invariant over every axis that is not named. An earlier annotation is overwritten. Nothing
-    is sent or copied, and values are not checked; it works outside ``md.typed`` as well.
+    The tensor is invariant over every axis that you do not name. It replaces an earlier
+    annotation. Nothing is sent or copied, and values are not checked. You can also call it outside
+    ``md.typed``.
 
-    Of a module each parameter and buffer that ``spec`` names is annotated, once all is checked.
-    The module notes their marks too, and is copied and pickled with them: tensors that take the
-    place of its own, by ``copy.deepcopy``, ``load_state_dict(assign=True)`` or ``to_empty``, have
-    them at once.
+    For a module, annotate each parameter and buffer that ``spec`` names. The module keeps these
+    annotations when it is copied or pickled, and applies them to tensors that replace its own, for
+    example by ``load_state_dict(assign=True)`` or ``to_empty``.
 
     Args:
-        tensor: this rank's; a plain tensor or parameter, or a module.
-        spec: in place of the kinds: where the tensor lies, as a ``PartitionSpec``, a
-            ``NamedSharding`` or a pattern such as "f@tp d {R:dp}". It is varying over the axes
-            that cut a dim, and carries the spec, which ``md.typeof`` shows. Of a module a mapping
-            from names, in which ``*`` stands for any text, to such specs.
-        varying: the axes along which ranks hold their own values.
-        reduced: the axes along which it is equal on all ranks, and its gradient a partial sum on
-            each.
+        tensor: this rank's plain tensor or parameter, or a module.
+        spec: how the tensor is sharded: a ``PartitionSpec``, a ``NamedSharding`` or a pattern such
+            as "f@tp d {R:dp}". The tensor varies over the axes that shard a dimension, and carries
+            the spec, which ``md.typeof`` shows. For a module, a mapping from names to specs;
+            ``*`` in a name matches any text. Replaces ``varying``, ``reduced`` and ``unreduced``.
+        varying: the axes along which each rank holds its own values.
+        reduced: the axes along which the tensor is equal on all ranks and its gradient is a
+            partial sum on each rank.
         unreduced: the axes along which each rank holds a partial sum of the value.
-        mesh: has the axes; None takes the sharding's, or the mesh in force, and checks no names
-            where there is none.
+        mesh: the mesh of these axes. None means the mesh of the sharding, or the current mesh;
+            without either, names of axes are not checked.
 
     Returns:
         ``tensor`` itself.
 
     Raises:
-        KindError: no tensor, a subclass, an axis that is no name, or a spec beside kinds.
-        AxisError: the mesh has no such axis.
-        AxisTypeError: an axis is named under two kinds, or the module is wrapped already, or the
-            parameter is, by a wrapper that does not reduce it over an axis that is named so.
-        PatternError: a text that is no pattern of one array, or names a whole dim as an axis of
-            the mesh ("tp" where "f@tp" or ``varying="tp"`` is meant).
-        ShapeError: a spec or a pattern for another number of dims.
-        DtypeError: booleans whose spec is unreduced.
-        MeshError: the sharding is of another mesh.
-        ArgumentError: a name that fits no tensor of the module, two that fit the same, or two
-            specs for a tensor that has several names.
+        KindError: if ``tensor`` is neither a plain tensor nor a module, an axis is not a name, or
+            a spec is combined with other axes.
+        AxisError: if the mesh has no such axis.
+        AxisTypeError: if an axis has two types, the module is wrapped already, or a wrapper does
+            not reduce the parameter over an axis in ``reduced``.
+        PatternError: if the pattern is invalid, or names a dimension like an axis of the mesh
+            ("tp" instead of "f@tp" or ``varying="tp"``).
+        ShapeError: if the spec has the wrong number of dimensions.
+        DtypeError: if a bool tensor is unreduced.
+        MeshError: if the sharding has another mesh.
+        ArgumentError: if a name matches no tensor of the module, two names match the same tensor,
+            or a tensor with several names has two specs.
 
     Example:
         >>> import torch, meshdist as md
@@ -115,18 +116,18 @@ def annotate(
     """
     if not isinstance(tensor, (torch.Tensor, nn.Module)):
         raise KindError(
-            "annotate takes a tensor, or a module",
+            "annotate takes a tensor or a module",
             found=f"a {type(tensor).__name__}",
-            fix="annotate each tensor of a nesting by itself",
+            fix="annotate each tensor of a nested structure separately",
         )
     if (varying or reduced or unreduced) and (spec is not None or isinstance(tensor, nn.Module)):
         raise KindError(
-            "annotate takes a spec or kinds, not both"
+            "annotate takes either a spec or varying=, reduced= and unreduced=, not both"
             if spec is not None
-            else "annotate takes specs by name for a module, and no kinds",
-            found=f"{spec!r} beside varying={varying!r}, reduced={reduced!r}, "
+            else "annotate cannot take varying=, reduced= or unreduced= for a module",
+            found=f"{spec!r} with varying={varying!r}, reduced={reduced!r}, "
             f"unreduced={unreduced!r}",
-            fix='say it all in the spec, such as "b@dp d {R:tp}"',
+            fix='write all axes in the spec, such as "b@dp d {R:tp}"',
         )
     if isinstance(tensor, nn.Module):
         return annotate_module(tensor, spec, mesh)
@@ -149,9 +150,9 @@ def annotate(
                 raise with_hidden_mesh(no_axis(axis, mesh.axis_names, where), given_mesh)
             if kinds.setdefault(axis, kind) != kind:
                 raise AxisTypeError(
-                    f"annotate: a value is of one kind over axis {axis!r}",
+                    f"annotate cannot give a tensor two types over axis {axis!r}",
                     found=f"varying={varying!r}, reduced={reduced!r}, unreduced={unreduced!r}",
-                    fix="name the axis once",
+                    fix="name the axis in one argument only",
                 )
     _reject_late(tensor, type_text(kinds))
     set_spec(tensor, type_text(kinds), None)
@@ -159,16 +160,16 @@ def annotate(
 
 
 def _reject_late(tensor: torch.Tensor, text: str) -> None:
-    """Raise if ``text`` marks a wrapper's parameter reduced over axes unknown to the wrapper."""
+    """Raise if ``text`` makes a wrapped parameter reduced over axes unknown to its wrapper."""
     owned = find_owner_axes(tensor) or ()
     late = [axis for axis in axes_of_kind(text, "R") if axis not in owned]
     if owned and late:
         raise AxisTypeError(
-            f"annotate: a parameter of a wrapper becomes reduced over {shown(late)}",
-            expected="a mark that is there when the model is wrapped, which reduces over "
+            f"annotate cannot make a wrapped parameter reduced over {shown(late)}",
+            expected="an annotation before the model is wrapped; the wrapper reduces over "
             f"{shown(owned)}",
             found=tensor_text(tensor),
-            fix="annotate it first, then wrap the model",
+            fix="annotate the parameter first, then wrap the model",
         )
 
 
@@ -180,20 +181,21 @@ def _names(axes: object, argument: str) -> tuple[str, ...]:
         raise KindError(
             f"annotate cannot take {axes!r} as {argument}",
             expected="the name of an axis, or a tuple of names",
+            fix=f"pass for example {argument}='dp' or {argument}=('dp', 'tp')",
         )
     return tuple(names)
 
 
 @dataclass(frozen=True)
 class TensorType:
-    """A tensor's shape, dtype, and kind over mesh axes.
+    """A tensor's shape, dtype and type over mesh axes.
 
     Args:
-        shape: of this rank's tensor.
-        varying, reduced, unreduced: the axes over which it is so, sorted; it is invariant over
-            all others.
+        shape: the shape of this rank's tensor.
+        varying, reduced, unreduced: the axes of each type, sorted; the tensor is invariant over
+            all other axes.
         spec: the spec that the tensor carries, or None.
-        text: the whole, as it is printed.
+        text: the printed form.
     """
 
     shape: tuple[int, ...]
@@ -211,15 +213,15 @@ class TensorType:
 def typeof(x: torch.Tensor) -> TensorType:
     """Return the type of ``x`` over mesh axes, which prints as ``float32[8, 4]{V:dp}``.
 
-    An invariant tensor's prints as ``float32[8, 4]``. With a spec, dims show the axes that cut
-    them: ``float32[8@dp, 4]{U:tp}``; sizes are those of this rank's shard.
+    The type of an invariant tensor prints as ``float32[8, 4]``. With a spec, dimensions show the
+    axes that shard them: ``float32[8@dp, 4]{U:tp}``. Sizes are the sizes of this rank's shard.
 
     Args:
-        x: a tensor. A tensor made outside a context from annotated tensors has no type of its own,
-            and counts as invariant.
+        x: a tensor. The result of an operation outside ``md.typed`` has no type and counts as
+            invariant.
 
     Raises:
-        KindError: no tensor.
+        KindError: if ``x`` is not a tensor.
 
     Example:
         >>> import torch, meshdist as md

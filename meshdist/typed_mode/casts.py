@@ -1,23 +1,23 @@
-"""Casts that a typed context inserts: aliases whose backward is a psum.
+"""Insert the casts of a typed context: aliases whose backward is a psum.
 
-A cast stands where an operand that is invariant over some axes meets others that are not. Forward
-it is the operand itself: an alias with the same memory and version, seen by the operation alone,
-and into which torch rejects to write. Backward it sums the gradient over the axes.
+A context casts an operand that is invariant over some axes if the other operands are not. In the
+forward, the cast is an alias with the same memory and version, which only the operation sees and
+torch does not allow writing to. In the backward, it sums the gradient over the axes.
 
-A tensor is cast once for each type that it lacks, and keeps the cast while it lives: three uses of
-an activation cost one psum. The casts of a leaf, which would keep it alive, are dropped when a
-backward has ended. No cast ends when the garbage collector happens to run, which is at other
-moments on other ranks: all ranks make the same casts.
+A tensor is cast once for each missing type and keeps the cast as long as it exists: three uses of
+an activation cost one psum. The casts of a leaf, which would keep it alive, are dropped after each
+backward. No cast depends on the garbage collector, which runs at different times on each rank, so
+all ranks insert the same casts.
 
-The backward of a parameter's cast is one psum; for many small parameters that is many small
-messages. So leaves that were cast alone in one context are laid into buckets at its end, in the
-order of the casts, which all ranks share; the next context casts a bucket as a whole when it meets
-its first member. A leaf keeps its bucket for as long as it lives and is used, so programs that
+The backward of a parameter's cast is one psum; many small parameters would send many small
+messages. So a context groups the leaves that it cast alone into buckets when it ends, in the order
+of the casts, which all ranks share. The next context casts a complete bucket at its first use of
+any of these leaves. A leaf keeps its bucket as long as it exists and is used, so programs that
 alternate between models keep both.
 
-A leaf that is held by a reference cycle dies when the garbage collector runs, which it does at
-other moments on other ranks. So nothing here depends on a leaf's death: the slot of a leaf that
-has died stays, on all ranks, and travels empty, until backwards have found it unused for a while.
+The garbage collector frees leaves in reference cycles at different times on each rank. So nothing
+here depends on that: the slot of a freed leaf stays on all ranks and sends zeros, until several
+backwards have not used it.
 
 Drawn case: leaves w, v and b of 2, 3 and 1 numbers meet x, which is 1 on rank 0 and 3 on rank 1.
 
@@ -91,7 +91,7 @@ class LeafSlot:
         self.num_unused = 0  # backwards in a row, on all ranks
 
     def fits(self, leaf: torch.Tensor) -> bool:
-        """Return whether the slot's leaf is without hooks and as before, so it fits a bucket."""
+        """Return whether the slot's leaf is unchanged and has no hooks, as a bucket requires."""
         return (
             leaf.requires_grad
             and leaf.is_leaf
@@ -109,7 +109,7 @@ class LeafGroup:
         self.slots: list[LeafSlot] = []
 
     def note_use(self, slots: Sequence[LeafSlot], is_used: Sequence[bool]) -> None:
-        """Count a backward for each slot, and drop slots unused for long; alike on all ranks."""
+        """Count a backward for each slot, and drop unused slots, equally on all ranks."""
         for slot, used in zip(slots, is_used, strict=True):
             slot.num_unused = 0 if used else slot.num_unused + 1
             if slot.num_unused >= UNUSED_BACKWARDS and slot in self.slots:
@@ -274,7 +274,7 @@ class Casts:
         self._kept[key][missing] = _KeptCast(x, alias)
 
     def forget_leaves(self) -> None:
-        """Drop the casts of leaves at the end of a backward; they are made anew."""
+        """Drop the casts of leaves at the end of a backward."""
         for key in [key for key, x in self._tensors.items() if isinstance(x, torch.Tensor)]:
             del self._tensors[key], self._kept[key]
 

@@ -1,12 +1,10 @@
-"""Collectives inside typed contexts: functional collectives, and torch's collectives, which write
-in place.
+"""Type functional and in-place collectives inside typed contexts.
 
-The kinds that a functional collective takes and gives stand in the table of ``axis_types``:
-operands are checked, and results are marked. torch's collectives run as if there were no context;
-the tensors that they write are marked. Such a collective overwrites a tensor as a whole. Over the
-axes of its group the tensor is then invariant where all members hold the same, else varying. Over
-all other axes it takes the joined type of the tensors that the collective has read. Other views of
-its memory keep their types.
+The table in ``axis_types`` lists the types that a functional collective takes and returns: operands
+are checked and results are annotated. In-place collectives run without the context; the tensors
+that they write are annotated. Over the axes of the group, such a tensor becomes invariant if all
+ranks hold the same value, else varying. Over all other axes it gets the joined type of the tensors
+that the collective has read. Other views of its memory keep their types.
 """
 
 from __future__ import annotations
@@ -62,7 +60,7 @@ _signature = cache(inspect.signature)
 
 
 def _mark(mode: ContextMode, row: OperationSpec, given: Mapping[str, Any]) -> None:
-    """Set the types of the tensors that a torch collective has written, by its arguments ``given``."""
+    """Set the types of the tensors that a torch collective with arguments ``given`` has written."""
     group = given.get("group")
     if row.writes == "p2p_op_list":
         operations = given["p2p_op_list"]
@@ -124,8 +122,7 @@ def made_equal(group: ProcessGroup, *tensors: torch.Tensor) -> None:
 def find_typed_operation(
     operation: str, axes: DeviceMesh, to: str | None = None
 ) -> TypedOperation | None:
-    """Return the TypedOperation of ``operation(to=to)`` over ``axes`` in the open context; None
-    without."""
+    """Return the TypedOperation of ``operation(to=to)`` over ``axes``; None without a context."""
     mode = find_context()
     if mode is None:
         return None
@@ -148,7 +145,7 @@ class TypedOperation:
         self._results: dict[str, str] = {}  # the types of results by those of operands
 
     def result_type(self, x: torch.Tensor, argument: str = "x") -> str:
-        """Return the type of the collective's result for ``x``; raise if it rejects that of ``x``."""
+        """Return the type of the collective's result; raise if it does not support ``x``."""
         operation, to = self._operation, self._to
         text = self._mode.type_of(x, operation)
         if text in self._results and not are_transforms_active():
@@ -191,7 +188,7 @@ class TypedOperation:
         return result
 
     def joined(self, x: Any, *others: Any) -> tuple[list[Any], str]:
-        """Return the operands cast to their joined type, and the type; raise for an unfit ``x``."""
+        """Return the operands cast to their joined type, and the type; raise if ``x`` has none."""
         given = [x, *others]
         tensors = [operand for operand in given if isinstance(operand, torch.Tensor)]
         if isinstance(x, torch.Tensor):

@@ -1,7 +1,7 @@
-"""The state of the typed context that a thread is inside of, which all rooms about types read.
+"""Keep the state of a thread's typed context, which all modules about types read.
 
-A context follows the program's hooks on leaves, since a hook may make an equal gradient differ
-between ranks. Parameters keep the marks of the tensors that they are made of.
+A context wraps the program's hooks on leaves, because a hook can make an equal gradient differ
+between ranks. Parameters keep the annotations of the tensors from which they are created.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ from .type_errors import (
 
 
 def keep_marks_in_parameters() -> None:
-    """Patch the constructor of ``nn.Parameter`` to copy the type marks of its tensor."""
+    """Patch the constructor of ``nn.Parameter`` to copy the annotation of its tensor."""
     # torch makes a bare tensor of x in C++, which asks no mode and no hook. Kinds over the axes of
     # a wrapper stay behind: the new parameter is not the wrapper's.
     new = Parameter.__new__
@@ -85,15 +85,16 @@ def keep_marks_in_parameters() -> None:
 
 
 def _check_lost(original: torch.Tensor) -> None:
-    """Raise if a parametrization, such as torch's weight_norm, loses the mark of its leaf."""
+    """Raise if a parametrization, such as weight_norm, loses the annotation of its leaf."""
     if type_of(original) and find_owner_axes(original) is None:
         raise AxisTypeError(
-            "a parametrization makes several leaves of one that is marked, and loses its mark",
-            expected="leaves with marks: without one a leaf is equal on all ranks, and its "
-            "gradient is summed",
+            "a parametrization cannot keep the annotation of a parameter that it replaces by "
+            "several",
+            expected="annotated leaves (a leaf without an annotation counts as equal on all ranks, "
+            "and its gradient is summed)",
             found=f"original: {tensor_text(original)}",
-            fix="register it inside `with md.typed(mesh):`, where types follow; or register it "
-            "first, and annotate each of its leaves",
+            fix="register it inside `with md.typed(mesh):`, which infers the types; or register it "
+            "first, and then annotate each of its leaves",
         )
 
 
@@ -131,12 +132,12 @@ class TypedHook:
         kinds = {} if found is None else kinds_in(type_of(found))
         for axis, _ in sorted(kinds.items() - kinds_in(expected).items()):
             raise AxisTypeError(
-                f"the hook {getattr(self._hook, '__qualname__', self._hook)} gives a gradient "
-                "another type than its tensor's",
+                f"the hook {getattr(self._hook, '__qualname__', self._hook)} cannot change the "
+                "type of a gradient",
                 where=where(self.mesh, [axis]),
                 expected=tensor_text(grad, expected),
                 found=tensor_text(found),
-                fix=f"make equal first what it multiplies by: lax.pmean(factor, {axis!r})",
+                fix=f"make the factors that it uses equal first: lax.pmean(factor, {axis!r})",
             )
         if not is_behind:  # the engine may give the same tensor to others, too
             grad.__dict__[ANNOTATION] = before
@@ -286,7 +287,7 @@ class ContextMode(TorchFunctionMode):
         elif target._base is not None:
             why = "a view of another tensor"
         elif storage_uses(target) > 1:
-            why = "whose memory others share"
+            why = "whose memory other tensors share"
         else:
             return
         raise rejected_write(operation.name, target, text, operands, self.mesh, why)

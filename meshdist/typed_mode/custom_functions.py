@@ -1,10 +1,10 @@
-"""Calls that a typed context sees in other ways: numbers that are read, lists, custom Functions.
+"""Type special calls in a typed context: reads of numbers, lists of tensors, custom Functions.
 
-While a context is open anywhere in the process, ``apply`` of custom Functions is overridden on the
-class of torch's from which all Functions inherit it, and which is asked at each call: so an
-``apply`` that the program has looked up earlier is seen as well. From torch 2.15 on ``apply`` is a
-method of torch's core, so the metaclass of Functions hands out ours. An ``apply`` that was looked
-up earlier goes straight to the core, and is rejected when the core asks for ``forward``.
+While a context is open in the process, ``apply`` is overridden in the torch class from which all
+Functions inherit it. So a context also sees an ``apply`` that the program looked up earlier. From
+torch 2.15 on, ``apply`` is a method of torch's core, so the metaclass of Functions returns our
+``apply``. An earlier lookup then calls the core directly, and is rejected when the core looks up
+``forward``.
 """
 
 from __future__ import annotations
@@ -56,9 +56,10 @@ def warn_of_number(name: str, operands: Sequence[torch.Tensor], mesh: DeviceMesh
     if any(DTYPES[x.dtype].group in ("integers", "unsigned") for x in operands):
         ways.reverse()  # sizes and counts are data: the ranks' own, such as tokens of each expert
     text = explain(
-        f"{name} of a value that varies over {shown(varying)} gives another number on each rank",
+        f"{name} of a value that varies over {shown(varying)} returns a different number on each "
+        "rank",
         found=", ".join(map(tensor_text, operands)),
-        expected="an invariant value: what a program decides by the number, its ranks decide alike",
+        expected="an invariant value, so that all ranks decide the same by the number",
         fix="; or ".join(ways),
     )
     warnings.warn_explicit(
@@ -184,10 +185,10 @@ def _part_of(cls: Any, name: str) -> Any:
         return partial(_seen_call, cls) if is_core else found
     if cls.__module__.partition(".")[0] not in ("meshdist", "torch"):
         raise AxisTypeError(
-            f"{cls.__name__}.apply was taken from its class before the typed context began",
+            f"{cls.__name__}.apply cannot run inside md.typed: it was looked up before the context",
             where=where(mode.mesh),
-            expected="with this torch, an apply that is looked up inside the context",
-            fix=f"call {cls.__name__}.apply(...) itself",
+            expected="with this version of torch, an apply that is looked up inside the context",
+            fix=f"call {cls.__name__}.apply(...) directly, inside the context",
         )
     return found
 
@@ -199,11 +200,11 @@ def _seen_call(cls: Any, *args: Any, **kwargs: Any) -> Any:
         return call(*args, **kwargs)
     if issubclass(cls, CheckpointFunction):
         raise AxisTypeError(
-            "a re-entrant checkpoint in a typed context",
+            "a reentrant torch.utils.checkpoint cannot run inside md.typed",
             where=where(mode.mesh),
-            expected="a checkpoint without re-entry: one with re-entry runs its function anew, "
-            "with a graph of its own, where no context sees it",
-            fix="checkpoint(..., use_reentrant=False)",
+            expected="a non-reentrant checkpoint (a reentrant one recomputes in a separate graph, "
+            "which md.typed cannot see)",
+            fix="call checkpoint(..., use_reentrant=False)",
         )
 
     def unseen(*args: Any, **kwargs: Any) -> Any:

@@ -1,7 +1,7 @@
-"""Comparisons of typed contexts at debug level DETAIL: are invariant values equal on all ranks?
+"""Compare values that are typed as invariant between ranks, at debug level DETAIL.
 
-Types cannot tell that data were annotated wrongly, or that a number taken out of a tensor differs.
-So each operand that is cast, each loss, and the gradients of leaves are compared.
+Types cannot detect wrong annotations, or Python numbers that differ between ranks. So each operand
+that is cast, each loss, and the gradients of leaves are compared.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ def check_cast(x: torch.Tensor, group: ProcessGroup, mesh: DeviceMesh) -> None:
     check_invariant(
         x.detach(),
         group,
-        f"an operand that is invariant by its type, {tensor_text(x)}, and meets varying ones,",
+        f"an operand of type {tensor_text(x)}, used with varying operands,",
         where=where(mesh),
         expected="equal values, as its type says",
         fix=lambda far: (
-            "say what it is where it is made or enters: "
+            "annotate it after you create or load it: "
             f"md.annotate(x, varying={_differing_axes(mesh, group, far)})"
         ),
     )
@@ -45,11 +45,11 @@ def check_loss(loss: torch.Tensor, mesh: DeviceMesh) -> None:
         check_invariant(
             loss.detach(),
             group,
-            f"a loss that is invariant by its type, {tensor_text(loss)},",
+            f"a loss of type {tensor_text(loss)}",
             where=where(mesh),
             expected="equal values, as its type says",
-            fix="annotate the data that differ between ranks, and take numbers that differ into "
-            "the program as annotated tensors",
+            fix="annotate the data that differ between ranks, and convert Python numbers that "
+            "differ to annotated tensors",
         )
 
 
@@ -66,12 +66,12 @@ def check_gradient_of(
     check_invariant(
         torch.cat([dense.reshape(-1), is_there]),
         group,
-        f"the gradient of a leaf, {tensor_text(leaf)},",
+        f"the gradient of a leaf of type {tensor_text(leaf)}",
         where=where(mesh),
-        expected="equal gradients: along these axes the gradient is invariant, as the leaf is",
+        expected="equal gradients, because the leaf is invariant along these axes",
         fix=lambda far: (
-            "a value that differs between ranks entered without a type: annotate it "
-            f"where it enters, md.annotate(x, varying={_differing_axes(mesh, group, far)})"
+            "annotate the data that differ between ranks: "
+            f"md.annotate(x, varying={_differing_axes(mesh, group, far)})"
         ),
     )
 

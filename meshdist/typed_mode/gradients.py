@@ -1,4 +1,4 @@
-"""Backwards inside a typed context: which losses may start them, and the types of gradients."""
+"""Run backward passes in a typed context: check losses, and set the types of gradients."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def gradient_type_of(x: torch.Tensor) -> str:
 
 
 def run_backward(mode: ContextMode, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Run ``backward``, return its result; raise if a loss has an unfit type."""
+    """Run ``backward`` and return its result; raise if the type of a loss is not supported."""
     losses = _listed(args[0] if args else kwargs.get("tensors"))
     place = (1, "gradient") if call is torch.Tensor.backward else (1, "grad_tensors")
     args, kwargs = _checked_arguments(mode, "backward", losses, place, args, kwargs)
@@ -51,7 +51,7 @@ def run_backward(mode: ContextMode, call: Callable[..., Any], args: Any, kwargs:
 
 
 def run_grad(mode: ContextMode, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Run ``torch.autograd.grad``, return its results typed; raise if a loss has an unfit type."""
+    """Run ``torch.autograd.grad`` and return typed results; raise for an unsupported loss."""
     losses = _listed(argument((0, "outputs"), args, kwargs))
     inputs = _listed(argument((1, "inputs"), args, kwargs))
     place = (2, "grad_outputs")
@@ -85,7 +85,7 @@ def _listed(given: Any) -> list[Any]:
 def _checked_arguments(
     mode: ContextMode, operation: str, losses: Sequence[Any], place: Place, args: Any, kwargs: Any
 ) -> tuple[Any, Any]:
-    """Return (args, kwargs), gradients at ``place`` (index, name) cast; raise for unfit losses."""
+    """Return (args, kwargs) with cast gradients at ``place``; raise for an unsupported loss."""
     gradients = _check_losses(mode, operation, losses, argument(place, args, kwargs))
     position, name = place
     if position < len(args):
@@ -94,7 +94,7 @@ def _checked_arguments(
 
 
 def _check_losses(mode: ContextMode, operation: str, losses: Sequence[Any], given: Any) -> Any:
-    """Return ``given`` gradients cast to their losses' types; raise for an unfit loss."""
+    """Return ``given`` gradients cast to their losses' types; raise for an unsupported loss."""
     is_listed = isinstance(given, (tuple, list))
     gradients = list(given) if is_listed else [given] * (1 if given is not None else len(losses))
     for place, loss in enumerate(losses):
@@ -139,18 +139,18 @@ def _cast_gradient(
         elif kind != wanted:
             expected = gradient_type(type_of(loss))
             raise AxisTypeError(
-                f"{operation} with a gradient whose type does not fit its tensor's",
+                f"{operation} cannot take a gradient whose type does not match its tensor's",
                 where=where(mode.mesh, [axis]),
                 expected=f"a gradient of type {{{expected}}}",
                 found=f"tensor: {tensor_text(loss)}\ngradient: {tensor_text(gradient)}",
-                fix=f"make the gradient with the collectives of lax, as torch.ones_like(x) and "
-                f"lax.pcast(g, {axis!r}, to=...)",
+                fix=f"create the gradient from the tensor, for example torch.ones_like(x), or cast "
+                f"it: lax.pcast(g, {axis!r}, to=...)",
             )
     return mode.cast(gradient, missing)
 
 
 def find_type_of_grad(x: torch.Tensor, grad: torch.Tensor) -> str:
-    """Return the type mark of ``grad``, or else the type that a gradient of ``x`` has."""
+    """Return the annotated type of ``grad``, or else the type that a gradient of ``x`` has."""
     # A gradient keeps a type of its own, unless a wrapper reduces it: a backward that the wrapper
     # skips makes a complete gradient incomplete, in the same tensor.
     own = find_type(grad) if find_owner_axes(x) is None else None
@@ -158,7 +158,7 @@ def find_type_of_grad(x: torch.Tensor, grad: torch.Tensor) -> str:
 
 
 def get_grad(x: torch.Tensor, grad: torch.Tensor | None) -> torch.Tensor | None:
-    """Return ``grad``, or None, marked with its type or that of a gradient of ``x``."""
+    """Return ``grad``, or None, annotated as the gradient of ``x`` if it has no type."""
     if grad is not None and (  # read without a call: an optimizer asks four times a parameter
         grad.__dict__.get(ANNOTATION, EMPTY)[0] is None
         or x.__dict__.get(ANNOTATION, EMPTY)[2] is not None
@@ -168,7 +168,7 @@ def get_grad(x: torch.Tensor, grad: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def set_grad(mode: ContextMode, x: torch.Tensor, grad: torch.Tensor | None) -> None:
-    """Raise unless ``grad`` is None, of the type of ``x.grad``, or of that of its whole sum."""
+    """Raise unless ``grad`` is None or has the type of ``x.grad``, reduced or unreduced."""
     if grad is None:
         return
     text, expected = mode.type_of(grad, "setting .grad"), gradient_type_of(x)
@@ -189,10 +189,10 @@ def _unequal(
     name: str, x: torch.Tensor, value: torch.Tensor, expected: str, mode: ContextMode
 ) -> AxisTypeError:
     return AxisTypeError(
-        f".{name} is set to a value of another type",
+        f"cannot set .{name} to a value of another type",
         where=where(mode.mesh),
         expected=f"a value of type {{{expected}}}",
         found=f"tensor: {tensor_text(x)}\nvalue: {tensor_text(value)}",
-        fix="cast or reduce the value first (lax.pvary, lax.psum), or say what the tensor is from "
-        "here on: md.annotate(x, varying=...)",
+        fix="cast or reduce the value first (lax.pvary, lax.psum), or annotate the tensor again: "
+        "md.annotate(x, varying=...)",
     )

@@ -1,8 +1,8 @@
-"""``md.typed``: types that follow values through torch's functions, and the casts they need.
+"""Infer axis types through torch's functions and insert casts: ``md.typed``.
 
-The context is a mode of torch, which sees every function of torch that the program calls. It reads
-the operands' types, casts operands that lack an axis, runs the function as if there were no
-context, and gives the results the joined type of the operands.
+The context is a ``TorchFunctionMode``, which sees every torch function that the program calls. It
+reads the operands' types, casts operands that lack an axis, runs the function without the mode, and
+sets the joined type of the operands on the results.
 """
 
 from __future__ import annotations
@@ -71,32 +71,31 @@ _NO_TENSORS = frozenset(
 @contextmanager
 @untraced
 def typed(mesh: DeviceMesh | None = None) -> Iterator[DeviceMesh]:
-    """Let types follow values inside: each backward gets the reductions that it needs.
+    """Infer axis types and insert the reductions that each backward pass needs.
 
-    Inside, every tensor is of a kind over each axis of the mesh: *invariant* (equal on every rank,
-    as parameters are), *varying*, *reduced* or *unreduced*. Data that differ between ranks are
-    marked where they enter (``md.annotate``); from there the kinds follow through every function of
-    torch. Where an invariant value meets a varying value, a cast is inserted whose backward is a
-    psum: gradients are those of one device that holds all.
+    Inside the context, every tensor has a type over each mesh axis: *invariant* (equal on every
+    rank, as parameters are), *varying*, *reduced* or *unreduced*. Annotate data that differ between
+    ranks with ``md.annotate``; every torch function then propagates the types. If an invariant
+    value meets a varying value, the context inserts a cast whose backward is a psum, so that
+    gradients equal those of one device that holds all the data.
 
-    The mesh is in force inside, as in ``with mesh:``. Contexts nest where their mesh is the same.
-    Each thread has its own.
+    The mesh is the current mesh inside, as in ``with mesh:``. You can nest contexts of the same
+    mesh. Contexts are thread-local.
 
     Args:
-        mesh: whose axes values are typed over; None takes the mesh in force.
+        mesh: the mesh of the types; None means the current mesh.
 
     Returns:
-        A context manager, which gives the mesh.
+        A context manager that returns the mesh.
 
     Cost:
-        A few microseconds a call of torch. A cast copies nothing; its backward is one psum, which
-        the parameters of a bucket share from the second context on.
+        A few microseconds for each torch call. A cast copies nothing. Its backward is one psum,
+        which the parameters of a bucket share from the second context on.
 
     Raises:
-        MeshError: no mesh is in force and none is given; it has no axis names; the context is
-            inside a context of another mesh.
-        NotInGroupError: this rank is not in the mesh.
-        AxisTypeError: of what is called inside: the kinds do not fit.
+        MeshError: if there is no mesh, it has no axis names, or an outer context has another mesh.
+        NotInGroupError: if this rank is not in the mesh.
+        AxisTypeError: inside the context, if an operation does not support its operands' types.
 
     Example:
         >>> import torch, meshdist as md
@@ -124,10 +123,10 @@ def typed(mesh: DeviceMesh | None = None) -> Iterator[DeviceMesh]:
         return
     if outer.mesh != mesh:
         raise MeshError(
-            "a typed context inside one of another mesh",
-            expected=f"the mesh of the outer one, {mesh_text(outer.mesh)}",
+            "md.typed cannot be nested inside md.typed of another mesh",
+            expected=f"the mesh of the outer context, {mesh_text(outer.mesh)}",
             found=mesh_text(mesh),
-            fix="open one context, with the mesh that has all axes",
+            fix="open one context with the mesh that has all axes",
         )
     with mesh, paused(outer, is_asleep=False):
         yield mesh
@@ -140,7 +139,7 @@ def _checked(mesh: object) -> DeviceMesh:
         raise MeshError(
             "typed needs a mesh with axis names",
             found=repr(mesh),
-            fix="give it names: mesh_dim_names=('dp', 'tp')",
+            fix="create the mesh with names: mesh_dim_names=('dp', 'tp')",
         )
     coordinate_in(mesh, "typed")
     return mesh
@@ -149,10 +148,10 @@ def _checked(mesh: object) -> DeviceMesh:
 @contextmanager
 @untraced
 def untyped() -> Iterator[None]:
-    """Pause the typed context inside: values have no types there, and nothing is cast.
+    """Pause the typed context: inside, values have no types and are not cast.
 
-    Results made inside from tensors with a gradient history must be annotated before the context
-    sees them again. Outside a context it does nothing.
+    Annotate results with a gradient history before you use them in the typed context again. Outside
+    ``md.typed`` it does nothing.
 
     Example:
         >>> import torch, meshdist as md
@@ -173,7 +172,7 @@ def untyped() -> Iterator[None]:
 
 
 class _TypedMode(ContextMode):
-    """The torch mode of ``md.typed``: types, casts and runs each function of torch."""
+    """The torch function mode of ``md.typed``, which types and casts each call."""
 
     @untraced
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -1,12 +1,11 @@
-"""Marks that stay: a module notes those of its parameters and buffers, and new tensors get them.
+"""Keep the annotations of a module's parameters and buffers when its tensors are replaced.
 
-A mark is an annotation of a tensor. What replaces a module's tensors makes them without:
-``copy.deepcopy``, ``load_state_dict(assign=True)``, ``to_empty``. So ``md.annotate(module,
-{...})`` also notes the marks in the module that owns the tensor, in a plain dict by the tensor's
-name there, which is copied and pickled with the module, and stays out of its ``state_dict``. The
-owner then has its tensors in dicts that write the noted marks on each tensor that is put in.
+``copy.deepcopy``, ``load_state_dict(assign=True)`` and ``to_empty`` create tensors without
+annotations. So ``md.annotate(module, {...})`` also records the annotations in the module that owns
+each tensor, in a plain dict by name, which is copied and pickled with the module but is not part of
+its ``state_dict``. The owner keeps its tensors in dicts that annotate each new tensor.
 
-Drawn case: a copy is made by torch without marks, and has them once it stands in its module.
+Drawn case: torch copies a tensor without its annotation; in a module the copy is annotated again.
 
     module.up._noted_marks                 annotation_of(module.up.weight)
     {"weight": ("V:tp", "4@tp, 6")}        Annotation(kinds="V:tp", dims="4@tp, 6")
@@ -80,9 +79,10 @@ def annotate_module(module: M, specs: object, mesh: DeviceMesh | None) -> M:
     """Mark the tensors of ``module`` named by ``specs``, note the marks, return ``module``."""
     if not isinstance(specs, Mapping) or not all(isinstance(pattern, str) for pattern in specs):
         raise KindError(
-            "annotate takes a mapping for a module, from names to specs",
-            expected='{"up.weight": "f@tp d", "norm.*": "... {R:tp}"}',
+            "annotate takes a mapping from names to specs for a module",
+            expected="a mapping from names of parameters and buffers to specs",
             found=f"{specs!r}, a {type(specs).__name__}",
+            fix='pass for example {"up.weight": "f@tp d", "norm.*": "... {R:tp}"}',
         )
     places = dict(_places(module))
     found = {name: specs[pattern] for name, pattern in _patterns_of(list(places), specs).items()}
@@ -94,9 +94,11 @@ def annotate_module(module: M, specs: object, mesh: DeviceMesh | None) -> M:
         first = first_names.setdefault(id(tensor), name)
         if noted[first] != noted[name]:
             raise ArgumentError(
-                f"annotate: {first} and {name} are one tensor, and their specs differ",
+                f"annotate cannot give one tensor two specs: {first} and {name} are the same "
+                "tensor",
                 expected="one spec for a tensor that has several names",
                 found=f"{first}: {found[first]!r}; {name}: {spec!r}",
+                fix="give both names the same spec, or leave one of them out",
             )
     for owner, leaf, tensor in places.values():  # tied tensors have several owners
         if (first_name := first_names.get(id(tensor))) is not None:
@@ -127,10 +129,10 @@ def restore_annotations(module: M) -> M:
             continue
         if read_spec(*noted, tuple(tensor.shape)) is None:
             raise ShapeError(
-                f"{name} has another shape than when it was annotated, and has lost its mark",
-                expected=f"dims {noted[1]}, as noted in the module",
+                f"cannot restore the annotation of {name}: its shape has changed",
+                expected=f"dims {noted[1]}, as recorded in the module",
                 found=describe(tensor),
-                fix=f"say how it lies now: md.annotate(module, {{{name!r}: ...}}, mesh=mesh)",
+                fix=f"annotate it again: md.annotate(module, {{{name!r}: ...}}, mesh=mesh)",
             )
         lost.append((tensor, noted))
     for tensor, noted in lost:
@@ -161,16 +163,16 @@ def _patterns_of(names: list[str], specs: Mapping[str, Any]) -> dict[str, str]:
         if not fitting:
             near = difflib.get_close_matches(pattern, names, n=1, cutoff=0.3)
             raise ArgumentError(
-                f"annotate: {pattern!r} fits no parameter and no buffer of the module",
+                f"annotate: {pattern!r} matches no parameter or buffer of the module",
                 expected="a name, or a pattern of names such as 'norm.*'",
                 found=f"{len(names)} names: " + ", ".join(names[:8]) + ", ..." * (len(names) > 8),
-                fix=f"did you mean {near[0]!r}?" if near else None,
+                fix=f"did you mean {near[0]!r}?" if near else "use a name that the module has",
             )
         for name in fitting:
             if name in found:
                 raise ArgumentError(
-                    f"annotate: two patterns fit {name!r}",
-                    expected="one pattern for a name",
+                    f"annotate: two patterns match {name!r}",
+                    expected="one pattern for each name",
                     found=f"{found[name]!r}: {specs[found[name]]!r}; {pattern!r}: "
                     f"{specs[pattern]!r}",
                     fix="make the wider pattern narrower, or name each parameter",
@@ -187,16 +189,16 @@ def _checked(
         raise _about(of_a_subclass(tensor, "annotate"), name)
     if annotation_of(tensor).has_owner:
         raise AxisTypeError(
-            f"annotate: {name} is a parameter of a wrapper, which has marked it as its own",
+            f"annotate cannot change {name}: its module is wrapped already",
             expected="a module that is not wrapped yet",
             fix="annotate the module first, then wrap it: md.DDP(md.annotate(module, {...}))",
         )
     if is_lazy(tensor):
         raise ArgumentError(
             f"annotate: {name} has no shape yet",
-            expected="a parameter that is made",
+            expected="an initialized parameter",
             found=f"a {type(tensor).__name__}",
-            fix="run the module once, then annotate it",
+            fix="run one forward pass of the module first, then annotate it",
         )
     try:
         return checked_spec(tensor, given, layout_of(given, mesh), "annotate")

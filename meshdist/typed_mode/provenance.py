@@ -1,17 +1,17 @@
-"""Where a value became varying: the operation that joined it over an axis, and the leaf.
+"""Track the operation and the leaf that made a value vary over an axis.
 
-Until a mesh's first typed backward has begun, each node of autograd's graph is given a note of the
-operation that made it. A loss that varies is rejected there, and the notes are read from the loss
-backwards; a program that has passed once runs without them. Over 'tp', where the psum behind
-``down`` was forgotten:
+Until a mesh's first typed backward has begun, each autograd node gets a note of the operation that
+created it. If the loss of this backward varies, the error follows the notes from the loss; after
+the first success no notes are taken. An example over 'tp' in which the psum after ``down`` is
+missing:
 
     norm(x)  ->  up(x)       ->  gelu(h)     ->  down(h)      ->  x + y        ->  loss
     {V:dp}       {V:dp,tp}       {V:dp,tp}       {V:dp,tp}        {V:dp,tp}        {V:dp,tp}
                  up.weight                       down.weight
 
-All from ``up`` to the loss varies over 'tp'; the walk ends where a note says that its result does
-not, as that of ``norm`` and of every psum. ``up`` was the first to join, and ``down`` the last to
-which a leaf brought the axis: behind it the parts are complete, and ranks hold partial sums.
+Every value from ``up`` to the loss varies over 'tp'. The walk ends at results that do not vary,
+such as ``norm`` and every psum. ``up`` is the first operation that joined the axis, and ``down``
+the last operation with a varying leaf: after it, ranks hold partial sums.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _NOTE = "meshdist: where types joined"
 
 @dataclass(frozen=True)
 class _Operand:
-    """An operand without a history (a parameter or data) that varies over ``axes``."""
+    """A varying operand without a gradient history: a parameter or data."""
 
     tensor: weakref.ref[torch.Tensor]
     axes: tuple[str, ...]
@@ -52,11 +52,12 @@ class _Operand:
 
 @dataclass(frozen=True)
 class _MakingOperation:
-    """A note of the operation that made a value, and of the axes over which the value varies.
+    """The operation that created a value, and the axes over which the value varies.
 
     Args:
-        leaves: its varying operands without a history, and those of operands made of parameters.
-        is_of_leaves: whether it is made of parameters alone, as ``weight.T``: it joins nothing.
+        leaves: the varying leaves among its operands, also through functions of parameters alone.
+        is_of_leaves: whether all operands are parameters, as in ``weight.T``, so that it joins
+            nothing.
     """
 
     number: int
@@ -75,21 +76,21 @@ class _MakingOperation:
 
 
 class Notes:
-    """The notes of a mesh's contexts, which are taken until a backward has begun."""
+    """The notes of a mesh's contexts, recorded until a backward has begun."""
 
     are_taken = True
     count = 0
 
     def add(self, result: Any, name: str, operands: Any) -> None:
-        """Note on the autograd nodes of results the operation that made them of ``operands``."""
+        """Record the operation on the autograd nodes of its results."""
         for made in tensors_in(result):
             # A node with a note is that of an operand, which the operation has given back.
             node: Any = made.grad_fn
             if node is not None and _NOTE not in node.metadata:
                 leaves, is_of_leaves = _leaves(tensors_in(operands))
                 if LINEARITY.get(name) == "add" and not is_of_leaves:
-                    # In loss + penalty(shard) the parts are complete before the sum, behind
-                    # penalty's own node.
+                    # In loss + penalty(shard) the parts are complete before this sum, at the node
+                    # of penalty.
                     leaves = [leaf for leaf in leaves if not leaf.is_trained]
                 frame = program_frame(sys._getframe())
                 node.metadata[_NOTE] = _MakingOperation(
@@ -104,7 +105,7 @@ class Notes:
 
 
 def _leaves(operands: Sequence[torch.Tensor]) -> tuple[list[_Operand], bool]:
-    """Return the varying leaves of operands, and whether these are made of parameters alone."""
+    """Return the varying leaves of operands, and whether all operands derive from parameters."""
     leaves: list[_Operand] = []
     is_of_leaves = bool(operands)
     for operand in operands:
@@ -123,7 +124,7 @@ def _leaves(operands: Sequence[torch.Tensor]) -> tuple[list[_Operand], bool]:
 
 
 def _find_joins(loss: torch.Tensor, axis: str) -> list[_MakingOperation]:
-    """Return the noted operations by which ``loss`` came to vary over ``axis``, in call order."""
+    """Return the recorded operations that made ``loss`` vary over ``axis``, in call order."""
     open_nodes: list[Any] = [loss.grad_fn]
     seen: set[Any] = set()
     found: list[_MakingOperation] = []
@@ -144,10 +145,10 @@ def _find_joins(loss: torch.Tensor, axis: str) -> list[_MakingOperation]:
 def varying_loss(
     loss: torch.Tensor, axes: Sequence[str], mesh: DeviceMesh, operation: str, *, is_noted: bool
 ) -> AxisTypeError:
-    """Return the error of a backward from a varying loss, which names operations if noted."""
+    """Return the error of a backward from a varying loss, with operations if recorded."""
     mesh.caches.of(Notes).are_taken = True  # by the next context
-    # For axes that data brought the fix is a mean of the loss. For axes that parameters brought a
-    # mean would train another model: there a psum is missing behind the last of them.
+    # If the axis comes from data, the fix is a mean of the loss. If it comes from parameters, a
+    # mean would train another model: a psum is missing after the last varying parameter.
     found, fixes, means = [f"loss: {tensor_text(loss)}"], [], []
     for axis in axes:
         joins = _find_joins(loss, axis) if is_noted else []
@@ -156,36 +157,39 @@ def varying_loss(
         of = {leaf.is_trained for join in bringing for leaf in join.leaves_over(axis)}
         if joins:
             first, last = bringing[0], bringing[-1]
-            by = ", by " * bool(of) + " and ".join(map(str, first.leaves_over(axis)))
-            found.append(f"varying over {axis!r} since {first}{by}")
+            by = ", through " * bool(of) + " and ".join(map(str, first.leaves_over(axis)))
+            found.append(f"varies over {axis!r} since {first}{by}")
         if not joins or of == {False}:
             means.append(axis)
             continue
         if last is not first and of:
             leaves = " and ".join(map(str, last.leaves_over(axis)))
-            found.append(f"the last leaf that varies over {axis!r} came in {last}: {leaves}")
+            found.append(f"last leaf that varies over {axis!r}, used in {last}: {leaves}")
         fixes.append(
-            f"behind {last}, each rank along {axis!r} holds its part; sum the parts there: "
+            f"sum the result of {last}, of which each rank along {axis!r} holds a part: "
             f"y = lax.psum(y, {axis!r})"
         )
         if False in of:
-            fixes.append(f"or, if the batch differs along {axis!r}, lax.pmean(loss, {axis!r})")
+            fixes.append(
+                f"or, if the batch differs along {axis!r}, average the loss: "
+                f"loss = lax.pmean(loss, {axis!r})"
+            )
     if means:
-        unknown = "" if len(found) > 1 else "where the batch varies, "
+        unknown = "" if len(found) > 1 else "if the batch varies, "
         fixes.append(
-            f"{unknown}say how the ranks' losses make one: "
-            f"loss = lax.pmean(loss, {axes_argument(means)}), or lax.psum; or ask for that of each "
-            "rank's own: give the gradient outright, torch.ones_like(loss)"
+            f"{unknown}reduce the loss over the ranks: "
+            f"loss = lax.pmean(loss, {axes_argument(means)}), or lax.psum; or differentiate each "
+            "rank's own loss: pass torch.ones_like(loss) as its gradient"
         )
     if not is_noted:
         fixes.append(
-            "where parameters vary, a lax.psum is missing behind them: run the step once more, and "
-            "this error says where"
+            "if parameters vary, a lax.psum is missing after them: run the step again to make this "
+            "error show where"
         )
     return AxisTypeError(
-        f"{operation} of a loss that varies over {shown(axes)}",
+        f"{operation} cannot start from a loss that varies over {shown(axes)}",
         where=where(mesh, axes),
-        expected="one loss, equal on all ranks",
+        expected="one loss that is equal on all ranks",
         found="\n".join(found),
         fix="\n".join(fixes),
     )

@@ -1,9 +1,9 @@
-"""``md.seed``, and the types of what random generators draw inside typed contexts.
+"""Seed random generators (``md.seed``), and infer the types of random values in typed contexts.
 
-A draw differs between ranks exactly where the generators' states differ, which a rank cannot see
-from its own state. So ``md.seed`` notes the axes along which it has made them differ. The note is
-valid while the generator's ``initial_seed()`` is what it was then: every other way of seeding
-changes that number, while a checkpoint that restores a state does not.
+Random values differ between ranks if the states of the generators differ, which a rank cannot
+derive from its own state. So ``md.seed`` records the axes along which it made the states differ.
+The record is valid while the generator's ``initial_seed()`` is unchanged: every other way of
+seeding changes this number, while restoring a state from a checkpoint does not.
 """
 
 from __future__ import annotations
@@ -54,30 +54,29 @@ def seed(
     mesh: DeviceMesh | None = None,
     generator: torch.Generator | None = None,
 ) -> None:
-    """Seed the random generators: ranks draw alike, but for those that differ along some axes.
+    """Seed the random generators equally on all ranks, or differently along some mesh axes.
 
     Ranks with equal coordinates along the axes of ``differ_over`` draw the same numbers. Without
-    such axes all do, the numbers that torch.manual_seed(seed) leads to. Call it on every rank with
-    equal arguments; nothing is sent.
+    these axes, all ranks draw the numbers of ``torch.manual_seed(seed)``. Call it on every rank
+    with the same arguments; nothing is sent.
 
-    Inside ``md.typed`` a draw varies over the axes of its operands and those of ``differ_over``.
-    There an operation that draws from a generator seeded in another way is an AxisTypeError, unless
-    its operands vary over all axes: dropout of what differs on all ranks may draw what it likes.
-    What a custom Function draws inside itself is not seen.
+    Inside ``md.typed``, random values vary over the axes of the operands and of ``differ_over``. An
+    operation that draws from a generator without such a seed raises ``AxisTypeError``, unless its
+    operands vary over all axes. Draws inside a custom autograd Function are not checked.
 
     Args:
-        seed: an integer, as for torch.manual_seed.
-        differ_over: axes along which ranks shall draw their own numbers.
-        mesh: has the axes; None takes the mesh in force.
-        generator: is seeded alone. None seeds torch's own generators, of all devices, NumPy's
-            global generator and that of ``random``.
+        seed: an integer, as for ``torch.manual_seed``.
+        differ_over: the axes along which ranks draw different numbers.
+        mesh: the mesh of these axes; None means the current mesh.
+        generator: the only generator to seed. None seeds torch's default generators of all devices
+            and the global generators of NumPy and ``random``.
 
     Raises:
-        KindError: an argument is of the wrong type.
-        ArgumentError: the number has more than 64 bits.
-        MeshError: axes are named, no mesh is in force, and none is given.
-        AxisError: the mesh has no such axis.
-        NotInGroupError: this rank is not in the mesh.
+        KindError: if an argument has the wrong type.
+        ArgumentError: if the seed has more than 64 bits.
+        MeshError: if you name axes without a mesh.
+        AxisError: if the mesh has no such axis.
+        NotInGroupError: if this rank is not in the mesh.
 
     Example:
         >>> import torch, meshdist as md
@@ -95,9 +94,9 @@ def seed(
     number = get_integer(seed, "md.seed: seed", -_WORD // 2, _WORD - 1, expected=bits)
     if generator is not None and not isinstance(generator, torch.Generator):
         raise KindError(
-            "md.seed takes a generator of torch's",
+            "md.seed takes a torch.Generator as generator",
             found=f"a {type(generator).__name__}",
-            fix="without generator= it seeds NumPy's global one and that of `random` as well",
+            fix="pass a torch.Generator; or omit generator= to seed torch, NumPy and `random`",
         )
     mesh, axes = _find_mesh_and_axes(differ_over, mesh)
     layout = None
@@ -140,6 +139,7 @@ def _find_mesh_and_axes(differ_over: Any, mesh: Any) -> tuple[DeviceMesh | None,
         raise KindError(
             f"md.seed cannot take {differ_over!r} as differ_over",
             expected="the name of an axis, or a tuple of names",
+            fix="pass for example differ_over='dp' or differ_over=('dp', 'tp')",
         )
     if mesh is not None and not isinstance(mesh, DeviceMesh):
         raise mesh_kind_error("md.seed takes a mesh", mesh)
@@ -188,11 +188,11 @@ def type_of_draw(
     if not lacking or _is_of_a_loader():
         return INVARIANT
     if noted is None:
-        why = "which md.seed has never seeded"
+        why = "never seeded by md.seed"
     elif noted.number != number:
-        why = f"seeded since md.seed, with {number}"
+        why = f"seeded with {number} after md.seed"
     else:
-        why = "seeded over a mesh that lacks ranks of this one"
+        why = "seeded by md.seed over a mesh that lacks ranks of this mesh"
     raise unseeded_draw(operation.name, operands, lacking, mode.mesh, why, is_own=given is None)
 
 

@@ -1,4 +1,4 @@
-"""The errors of typed contexts, one function for each kind, and the texts of types in them."""
+"""Build the errors of ``md.typed``, one function for each error, and format types in them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def tensor_text(tensor: torch.Tensor, text: str | None = None) -> str:
     """Return a tensor as messages and ``md.typeof`` show it: ``float32[8, 4]{V:dp}``.
 
     Args:
-        text: the type in braces; "" shows no braces, and None the type that the tensor has.
+        text: the type in braces; "" omits the braces, and None uses the tensor's own type.
     """
     text = type_of(tensor) if text is None else text
     return type_as_text(tensor.dtype, ", ".join(map(str, tensor.shape)), text)
@@ -46,7 +46,7 @@ def where(mesh: DeviceMesh, axes: Sequence[str] = ()) -> str:
 
 
 def operands_text(operands: Sequence[torch.Tensor]) -> str:
-    """Return text of an operation's operands with their types, each on a line."""
+    """Return the operands of an operation with their types, each on a line."""
     return "\n".join(f"operand {place}: {tensor_text(x)}" for place, x in enumerate(operands))
 
 
@@ -58,19 +58,19 @@ def rejected_operation(
     taken: Sequence[str],
     argument: str,
 ) -> AxisTypeError:
-    """Return the error of ``operation`` on ``x`` over an axis whose type letter is not in
-    ``taken``."""
+    """Return the error of ``operation`` on ``x``, whose type over ``axis`` is not in ``taken``."""
     kind = kinds_in(type_of(x)).get(axis, "I")
     words = " or ".join(map(KINDS.__getitem__, taken)) or "no value at all"
     fixes = {
-        "I": f"where data enter, say that they differ: md.annotate(batch, varying={axis!r}), after "
-        f"the last copy or slice outside the context; {_fix_of_equal_values(operation, axis, argument)}",
+        "I": "if ranks hold different data, annotate them after the last copy or slice outside the "
+        f"context: md.annotate(batch, varying={axis!r}); if the value is equal on all ranks, "
+        f"{_fix_of_equal_values(operation, axis, argument)}",
         "V": f"reduce it first: lax.psum({argument}, {axis!r}) or lax.pmean({argument}, {axis!r})",
         "U": f"reduce it first: lax.psum({argument}, {axis!r}), or lax.psum_scatter",
         "R": f"cast it first: lax.pcast({argument}, {axis!r}, to='varying')",
     }
     return AxisTypeError(
-        f"{operation} over axis {axis!r} of a value that is {KINDS[kind]} there",
+        f"{operation} over axis {axis!r} cannot take a value that is {KINDS[kind]} over it",
         where=where(mesh, [axis]),
         expected=f"a value that is {words} over {axis!r}",
         found=f"{argument}: {tensor_text(x)}",
@@ -81,51 +81,53 @@ def rejected_operation(
 def rejected_sharding(
     operation: str, x: torch.Tensor, axis: str, wanted: str, mesh: DeviceMesh, spec: str
 ) -> AxisTypeError:
-    """Return the error of ``x`` whose type over ``axis`` is not ``wanted``, as ``spec`` says."""
+    """Return the error of ``x`` whose type over ``axis`` is not ``wanted``, as in ``spec``."""
     kind = kinds_in(type_of(x)).get(axis, "I")
     fixes = {
-        "V": f"write the axis where it cuts a dim, as in 'n@{axis}'; or make the value equal along "
-        f"it first, by lax.psum(x, {axis!r}) or lax.pmean",
-        "U": f"write {{U:{axis}}} on the left: the partial sums are then added where the right side "
-        "asks for it; if they were added in place since, say how it lies: md.annotate(x)",
+        "V": f"write the axis at the dimension that it shards, as in 'n@{axis}'; or make the value "
+        f"equal along it first: lax.psum(x, {axis!r}) or lax.pmean(x, {axis!r})",
+        "U": f"write {{U:{axis}}} on the left, so that the partial sums are added as the right "
+        "side requires; if they were already added in place, annotate the result: md.annotate(x)",
         "R": f"write {{R:{axis}}} on the left",
-        "I": f"where each rank holds a partial sum, say so: md.annotate(x, unreduced={axis!r})",
+        "I": f"if each rank holds a partial sum, annotate it: md.annotate(x, unreduced={axis!r})",
     }
     return AxisTypeError(
-        f"{operation} of a value that is {KINDS[kind]} over {axis!r}, and {KINDS[wanted]} there by its "
-        "pattern or spec",
+        f"{operation} cannot take a value that is {KINDS[kind]} over {axis!r}: its pattern or spec "
+        f"requires {KINDS[wanted]}",
         where=where(mesh, [axis]),
-        expected=f"a value that lies as {spec}",
+        expected=f"a value sharded as {spec}",
         found=f"x: {tensor_text(x)}",
         fix=fixes[kind]
         if (kind, wanted) != ("V", "U")
-        else "x carries a spec, whose axes cut its dims: write them on the left; where its parts "
-        f"are partial sums all the same, say so first: lax.pcast(x, {axis!r}, to='unreduced')",
+        else "write the axes of the spec that x carries on the left; if its parts are partial "
+        f"sums, cast it first: lax.pcast(x, {axis!r}, to='unreduced')",
     )
 
 
 def unmarked_shard(
     operation: str, x: torch.Tensor, axis: str, mesh: DeviceMesh, spec: str
 ) -> AxisTypeError:
-    """Return the error of an invariant value that its pattern or spec cuts over ``axis``."""
+    """Return the error of an invariant value that its pattern or spec shards over ``axis``."""
     if x.is_leaf:
         name = name_of(x, "w")
-        found = f"{name}: {tensor_text(x)}, a leaf without a mark"
+        found = f"{name}: {tensor_text(x)}, a leaf without an annotation"
         fix = (
-            f"say where it lies: md.annotate({name}, md.{spec}); nn.Parameter(x) and model.to "
-            f"keep the mark, copies do not. Where it is equal on all ranks: md.annotate({name})"
+            f"annotate how it is sharded: md.annotate({name}, md.{spec}); nn.Parameter(x) and "
+            "model.to keep the annotation, copies do not; if it is equal on all ranks, call "
+            f"md.annotate({name})"
         )
     else:
-        found = f"x: {tensor_text(x)}, made from values that are invariant over {axis!r}"
+        found = f"x: {tensor_text(x)}, computed from values that are invariant over {axis!r}"
         fix = (
-            f"annotate what it is made from: md.annotate(w, varying={axis!r}). Where it is equal "
-            f"on all ranks, cast it: lax.pvary(x, {axis!r})"
+            f"annotate the tensor that it is computed from: md.annotate(w, varying={axis!r}); if x "
+            f"is equal on all ranks, cast it: lax.pvary(x, {axis!r})"
         )
     return AxisTypeError(
-        f"{operation} of a value that is invariant over {axis!r}, and cut there by its pattern or spec",
+        f"{operation} cannot take a value that is invariant over {axis!r}: its pattern or spec "
+        "shards it over this axis",
         where=where(mesh, [axis]),
-        expected="a mark that says that ranks hold parts of their own: the gradient of an equal "
-        f"value is summed over {axis!r}",
+        expected=f"a value annotated as varying over {axis!r} (the gradient of an invariant value "
+        f"is summed over {axis!r})",
         found=found,
         fix=fix,
     )
@@ -139,13 +141,13 @@ def name_of(tensor: torch.Tensor, default: str) -> str:
 def foreign_mesh(
     operation: str, axes: Sequence[str], mesh: DeviceMesh, given: DeviceMesh
 ) -> AxisTypeError:
-    """Return the error of ``operation`` over axes of ``given``, which the context's mesh lacks."""
+    """Return the error of ``operation`` over axes of ``given`` that the context's mesh lacks."""
     return AxisTypeError(
-        f"{operation} over {shown(axes)} of a mesh that is no part of the context's",
+        f"{operation} cannot use {shown(axes)} of a mesh that is not part of the md.typed mesh",
         where=where(mesh),
-        expected=f"axes of {mesh_text(mesh)}, a slice of it, or axes flattened",
+        expected=f"axes of {mesh_text(mesh)}, of a slice of it, or flattened axes",
         found=mesh_text(given),
-        fix="open the context with the mesh that has these axes",
+        fix="open md.typed with the mesh that has these axes",
     )
 
 
@@ -153,15 +155,12 @@ def _fix_of_equal_values(operation: str, axis: str, argument: str) -> str:
     """Return the fix for ``operation`` on a value that is equal on all ranks."""
     if operation == "psum":
         return (
-            "to count a value that is equal on all ranks, multiply by "
-            f"lax.axis_size({axis!r}), or cast it first: lax.pvary({argument}, {axis!r})"
+            f"multiply it by lax.axis_size({axis!r}), or cast it first: "
+            f"lax.pvary({argument}, {axis!r})"
         )
     if operation in ("pmean", "pmax", "pmin"):
-        return f"a value that is equal on all ranks is its own {operation[1:]}: leave the collective out"
-    return (
-        f"a value that is equal on all ranks is cast first: lax.pvary(x, {axis!r}), before each "
-        "rank takes its own part of it"
-    )
+        return f"remove the {operation}, because the value equals its {operation[1:]}"
+    return f"cast it before each rank takes its own part: lax.pvary(x, {axis!r})"
 
 
 def rejected_join(
@@ -171,21 +170,20 @@ def rejected_join(
     target = operands[0]
     if operand and name.endswith("_") and target.is_leaf and "U" not in type_of(target):
         return AxisTypeError(
-            f"{name} of an unreduced gradient to a parameter",
+            f"{name} cannot apply an unreduced gradient to a parameter",
             where=where(mesh, [axis]),
-            expected=f"a gradient that is complete over {axis!r}; this one is a partial sum on each "
-            "rank",
+            expected=f"a gradient that is complete over {axis!r}, not a partial sum on each rank",
             found=operands_text(operands),
-            fix=f"sum it first: lax.psum(p.grad, {axis!r}); or step behind accumulate_gradients, "
-            "which sums at its end",
+            fix=f"sum it first: lax.psum(p.grad, {axis!r}); or call optimizer.step() after the "
+            "md.accumulate_gradients block, which sums the gradients when it ends",
         )
     return AxisTypeError(
-        f"{name} of a value unreduced over {axis!r}",
+        f"{name} cannot take a value that is unreduced over {axis!r}",
         where=where(mesh, [axis]),
-        expected="a linear operation: a sum of unreduced values, a product with an invariant or "
-        "reduced one, a division of it, a change of shape or floating dtype",
+        expected="a linear operation: a sum of unreduced values, their product with or division by "
+        "an invariant or reduced value, a change of shape or floating dtype",
         found=operands_text(operands),
-        fix=f"add the partial sums up first: lax.psum(x, {axis!r}) or lax.psum_scatter(x, {axis!r})",
+        fix=f"reduce the operand first: lax.psum(x, {axis!r}) or lax.psum_scatter(x, {axis!r})",
     )
 
 
@@ -194,12 +192,12 @@ def rejected_loss(
 ) -> AxisTypeError:
     """Return the error of a backward from a loss whose type is reduced over ``axes``."""
     return AxisTypeError(
-        f"{operation} of a loss that is reduced over {shown(axes)}",
+        f"{operation} cannot start from a loss that is reduced over {shown(axes)}",
         where=where(mesh, axes),
-        expected="a loss that is invariant there: the gradient of a reduced one is a partial sum on "
-        "each rank, and would be counted once a rank",
+        expected=f"a loss that is invariant over {shown(axes)} (each rank would count a reduced "
+        "loss once)",
         found=f"loss: {tensor_text(loss)}",
-        fix="where a term of parameters alone, as a weight penalty, stands beside a mean, move it "
+        fix="if you add a term of parameters alone, such as a weight penalty, to a mean, move it "
         f"inside: loss = lax.pmean(loss + term, {axes_argument(axes)})",
     )
 
@@ -207,36 +205,37 @@ def rejected_loss(
 def owned_loss(
     loss: torch.Tensor, axis: str, owner: str, mesh: DeviceMesh, operation: str
 ) -> AxisTypeError:
-    """Return the error of a loss that is equal over an axis whose owner will average gradients."""
+    """Return the error of a loss that is equal over an axis over which ``owner`` averages."""
     kind = kinds_in(type_of(loss)).get(axis, "I")
     return AxisTypeError(
-        f"{operation} of a loss {KINDS[kind]} over {axis!r}, which {owner} owns and divides",
+        f"{operation} cannot start from a loss that is {KINDS[kind]} over {axis!r}: {owner} "
+        "already averages gradients over this axis",
         where=where(mesh, [axis]),
-        expected=f"each rank's own loss: {owner} takes the mean of the gradients over {axis!r}",
+        expected=f"each rank's own loss, which varies over {axis!r}",
         found=f"loss: {tensor_text(loss)}",
-        fix=f"drop the {'lax.pmean' if kind == 'I' else 'cast'} over {axis!r}",
+        fix=f"remove the {'lax.pmean' if kind == 'I' else 'cast'} over {axis!r}",
     )
 
 
 def foreign_leaf(
     leaf: torch.Tensor, owners: Mapping[str, str], mesh: DeviceMesh, operation: str
 ) -> AxisTypeError:
-    """Return the error of a leaf outside of the wrapper named by ``owners``, by the loss's axes."""
+    """Return the error of a leaf outside the wrapper that ``owners`` names for each axis."""
     axes, owner = list(owners), next(iter(owners.values()))
     return AxisTypeError(
-        f"{operation} of a loss over {shown(axes)}, which {owner} owns, meets a leaf that is not "
-        f"{owner}'s",
+        f"{operation} cannot reach a leaf outside {owner}, which averages gradients over "
+        f"{shown(axes)}",
         where=where(mesh, axes),
-        expected=f"one owner of the gradients: {owner} takes the mean of the ranks' gradients, and "
-        "a cast their sum",
-        found=f"leaf: {tensor_text(leaf)}, cast where it met varying values",
-        fix=f"wrap all that is trained in one module; or take it without {owner}, with "
-        f"lax.pmean(loss, {axes_argument(axes)}); or detach the leaf",
+        expected=f"trained tensors inside {owner} only: {owner} averages their gradients, while "
+        "the gradient of another leaf is summed",
+        found=f"leaf: {tensor_text(leaf)}, cast to varying",
+        fix=f"wrap everything you train in one module; or train without {owner} and reduce the "
+        f"loss: lax.pmean(loss, {axes_argument(axes)}); or detach the leaf",
     )
 
 
 def axes_argument(axes: Sequence[str]) -> str:
-    """Return axes as the argument of a collective is typed: ``'dp'``, or ``('dp', 'tp')``."""
+    """Return axes as a collective's argument in source code: ``'dp'``, or ``('dp', 'tp')``."""
     return repr(axes[0]) if len(axes) == 1 else repr(tuple(axes))
 
 
@@ -248,7 +247,7 @@ def rejected_write(
     mesh: DeviceMesh,
     why: str,
 ) -> AxisTypeError:
-    """Return the error of a write in place that would change a type that must stay.
+    """Return the error of an in-place write that would change a type that must stay.
 
     Args:
         text: the type of the value that is written.
@@ -267,20 +266,20 @@ def rejected_write(
         if becomes == "V"
         else f"buf = lax.pcast(buf, {axes_argument(axes)}, to={KINDS[becomes]!r})"
     )
-    fix = f"cast it before: {cast}"
+    fix = f"cast it first: {cast}"
     if becomes == "V" and target.is_leaf and target.requires_grad:
-        cure = "where it is drawn, build the model first, and md.seed(..., differ_over=) behind it"
+        cure = "if the values are random, call md.seed(..., differ_over=) after you build the model"
         if name != "copy_" and any(axes[0] in kinds_in(type_of(x)) for x in operands):
             cure = (
-                f"write what is equal over {shown(axes)}: gradients that are clipped by one norm, "
-                "as md.clip_grad_norm_ does it"
+                f"write values that are equal over {shown(axes)}, for example gradients clipped by "
+                "md.clip_grad_norm_"
             )
         fix = (
-            f"{cure}; or, where each rank has its own part of the target, "
+            f"{cure}; or, if each rank has its own part of the target, annotate it: "
             f"md.annotate(target, varying={axes_argument(axes)})"
         )
     return AxisTypeError(
-        f"{name} would turn what it writes, {KINDS[was]} over {shown(axes)}, into {KINDS[becomes]}",
+        f"{name} cannot change its target from {KINDS[was]} to {KINDS[becomes]} over {shown(axes)}",
         where=where(mesh, axes),
         expected=f"a target of type {{{text}}}",
         found=f"a target of {tensor_text(target)}, {why}\n{operands_text(operands)}",
@@ -292,11 +291,12 @@ def own_norm(operands: Sequence[torch.Tensor], mesh: DeviceMesh) -> AxisTypeErro
     """Return the error of torch's ``clip_grad_norm_`` on gradients that vary."""
     axes = sorted({axis for x in operands for axis in axes_of_kind(type_of(x), "V")})
     return AxisTypeError(
-        f"clip_grad_norm_ of gradients that vary over {shown(axes)} finds another on each rank",
+        f"clip_grad_norm_ cannot clip gradients that vary over {shown(axes)}: each rank would "
+        "compute a different norm",
         where=where(mesh, axes),
-        expected="one norm, that of the gradients of all ranks: else replicas part",
+        expected="one norm of all ranks' gradients, so that replicas stay equal",
         found=operands_text([x for x in operands if axes_of_kind(type_of(x), "V")][:4]),
-        fix="md.clip_grad_norm_(parameters, max_norm), which has the norm of all ranks' gradients",
+        fix="call md.clip_grad_norm_(parameters, max_norm), which computes the norm over all ranks",
     )
 
 
@@ -304,13 +304,14 @@ def unseen_expectations(tensor: torch.Tensor, operation: str, mesh: DeviceMesh) 
     """Return the error of a tensor with a gradient function and no type."""
     made = type(tensor.grad_fn).__name__ if tensor.grad_fn is not None else "an unknown function"
     return AxisTypeError(
-        f"an operand of {operation} has a history that the context did not see",
+        f"{operation} cannot infer the type of an operand: md.typed did not see how it was "
+        "computed",
         where=where(mesh),
-        expected="a tensor that was made inside the context, a leaf, or one with a type",
-        found=f"{tensor_text(tensor)} without a type, made by {made}: outside the context, by "
-        "TorchScript or by an extension",
-        fix=f"say what it is: md.annotate(x, varying={mesh.axis_names[0]!r}), for example, or "
-        "md.annotate(x) where it is equal on all ranks",
+        expected="a tensor computed inside the context, a leaf, or an annotated tensor",
+        found=f"{tensor_text(tensor)} without a type, computed by {made} outside the context, in "
+        "TorchScript or in an extension",
+        fix="annotate it: md.annotate(x) if it is equal on all ranks, else for example "
+        f"md.annotate(x, varying={mesh.axis_names[0]!r})",
     )
 
 
@@ -323,25 +324,25 @@ def unseeded_draw(
     *,
     is_own: bool,
 ) -> AxisTypeError:
-    """Return the error of a draw from a generator whose state md.seed did not set.
+    """Return the error of a draw from a generator that ``md.seed`` did not seed.
 
     Args:
-        axes: those over which no operand varies.
-        is_own: whether the generator is torch's own.
+        axes: the axes over which no operand varies.
+        is_own: whether it is torch's default generator.
     """
-    source = "torch's own generator" if is_own else "a generator of the program's"
+    source = "torch's default generator" if is_own else "the generator in generator="
     given = "" if is_own else ", generator=g"
     rest = [axis for axis in mesh.axis_names if axis not in axes]
     alike = f"seed, differ_over={axes_argument(rest)}{given}" if rest else f"seed{given}"
     return AxisTypeError(
-        f"{operation} draws from a state that md.seed did not set",
+        f"{operation} cannot draw from a generator that md.seed did not seed",
         where=where(mesh, axes),
-        expected=f"a seed of md.seed, or operands that vary over {shown(mesh.axis_names)}: else "
-        "it is not known whether ranks draw the same",
+        expected="a generator seeded by md.seed, so that meshdist knows whether ranks draw the "
+        f"same numbers; or operands that vary over {shown(mesh.axis_names)}",
         found="\n".join([f"{source}, {why}", *([operands_text(operands)] if operands else [])]),
-        fix=f"on every rank: md.seed({alike}) where the result is to be equal along "
-        f"{shown(axes)}; md.seed(seed, differ_over={axes_argument(mesh.axis_names)}{given}) where "
-        "each rank draws its own",
+        fix=f"call md.seed({alike}) on every rank if the result should be equal along "
+        f"{shown(axes)}, or md.seed(seed, differ_over={axes_argument(mesh.axis_names)}{given}) if "
+        "each rank should draw its own numbers",
     )
 
 
@@ -352,32 +353,31 @@ def foreign_axis(
     return AxisTypeError(
         f"axis {axis!r} of an operand of {operation} is not in mesh ({mesh.layout.axis_text()})",
         where=where(mesh),
-        expected=f"axes of the context's mesh: {shown(mesh.axis_names)}",
+        expected=f"axes of the md.typed mesh: {shown(mesh.axis_names)}",
         found=tensor_text(tensor),
-        fix="open the context with the mesh that has the axis, or annotate the tensor anew",
+        fix="open md.typed with the mesh that has the axis, or annotate the tensor again",
     )
 
 
 def transformed(operation: str, tensor: torch.Tensor, mesh: DeviceMesh) -> AxisTypeError:
-    """Return the error of a value that is not invariant, inside a transform of torch.func."""
+    """Return the error of an operand that is not invariant inside a torch.func transform."""
     return AxisTypeError(
-        f"{operation} inside a transform of torch.func has an operand that is not invariant",
+        f"{operation} cannot take an operand that is not invariant inside a torch.func transform",
         where=where(mesh),
-        expected="invariant values alone: a type is lost when the transform unwraps its results",
+        expected="only invariant operands (the transform loses the types of its results)",
         found=tensor_text(tensor),
-        fix="use torch.autograd inside the context, or the transform with hand-written casts "
+        fix="use torch.autograd inside the context, or the transform with explicit casts "
         "(lax.pvary, lax.psum) in `with md.untyped():`",
     )
 
 
 def of_a_subclass(tensor: torch.Tensor, operation: str) -> KindError:
-    """Return the error of an operand of a subclass of Tensor, which a context cannot follow."""
+    """Return the error of an operand of a Tensor subclass, whose type a context cannot track."""
     return KindError(
-        f"{operation} in a typed context has an operand of type {type(tensor).__name__}",
+        f"{operation} cannot take an operand of type {type(tensor).__name__}, a subclass of Tensor",
         expected="plain tensors and parameters",
-        found=f"{type(tensor).__module__}.{type(tensor).__qualname__}, a subclass with operations "
-        "of its own",
-        fix="convert it to a plain tensor, as DTensor.to_local() does, or run what needs it in "
+        found=f"{type(tensor).__module__}.{type(tensor).__qualname__}",
+        fix="convert it to a plain tensor, for example with DTensor.to_local(), or use it inside "
         "`with md.untyped():`",
     )
 
@@ -394,11 +394,11 @@ OPERATORS = frozenset(
     for name in _NAMES.split()
     for prefix, suffix in (("", ""), ("", "_"), ("__", "__"))
 )
-"""The names under which a mode sees the calls of operators."""
+"""The function names under which a mode sees operators."""
 
 
 class _WithoutTypeError(type):
-    """The metaclass of errors that are no TypeErrors although their base is."""
+    """The metaclass of errors that hide their base TypeError."""
 
     def mro(cls) -> list[type]:
         return [base for base in super().mro() if base is not TypeError]
@@ -408,10 +408,10 @@ _variants: dict[type, type] = {}
 
 
 def as_no_type_error(error: MeshdistError) -> MeshdistError:
-    """Change the class of ``error`` to a variant that is no TypeError; return ``error``."""
-    # `x + y` on tensors takes any TypeError for "these two cannot be added" and drops it: `+` then
-    # raises a TypeError without our text, and `==` quietly gives False. A copy by pickle is of the
-    # first class again.
+    """Change the class of ``error`` to a variant that is not a TypeError; return ``error``."""
+    # `x + y` on tensors treats any TypeError as "unsupported operands" and drops it: `+` then
+    # raises a TypeError without our text, and `==` silently returns False. Unpickling restores the
+    # original class.
     kind = type(error)
     if kind not in _variants:
 
@@ -429,7 +429,7 @@ def as_no_type_error(error: MeshdistError) -> MeshdistError:
 
 
 class _Remade:
-    """A callable for pickle that makes an error of its original class."""
+    """A callable with which pickle restores an error of its original class."""
 
     def __init__(self, kind: type[MeshdistError], fields: dict[str, Any]) -> None:
         self._kind = kind

@@ -84,7 +84,7 @@ EVERYWHERE: dict[str, tuple[State, str, tuple[str, ...]]] = {
     "the other byte order": (
         lambda _: {"a": np.ones(2, dtype=">f4")},
         "DtypeError",
-        ("its bytes are in the other order (>f4)",),
+        ("it has the wrong byte order (>f4)",),
     ),
     "objects": (
         lambda _: {"a": np.array([object()])},

@@ -290,7 +290,7 @@ def test_what_adds_up_in_no_sync_is_no_gradient_yet() -> None:
                 with ddp.no_sync():
                     ddp(x).sum().backward()
                 found.append(kinds(net.weight.grad))
-                with pytest.raises(AxisTypeError, match="of an unreduced gradient"):
+                with pytest.raises(AxisTypeError, match="cannot apply an unreduced gradient"):
                     optimizer.step()
                 ddp(x).sum().backward()
                 found.append(kinds(net.weight.grad))
@@ -341,11 +341,14 @@ def test_a_loss_that_is_complete_over_the_wrappers_axis() -> None:
         lax.pmean(ddp(varying(torch.ones(1, 1))).sum(), "dp").backward()
 
     text = refusal(AxisTypeError, body)
-    assert text.startswith("backward of a loss invariant over 'dp', which DDP owns and divides\n")
+    assert text.startswith(
+        "backward cannot start from a loss that is invariant over 'dp': DDP already averages "
+        "gradients over this axis\n"
+    )
     assert "axis 'dp' (size 2)" in text
     assert "test_axis_reducer.py:" in text
     assert "loss: float32[]" in text
-    assert "drop the lax.pmean over 'dp'" in text
+    assert "remove the lax.pmean over 'dp'" in text
 
     def unreduced(mesh: md.DeviceMesh) -> None:
         ddp = md.DDP(layer(), device_mesh=mesh["dp"])
@@ -353,8 +356,11 @@ def test_a_loss_that_is_complete_over_the_wrappers_axis() -> None:
         lax.pcast(loss, "dp", to="unreduced").backward()
 
     text = refusal(AxisTypeError, unreduced)
-    assert text.startswith("backward of a loss unreduced over 'dp', which DDP owns and divides\n")
-    assert "drop the cast over 'dp'" in text
+    assert text.startswith(
+        "backward cannot start from a loss that is unreduced over 'dp': DDP already averages "
+        "gradients over this axis\n"
+    )
+    assert "remove the cast over 'dp'" in text
 
 
 def test_a_leaf_that_is_not_the_wrappers() -> None:
@@ -365,11 +371,11 @@ def test_a_leaf_that_is_not_the_wrappers() -> None:
 
     text = refusal(AxisTypeError, body)
     assert text.startswith(
-        "backward of a loss over 'dp', which DDP owns, meets a leaf that is not DDP's\n"
+        "backward cannot reach a leaf outside DDP, which averages gradients over 'dp'\n"
     )
-    assert "takes the mean of the ranks' gradients, and a cast their sum" in text
-    assert "leaf: float32[1, 1], cast where it met varying values" in text
-    assert "wrap all that is trained in one module" in text and "lax.pmean(loss, 'dp')" in text
+    assert "averages their gradients, while the gradient of another leaf is summed" in text
+    assert "leaf: float32[1, 1], cast to varying" in text
+    assert "wrap everything you train in one module" in text and "lax.pmean(loss, 'dp')" in text
 
 
 def test_a_group_that_lies_along_no_axes() -> None:

@@ -341,8 +341,8 @@ def test_a_mark_that_comes_behind_the_wrapper_is_rejected() -> None:
         return found
 
     for text in (text for texts in md.simulate(program, 4) for text in texts):
-        assert text.startswith("annotate: a parameter of a wrapper becomes reduced over 'tp'\n")
-        assert "annotate it first, then wrap the model" in text
+        assert text.startswith("annotate cannot make a wrapped parameter reduced over 'tp'\n")
+        assert "annotate the parameter first, then wrap the model" in text
 
 
 def test_ranks_with_other_marks_are_all_told() -> None:

@@ -552,7 +552,7 @@ def test_a_number_is_rejected_where_the_result_is_no_number(operation: str) -> N
     assert refusal(KindError, body) == (
         f"{operation} cannot take a float as x[0]\n"
         "  expected: a torch tensor, or an array of NumPy or CuPy\n"
-        "  fix:      make an array of it first: x[0] = torch.tensor(x[0])"
+        "  fix:      convert it to a tensor: x[0] = torch.tensor(x[0])"
     )
 
 

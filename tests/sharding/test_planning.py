@@ -212,14 +212,14 @@ def test_all_ranks_choose_one_route() -> None:
         (
             lambda: md.plan(P("dp"), P(), MESH, (8.0,)),
             KindError,
-            "plan: shape is that of the whole array, one integer for each dim\n"
+            "plan: shape must be the global shape, one integer for each dim\n"
             "  expected: for example shape=(8, 16)\n"
             "  found:    (8.0,)",
         ),
         (
             lambda: md.plan(P("dp"), P(), MESH, 8),
             KindError,
-            "plan: shape is that of the whole array, one integer for each dim\n"
+            "plan: shape must be the global shape, one integer for each dim\n"
             "  expected: for example shape=(8, 16)\n"
             "  found:    8",
         ),

@@ -204,9 +204,13 @@ def test_bool_partial_sums_are_rejected() -> None:
     ("kind", "pattern", "fix"),
     [
         ("unreduced", "b d -> b d@dp", "write {U:dp} on the left"),
-        ("unreduced", "b d -> b d", "say how it lies: md.annotate(x)"),
+        ("unreduced", "b d -> b d", "annotate the result: md.annotate(x)"),
         ("reduced", "b d -> b d@dp", "write {R:dp} on the left"),
-        ("varying", "b d -> b d@dp", "write the axis where it cuts a dim, as in 'n@dp'"),
+        (
+            "varying",
+            "b d -> b d@dp",
+            "write the axis at the dimension that it shards, as in 'n@dp'",
+        ),
     ],
 )
 def test_a_mark_that_contradicts_the_left_side_is_rejected(
@@ -220,7 +224,10 @@ def test_a_mark_that_contradicts_the_left_side_is_rejected(
         return str(caught.value)
 
     for text in md.simulate(program, 2):
-        assert f"reshard of a value that is {kind} over 'dp', and invariant there" in text
+        assert (
+            f"reshard cannot take a value that is {kind} over 'dp': its pattern or spec requires "
+            "invariant" in text
+        )
         assert fix in text
 
 

@@ -290,7 +290,7 @@ ARGUMENTS: dict[str, tuple[type[MeshdistError], Any, str, str]] = {
     "partial sums that are bool": (
         DtypeError,
         lambda mesh: mapped(in_specs=P(unreduced={"dp"}))(torch.ones(2, dtype=torch.bool)),
-        "a tensor of booleans cannot be unreduced",
+        "a bool tensor cannot be unreduced",
         "",
     ),
     "sizes that do not add up": (
@@ -367,10 +367,10 @@ def test_shards_whose_marks_contradict_their_sharding() -> None:
 
     lines = rejected(AxisTypeError, call)
     assert lines[0] == (
-        "shard_map of itself, argument x, of a value that is varying over 'tp', and invariant "
-        "there by its pattern or spec"
+        "shard_map of itself, argument x, cannot take a value that is varying over 'tp': its "
+        "pattern or spec requires invariant"
     )
-    assert "expected: a value that lies as P('dp',)" in lines[2]
+    assert "expected: a value sharded as P('dp',)" in lines[2]
 
 
 def returning(value: Any, **options: Any) -> Any:
@@ -442,7 +442,7 @@ RESULTS: dict[str, tuple[type[MeshdistError], Any, str, str]] = {
         KindError,
         returning(lambda x: 2.0, out_specs=P()),
         "result: a float, spec P(): shard_map cannot take a float as result",
-        "make an array of it first: result = torch.tensor(result)",
+        "convert it to a tensor: result = torch.tensor(result)",
     ),
     "a ShardedArray": (
         KindError,

@@ -379,9 +379,10 @@ def test_an_index_that_no_row_has_is_rejected_on_all_ranks(index: int) -> None:
     assert (
         texts
         == [
-            "vocab: an index is outside of the 7 that there are\n"
+            "vocab: index out of range for size 7\n"
             "  expected: indices from 0 to 6\n"
-            f"  found:    {index} among 3 indices"
+            f"  found:    {index} among 3 indices\n"
+            "  fix:      correct these indices, or create the model with a larger size"
         ]
         * 2
     )
@@ -398,10 +399,10 @@ def test_a_sequence_that_cannot_be_cut_is_rejected_before_anything_is_sent() -> 
     assert (
         on_ranks(program, 2)
         == [
-            "a sequence of 5 places is cut over 'tp', which has 2 ranks\n"
+            "cannot split a sequence of length 5 over 'tp', which has 2 ranks\n"
             "  expected: an output of shape [..., s, f] with s a multiple of 2\n"
             "  found:    shape (2, 5, 4)\n"
-            "  fix:      pad the sequence; or take words without _sequence"
+            "  fix:      pad the sequence to a multiple of 2, or use styles without _sequence"
         ]
         * 2
     )

@@ -181,42 +181,46 @@ WRONG: dict[str, tuple[Any, type[MeshdistError], str]] = {
     "targets that are no integers": (
         lambda x, mesh: cross_entropy(x, torch.zeros(2), mesh["tp"]),
         DtypeError,
-        "cross_entropy takes indices of classes as targets\n"
+        "cross_entropy takes class indices as target\n"
         "  expected: a target of an integer dtype\n"
         "  found:    shape (2,), float32\n"
-        "  fix:      target.long()",
+        "  fix:      convert the target: target.long()",
     ),
     "another shape": (
         lambda x, mesh: cross_entropy(x, torch.zeros(2, 3, dtype=torch.int64), mesh["tp"]),
         ShapeError,
-        "cross_entropy: each place must have its target\n"
-        "  expected: a target of shape (2,): the classes are the last dim\n"
+        "cross_entropy: the shapes of logits and target do not match\n"
+        "  expected: a target of shape (2,) (the last dim holds the classes)\n"
         "  found:    logits of shape (2, 3), target of shape (2, 3)\n"
-        "  fix:      targets are indices, not probabilities",
+        "  fix:      pass class indices, not probabilities",
     ),
     "another number of places": (
         lambda x, mesh: cross_entropy(x, torch.zeros(3, dtype=torch.int64), mesh["tp"]),
         ShapeError,
-        "cross_entropy: each place must have its target\n"
-        "  expected: a target of shape (2,): the classes are the last dim\n"
-        "  found:    logits of shape (2, 3), target of shape (3,)",
+        "cross_entropy: the shapes of logits and target do not match\n"
+        "  expected: a target of shape (2,) (the last dim holds the classes)\n"
+        "  found:    logits of shape (2, 3), target of shape (3,)\n"
+        "  fix:      pass one class index for each position of the logits",
     ),
     "no class": (
         lambda x, mesh: cross_entropy(x, torch.tensor([1, 6]), mesh["tp"]),
         ArgumentError,
-        "cross_entropy, target: an index is outside of the 6 that there are\n"
+        "cross_entropy, target: index out of range for size 6\n"
         "  expected: indices from 0 to 5\n"
-        "  found:    6 among 2 indices",
+        "  found:    6 among 2 indices\n"
+        "  fix:      correct these indices, or create the model with a larger size",
     ),
     "a reduction": (
         lambda x, mesh: cross_entropy(x, torch.tensor([1, 5]), mesh["tp"], reduction="max"),
         ArgumentError,
-        "cross_entropy has no reduction 'max'\n  expected: 'mean', 'sum', 'none'",
+        "cross_entropy does not support reduction='max'\n  expected: one of 'mean', 'sum', 'none'\n"
+        "  fix:      pass for example reduction='mean'",
     ),
     "smoothing": (
         lambda x, mesh: cross_entropy(x, torch.tensor([1, 5]), mesh["tp"], label_smoothing=2.0),
         ArgumentError,
-        "cross_entropy: label_smoothing is 2.0\n  expected: a number from 0 to 1",
+        "cross_entropy cannot use label_smoothing=2.0\n  expected: a number from 0 to 1\n"
+        "  fix:      pass for example label_smoothing=0.1",
     ),
     "classes": (
         lambda x, mesh: cross_entropy(x, torch.tensor([1, 5]), mesh["tp"], num_classes=9),
@@ -225,7 +229,7 @@ WRONG: dict[str, tuple[Any, type[MeshdistError], str]] = {
         "  where:    rank 1, axis 'tp' of DeviceMesh(tp=2)\n"
         "  expected: logits of shape [..., 4]\n"
         "  found:    shape (2, 3)\n"
-        "  fix:      give the number of classes of the whole: num_classes=...",
+        "  fix:      pass the number of classes of all ranks together: num_classes=...",
     ),
 }
 
@@ -269,7 +273,7 @@ def test_torchs_loss_of_cut_logits_is_rejected_in_a_context() -> None:
 
     for is_equal, text in md.simulate(program, 2):
         assert not is_equal
-        assert "backward of a loss that varies over 'tp'" in text
+        assert "backward cannot start from a loss that varies over 'tp'" in text
 
 
 @pytest.mark.parametrize("size", [2, 3, 5])
@@ -287,5 +291,5 @@ def test_fewer_classes_than_ranks_raise_on_every_rank(size: int) -> None:
             f"  where:    rank {rank}, axis 'tp' of DeviceMesh(tp={size})\n"
             f"  expected: {size} classes or more\n"
             f"  found:    logits of shape (4, {int(rank < size - 1)})\n"
-            "  fix:      leave the head whole, and call torch.nn.functional.cross_entropy"
+            "  fix:      remove the head from the plan, and call torch.nn.functional.cross_entropy"
         )

@@ -103,7 +103,7 @@ def test_a_module_that_has_several_names_is_split_once() -> None:
         layer = nn.Linear(4, 4)
         model = nn.ModuleDict({"a": layer, "b": layer})
         md.parallelize(model, mesh["tp"], {"b": "column"})
-        with pytest.raises(ArgumentError, match="two patterns of the plan fit b"):
+        with pytest.raises(ArgumentError, match="two patterns of the plan match b"):
             md.parallelize(copied(nn.ModuleDict({"b": layer})), mesh, {"b": "row", "*": "row"})
         return [tuple(p.shape) for p in model.parameters()]
 
@@ -211,8 +211,8 @@ def wrapped() -> nn.Module:
 
 
 keep: list[Any] = []
-LEAVE = "leave it out of the plan: what a plan does not name stays whole"
-PLAIN = "a torch.nn.Linear, and no subclass, with plain parameters"
+LEAVE = "remove it from the plan: modules that the plan does not name are not split"
+PLAIN = "a torch.nn.Linear (not a subclass) with plain parameters"
 
 # Name: model, plan, error, and the text.
 REFUSED: dict[
@@ -223,9 +223,9 @@ REFUSED: dict[
         {"layers.*.upp": "column"},
         ArgumentError,
         [
-            "parallelize: 'layers.*.upp' fits no module",
+            "parallelize: 'layers.*.upp' matches no module",
             "  where:    'layers.*.upp': 'column'",
-            "  expected: names as model.named_modules() gives them; * stands for a part between "
+            "  expected: a name as in model.named_modules(), in which * matches one part between "
             "dots",
             "  fix:      did you mean 'layers.*.up'?",
         ],
@@ -235,11 +235,11 @@ REFUSED: dict[
         {"up": "column"},
         ArgumentError,
         [
-            "parallelize: 'up' fits no module",
+            "parallelize: 'up' matches no module",
             "  where:    'up': 'column'",
-            "  expected: names as model.named_modules() gives them; * stands for a part between "
+            "  expected: a name as in model.named_modules(), in which * matches one part between "
             "dots",
-            "  fix:      name modules of this model: '0', '2'",
+            "  fix:      use module names of this model: '0', '2'",
         ],
     ),
     "nothing inside": (
@@ -247,11 +247,11 @@ REFUSED: dict[
         {"*": "column"},
         ArgumentError,
         [
-            "parallelize: '*' fits no module",
+            "parallelize: '*' matches no module",
             "  where:    '*': 'column'",
-            "  expected: names as model.named_modules() gives them; * stands for a part between "
+            "  expected: a name as in model.named_modules(), in which * matches one part between "
             "dots",
-            "  fix:      '' names the model itself, which has no modules inside",
+            "  fix:      use '' for the model itself, which has no submodules",
         ],
     ),
     "two patterns": (
@@ -259,10 +259,10 @@ REFUSED: dict[
         {"layers.*.up": "column", "layers.0.*p": "column"},
         ArgumentError,
         [
-            "parallelize: two patterns of the plan fit layers.0.up",
-            "  expected: a pattern for each module",
+            "parallelize: two patterns of the plan match layers.0.up",
+            "  expected: one pattern for each module",
             "  found:    'layers.*.up': 'column' and 'layers.0.*p': 'column'",
-            "  fix:      leave one of them out, or make it narrower",
+            "  fix:      remove one of the patterns, or make it narrower",
         ],
     ),
     "another class": (
@@ -270,7 +270,7 @@ REFUSED: dict[
         {"layers.*": "column"},
         KindError,
         [
-            "parallelize: layers.0 cannot be 'column'",
+            "parallelize cannot use 'column' for layers.0",
             "  where:    'layers.0': 'column'",
             f"  expected: {PLAIN}",
             "  found:    a tests.tensor_parallel.split_models.Block",
@@ -282,7 +282,7 @@ REFUSED: dict[
         {"0": "row"},
         KindError,
         [
-            "parallelize: 0 cannot be 'row'",
+            "parallelize cannot use 'row' for 0",
             "  where:    '0': 'row'",
             f"  expected: {PLAIN}",
             "  found:    a tests.tensor_parallel.test_parallelize.Subclass",
@@ -294,11 +294,11 @@ REFUSED: dict[
         {"0": "row"},
         KindError,
         [
-            "parallelize: 0 cannot be 'row'",
+            "parallelize cannot use 'row' for 0",
             "  where:    '0': 'row'",
             f"  expected: {PLAIN}",
             "  found:    ParametrizedLinear parametrized",
-            "  fix:      nn.utils.parametrize.remove_parametrizations first",
+            "  fix:      call nn.utils.parametrize.remove_parametrizations first",
         ],
     ),
     "a weight norm": (
@@ -306,11 +306,11 @@ REFUSED: dict[
         {"0": "row"},
         KindError,
         [
-            "parallelize: 0 cannot be 'row'",
+            "parallelize cannot use 'row' for 0",
             "  where:    '0': 'row'",
             f"  expected: {PLAIN}",
             "  found:    Linear with the parameters bias, weight_g, weight_v",
-            "  fix:      take weight_norm, spectral_norm or pruning off first",
+            "  fix:      remove weight_norm, spectral_norm or pruning first",
         ],
     ),
     "a quantized layer": (
@@ -318,7 +318,7 @@ REFUSED: dict[
         {"0": "row"},
         KindError,
         [
-            "parallelize: 0 cannot be 'row'",
+            "parallelize cannot use 'row' for 0",
             "  where:    '0': 'row'",
             f"  expected: {PLAIN}",
             "  found:    a torch.nn.modules.linear.NonDynamicallyQuantizableLinear",
@@ -330,12 +330,12 @@ REFUSED: dict[
         {"0": "row"},
         KindError,
         [
-            "parallelize: 0 cannot be 'row'",
+            "parallelize cannot use 'row' for 0",
             "  where:    '0': 'row'",
             f"  expected: {PLAIN}",
             "  found:    Linear on the meta device, without values",
-            "  fix:      module.to_empty(device=...) first, and check=False where values are "
-            "loaded later",
+            "  fix:      call module.to_empty(device=...) first; pass check=False if you load "
+            "values later",
         ],
     ),
     "an option of embeddings": (
@@ -343,10 +343,10 @@ REFUSED: dict[
         {"0": "vocab"},
         KindError,
         [
-            "parallelize: 0 cannot be 'vocab'",
+            "parallelize cannot use 'vocab' for 0",
             "  where:    '0': 'vocab'",
-            "  expected: a torch.nn.Embedding, and no subclass, with plain parameters",
-            "  found:    Embedding with max_norm, which looks at all rows",
+            "  expected: a torch.nn.Embedding (not a subclass) with plain parameters",
+            "  found:    Embedding with max_norm, which reads all rows",
             f"  fix:      {LEAVE}",
         ],
     ),
@@ -358,6 +358,7 @@ REFUSED: dict[
             "parallelize: 0, a ReLU, has no plain parameters",
             "  where:    '0': 'reduced'",
             "  expected: a module with plain parameters, such as a norm",
+            "  fix:      remove it from the plan, or name its submodules",
         ],
     ),
     "a computed weight to reduce": (
@@ -390,7 +391,7 @@ REFUSED: dict[
             "parallelize: 0 is parallelized already",
             "  where:    '0': 'row'",
             "  found:    column",
-            "  fix:      call parallelize once, with the whole plan",
+            "  fix:      call parallelize once, with the complete plan",
         ],
     ),
     "reduced twice": (
@@ -401,7 +402,7 @@ REFUSED: dict[
             "parallelize: 0 is parallelized already",
             "  where:    '0': 'reduced'",
             "  found:    reduced",
-            "  fix:      call parallelize once, with the whole plan",
+            "  fix:      call parallelize once, with the complete plan",
         ],
     ),
     "wrapped": (
@@ -421,9 +422,9 @@ REFUSED: dict[
         {"0": "row"},
         ArgumentError,
         [
-            "parallelize: 0.weight has a gradient, of the whole",
+            "parallelize cannot split 0.weight while it has a gradient",
             "  where:    '0': 'row'",
-            "  fix:      optimizer.zero_grad(), or module.zero_grad(), first",
+            "  fix:      call optimizer.zero_grad() or module.zero_grad() first",
         ],
     ),
     "small": (
@@ -443,12 +444,12 @@ REFUSED: dict[
         {"q_proj": "column"},
         ShapeError,
         [
-            "parallelize: q_proj would be cut inside of a head",
+            "parallelize cannot split q_proj inside an attention head",
             "  where:    'q_proj': 'column'",
-            "  expected: a number of heads that the 2 ranks of 'tp' can divide",
-            "  found:    3 heads of 2 features, as head_dim of Attention says",
-            "  fix:      fewer ranks along the axis; or leave the layers of this attention out of "
-            "the plan",
+            "  expected: a number of heads that is divisible by 2, the size of 'tp'",
+            "  found:    3 heads of 2 features (head_dim of Attention)",
+            "  fix:      use fewer ranks along the axis, or remove the layers of this attention "
+            "from the plan",
         ],
     ),
     "read by its parent": (
@@ -456,10 +457,10 @@ REFUSED: dict[
         {"linear1": "column", "linear2": "row"},
         KindError,
         [
-            "parallelize: TransformerEncoderLayer may read the weights of linear1 itself",
+            "parallelize: TransformerEncoderLayer may read the weights of linear1 directly",
             "  where:    'linear1': 'column'",
             "  expected: a module that calls its layers",
-            "  fix:      torch.backends.mha.set_fastpath_enabled(False) first",
+            "  fix:      call torch.backends.mha.set_fastpath_enabled(False) first",
         ],
     ),
     "tied to what stays whole": (
@@ -467,11 +468,11 @@ REFUSED: dict[
         {"head": "column_whole"},
         ArgumentError,
         [
-            "parallelize: embedding.weight and head.weight are one parameter, which would lie in "
-            "two ways",
-            "  expected: words for both modules that cut it alike, such as 'vocab' of an embedding "
-            "and 'column' of the head that is tied to it",
-            "  found:    embedding.weight: whole; head.weight: cut along dim 0 of 2",
+            "parallelize cannot split one parameter in two ways: embedding.weight and head.weight "
+            "are tied",
+            "  expected: styles that split both the same way, such as 'vocab' for an embedding and "
+            "'column' for the head that is tied to it",
+            "  found:    embedding.weight: not split; head.weight: split along dim 0 of 2",
             "  fix:      name both modules in the plan, or none of them",
         ],
     ),
@@ -521,9 +522,14 @@ def test_what_is_no_module_and_no_axis() -> None:
         model, plan = linear(), {"0": "column"}
         wrong: list[tuple[Any, Any, type[MeshdistError], str]] = [
             (model.parameters(), mesh["tp"], KindError, "takes a module\n  found:    a generator"),
-            (model, "tp", KindError, r"takes an axis of a mesh(.|\n)*found:    a builtins.str"),
-            (model, mesh, MeshError, r"one axis of a mesh(.|\n)*expected: mesh\[\"tp\"\]"),
-            (model, md.DeviceMesh("cpu", [0]), MeshError, "with a name"),
+            (
+                model,
+                "tp",
+                KindError,
+                r"takes one axis of a meshdist.DeviceMesh(.|\n)*found:    a builtins.str",
+            ),
+            (model, mesh, MeshError, r"one named axis of a mesh(.|\n)*expected: mesh\[\"tp\"\]"),
+            (model, md.DeviceMesh("cpu", [0]), MeshError, "takes one named axis"),
         ]
         for module, axis, kind, text in wrong:
             with pytest.raises(kind, match=text):
@@ -561,7 +567,9 @@ def test_models_that_differ_between_ranks_are_told(
     for text in texts:
         shown = str(dtype).removeprefix("torch.")
         assert f"0.weight, shape (4, 4), {shown}: rank 1 differs from rank 0" in text
-        assert "fix:      md.seed(0) on every rank before the model is made, or one file" in text
+        assert (
+            "fix:      call md.seed(0) on every rank before you create the model, or load" in text
+        )
 
 
 def test_an_encoder_layer_without_its_fast_path() -> None:
@@ -615,12 +623,12 @@ def test_norms_that_a_plan_with_a_cut_sequence_leaves_out_are_warned_of() -> Non
 
     for kind in ("marked", "named", "whole"):
         md.simulate(program, 2, args=(kind,))  # a warning is an error here
-    with pytest.warns(UserWarning, match="leaves norms out") as told:
+    with pytest.warns(UserWarning, match="omits norm layers") as told:
         md.simulate(program, 2, args=("left out",))
     for warning in told:
         text = str(warning.message)
-        assert text.startswith("parallelize: the plan cuts the sequence, and leaves norms out\n")
-        assert "'reduced' for each norm whose input is cut over 'tp'" in text
+        assert text.startswith("parallelize: the plan splits the sequence but omits norm layers\n")
+        assert "'reduced' for each norm whose input is split over 'tp'" in text
         assert "found:    layers.0.norm1, layers.0.norm2, norm\n" in text
         assert "md.annotate(model, {'norm.*': '...'}, mesh=mesh)" in text
 
@@ -640,16 +648,23 @@ def test_a_column_that_is_named_like_a_packed_projection(name: str) -> None:
         text = str(told[0].message)
         assert text.startswith("parallelize: a column layer is named like a packed projection\n")
         assert f"found:    {name}\n" in text
-        assert "split it into a layer for each projection, or make it 'column_whole'" in text
+        assert "split it into one layer for each projection, or use 'column_whole'" in text
         assert "'.*named like a packed projection'" in text
 
 
 @pytest.mark.parametrize(
     ("word", "num_given", "texts"),
     [
-        ("row", 6, ["expected: an input of shape [..., 3]", "be 'column', or this be 'row_whole'"]),
-        ("row_whole", 3, ["expected: an input of shape [..., 6]", "write 'row'"]),
-        ("column", 3, ["expected: an input of shape [..., 6]", "be 'row' or 'column_whole'"]),
+        (
+            "row",
+            6,
+            [
+                "expected: an input of shape [..., 3]",
+                "use 'column' for the layer before it, or 'row_whole'",
+            ],
+        ),
+        ("row_whole", 3, ["expected: an input of shape [..., 6]", "use 'row', which takes"]),
+        ("column", 3, ["expected: an input of shape [..., 6]", "use 'row' or 'column_whole'"]),
     ],
 )
 def test_a_layer_beside_a_forgotten_word_says_which(
@@ -663,7 +678,7 @@ def test_a_layer_beside_a_forgotten_word_says_which(
         return str(raised.value)
 
     for text in md.simulate(program, 2):
-        start = f"{word}: the input has another number of features than the layer takes\n"
+        start = f"{word} cannot take an input with this number of features\n"
         assert text.startswith(start)
         assert f"Linear(in_features=6, out_features=4, bias=True, {word} over tp=2)" in text
         assert f"found:    shape (2, {num_given})" in text and all(each in text for each in texts)

@@ -11,26 +11,26 @@ from torch.distributed.tensor import Replicate, Shard, parallel as torchs
 
 from meshdist import parallelize
 from meshdist.errors import ArgumentError, KindError
-from meshdist.tensor_parallel.plan_styles import OF_TRANSFORMERS, WORDS, word_of, words_of
+from meshdist.tensor_parallel.plan_styles import OF_TRANSFORMERS, STYLES, style_of, styles_of
 
 COLUMN, ROW = torchs.ColwiseParallel, torchs.RowwiseParallel
 
 
 def test_transformers_words_are_ours() -> None:
-    assert set(OF_TRANSFORMERS.values()) <= WORDS.keys()
-    assert word_of("lm_head", "colwise_gather_output") == "column_whole"
-    assert words_of({"a": "colwise", "b": "row"}) == {"a": "column", "b": "row"}
+    assert set(OF_TRANSFORMERS.values()) <= STYLES.keys()
+    assert style_of("lm_head", "colwise_gather_output") == "column_whole"
+    assert styles_of({"a": "colwise", "b": "row"}) == {"a": "column", "b": "row"}
 
 
 def test_the_page_and_the_docstring_have_every_word() -> None:
     page = (Path(__file__).resolve().parents[2] / "docs" / "tensor_parallel.md").read_text()
     told = parallelize.__doc__ or ""
-    assert [word for word in (*WORDS, *OF_TRANSFORMERS) if f"`{word}`" not in page] == []
-    assert [word for word in WORDS if f"``{word}``" not in told] == []
+    assert [word for word in (*STYLES, *OF_TRANSFORMERS) if f"`{word}`" not in page] == []
+    assert [word for word in STYLES if f"``{word}``" not in told] == []
 
 
 def test_words_change_torchs_own_classes() -> None:
-    for word in WORDS.values():
+    for word in STYLES.values():
         if word.becomes is None:
             assert word.takes is None
         else:
@@ -38,7 +38,7 @@ def test_words_change_torchs_own_classes() -> None:
             assert issubclass(word.becomes, word.takes)
 
 
-STYLES: dict[str, tuple[Any, str | None]] = {
+TORCH_STYLES: dict[str, tuple[Any, str | None]] = {
     "column": (COLUMN(), "'column'"),
     "column, whole": (COLUMN(output_layouts=Replicate()), "'column_whole'"),
     "column, sequence": (COLUMN(input_layouts=Shard(1)), "'column_sequence'"),
@@ -47,13 +47,16 @@ STYLES: dict[str, tuple[Any, str | None]] = {
         "'column_sequence_whole'",
     ),
     "row": (ROW(), "'row'"),
-    "row, sequence": (ROW(output_layouts=Shard(1)), "'row_sequence', of an embedding "),
-    "embedding": (ROW(input_layouts=Replicate()), "'row_whole', of an embedding 'vocab'"),
+    "row, sequence": (
+        ROW(output_layouts=Shard(1)),
+        "'row_sequence', for an embedding 'vocab_sequence'",
+    ),
+    "embedding": (ROW(input_layouts=Replicate()), "'row_whole', for an embedding 'vocab'"),
     "the class": (COLUMN, "'column'"),
     "norm": (torchs.SequenceParallel(), "'reduced'"),
     "input": (
         torchs.PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
-        "nothing: layers whose words have _sequence gather their input, once",
+        "nothing, because _sequence layers gather their input",
     ),
     "output": (
         torchs.PrepareModuleOutput(
@@ -65,58 +68,59 @@ STYLES: dict[str, tuple[Any, str | None]] = {
 }
 
 
-@pytest.mark.parametrize("name", STYLES)
+@pytest.mark.parametrize("name", TORCH_STYLES)
 def test_a_style_of_torchs_is_rejected_with_the_word_that_says_the_same(name: str) -> None:
-    style, word = STYLES[name]
+    style, word = TORCH_STYLES[name]
     with pytest.raises(KindError) as raised:
-        word_of("layers.*.up", style)
+        style_of("layers.*.up", style)
     error = raised.value
-    assert "is a style of torch's, which makes DTensors of parameters" in error.summary
+    assert error.summary.startswith("parallelize cannot use torch's ")
+    assert error.summary.endswith(", which converts parameters to DTensor")
     assert error.fix is not None
     assert error.fix.endswith(
         "torch.distributed.tensor.parallel.parallelize_module(module, mesh.to_torch()['tp'], plan)"
     )
-    said = "" if word is None else f"the word that says the same: {word}"
+    said = "" if word is None else f"use {word}; or call torch."
     assert error.fix.startswith(said)
-    assert word is not None or error.fix.startswith("torch.")
+    assert word is not None or error.fix.startswith("call torch.")
 
 
 FOREIGN = {
     "packed_colwise": (
-        "parallelize: 'packed_colwise' cannot be meant on plain tensors: weights packed into one "
-        "are no plain column\n"
+        "parallelize does not support the style 'packed_colwise': packed weights are not a "
+        "single matrix\n"
         "  where:    'a': 'packed_colwise'\n"
-        "  fix:      split it into a module for each part; or let the features lie head after "
-        "head, as 'column'"
+        "  fix:      split it into one module for each part, or store the features head by "
+        "head and use 'column'"
     ),
     "moe_tp_experts": (
-        "parallelize: 'moe_tp_experts' cannot be meant on plain tensors: experts are no plain "
-        "products\n"
+        "parallelize does not support the style 'moe_tp_experts': experts are not a "
+        "single matrix product\n"
         "  where:    'a': 'moe_tp_experts'\n"
-        "  fix:      leave the experts out of the plan, and carry tokens to them by md.experts"
+        "  fix:      remove the experts from the plan, and send tokens to them with md.experts"
     ),
     "loss_parallel": (
-        "parallelize: 'loss_parallel' cannot be meant on plain tensors: a loss is no module\n"
+        "parallelize does not support the style 'loss_parallel': a loss is not a module\n"
         "  where:    'a': 'loss_parallel'\n"
         "  fix:      call md.tensor_parallel.cross_entropy(logits, target, mesh['tp']) on the "
-        "output of a head that is 'column'"
+        "output of a 'column' head"
     ),
     "embedding_colwise": (
-        "parallelize: 'embedding_colwise' cannot be meant on plain tensors: an embedding is cut "
+        "parallelize does not support the style 'embedding_colwise': an embedding is split "
         "by rows\n"
         "  where:    'a': 'embedding_colwise'\n"
-        "  fix:      write 'vocab'"
+        "  fix:      use 'vocab'"
     ),
     "colum": (
-        "parallelize: 'colum' is no word of a plan\n"
+        "parallelize: unknown style 'colum'\n"
         "  where:    'a': 'colum'\n"
-        f"  expected: {', '.join(WORDS)}\n"
+        f"  expected: one of {', '.join(STYLES)}\n"
         "  fix:      did you mean 'column'?"
     ),
     "row_wise": (
-        "parallelize: 'row_wise' is no word of a plan\n"
+        "parallelize: unknown style 'row_wise'\n"
         "  where:    'a': 'row_wise'\n"
-        f"  expected: {', '.join(WORDS)}\n"
+        f"  expected: one of {', '.join(STYLES)}\n"
         "  fix:      did you mean 'rowwise'?"
     ),
 }
@@ -125,32 +129,35 @@ FOREIGN = {
 @pytest.mark.parametrize("word", FOREIGN)
 def test_a_word_that_is_unknown_or_cannot_be_meant(word: str) -> None:
     with pytest.raises(ArgumentError) as raised:
-        word_of("a", word)
+        style_of("a", word)
     assert str(raised.value) == FOREIGN[word]
 
 
 def test_what_is_no_plan() -> None:
-    expected = '  expected: such as {"layers.*.up": "column", "layers.*.down": "row"}\n'
-    head = "parallelize takes a plan: patterns of module names, with words\n"
-    empty = "\n  fix:      model.tp_plan is empty where transformers has no plan: write one"
+    expected = '  expected: for example {"layers.*.up": "column", "layers.*.down": "row"}\n'
+    head = "parallelize takes a plan: a mapping from patterns of module names to styles\n"
+    empty = "\n  fix:      write a plan: model.tp_plan is empty if transformers has no plan for the model"
     for plan, found, fix in (
-        ("column", "  found:    'column', a str", ""),
+        ("column", "  found:    'column', a str", "\n  fix:      pass a non-empty mapping"),
         (None, "  found:    None, a NoneType", empty),
         ({}, "  found:    {}, a dict", empty),
     ):
         with pytest.raises(KindError) as raised:
-            words_of(plan)
+            styles_of(plan)
         assert str(raised.value) == head + expected + found + fix
     with pytest.raises(KindError) as raised:
-        words_of({1: "column"})
+        styles_of({1: "column"})
     assert str(raised.value) == (
-        "parallelize: the keys of a plan are patterns of names\n  found:    1: 'column'"
+        "parallelize: the keys of a plan are patterns of module names\n"
+        "  found:    1: 'column'\n"
+        '  fix:      use strings as keys, for example "layers.*.up"'
     )
     with pytest.raises(KindError) as raised:
-        words_of({"a": 1})
+        styles_of({"a": 1})
     assert str(raised.value) == (
-        "parallelize: the values of a plan are words\n"
+        "parallelize: the values of a plan are names of styles\n"
         "  where:    'a': 1\n"
-        f"  expected: {', '.join(WORDS)}\n"
-        "  found:    a int"
+        f"  expected: one of {', '.join(STYLES)}\n"
+        "  found:    a int\n"
+        '  fix:      pass for example {"layers.*.up": "column"}'
     )

@@ -52,14 +52,18 @@ def test_axes_are_checked_where_there_is_a_mesh() -> None:
     ("kind", "arguments", "words"),
     [
         (KindError, {"tensor": np.ones(2)}, "annotate takes a tensor"),
-        (KindError, {"tensor": [torch.ones(2)]}, "annotate each tensor of a nesting by itself"),
+        (
+            KindError,
+            {"tensor": [torch.ones(2)]},
+            "annotate each tensor of a nested structure separately",
+        ),
         (KindError, {"varying": 3}, "annotate cannot take 3 as varying"),
         (KindError, {"reduced": ("dp", 3)}, "annotate cannot take ('dp', 3) as reduced"),
         (KindError, {"unreduced": "d p"}, "annotate cannot take 'd p' as unreduced"),
         (
             AxisTypeError,
             {"varying": "dp", "reduced": "dp"},
-            "a value is of one kind over axis 'dp'",
+            "annotate cannot give a tensor two types over axis 'dp'",
         ),
     ],
 )
@@ -76,7 +80,7 @@ def test_subclasses_and_other_objects() -> None:
     class Odd(torch.Tensor):
         pass
 
-    with pytest.raises(KindError, match="annotate in a typed context has an operand of type Odd"):
+    with pytest.raises(KindError, match="annotate cannot take an operand of type Odd"):
         md.annotate(torch.ones(2).as_subclass(Odd))
     with pytest.raises(KindError, match="typeof takes a tensor"):
         md.typeof(np.ones(2))  # type: ignore[arg-type]
@@ -204,9 +208,9 @@ def test_the_mesh_of_a_spec_is_checked() -> None:
     assert "did you mean 'dp'?" in pattern
     assert "did you mean 'dp'?" in spec
     assert "axis 'dp' is named twice" in twice
-    assert mesh.startswith("annotate: the sharding is one of another mesh\n")
+    assert mesh.startswith("annotate cannot use a sharding of another mesh than mesh=\n")
     assert "expected: DeviceMesh(dp=2, tp=2)" in mesh
-    assert "fix:      leave mesh= out, or give the sharding's spec" in mesh
+    assert "fix:      omit mesh=, or pass only the spec: sharding.spec" in mesh
 
 
 @pytest.mark.parametrize(
@@ -215,8 +219,8 @@ def test_the_mesh_of_a_spec_is_checked() -> None:
         (
             KindError,
             {"spec": "b d", "varying": "dp"},
-            "annotate takes a spec or kinds, not both\n"
-            "  found:    'b d' beside varying='dp', reduced=(), unreduced=()",
+            "annotate takes either a spec or varying=, reduced= and unreduced=, not both\n"
+            "  found:    'b d' with varying='dp', reduced=(), unreduced=()",
         ),
         (KindError, {"spec": ("dp", None)}, "annotate takes a spec or a pattern"),
         (md.PatternError, {"spec": "b@ d"}, "column 3 of 'b@ d'"),
@@ -235,7 +239,7 @@ def test_the_mesh_of_a_spec_is_checked() -> None:
         (
             md.DtypeError,
             {"spec": "b d {U:dp}", "tensor": torch.ones(2, 2, dtype=torch.bool)},
-            "a tensor of booleans cannot be unreduced, since they have no sum",
+            "a bool tensor cannot be unreduced, because bool has no sum",
         ),
     ],
 )

@@ -450,7 +450,7 @@ def test_operands_losses_and_gradients_that_only_claim_to_be_invariant_are_named
         w * mine(mesh, 3)
 
     assert refusals(cast).startswith(
-        "an operand that is invariant by its type, float64[3], and meets varying ones, over"
+        "an operand of type float64[3], used with varying operands, over"
     )
 
     def loss(mesh: md.DeviceMesh) -> None:
@@ -458,20 +458,20 @@ def test_operands_losses_and_gradients_that_only_claim_to_be_invariant_are_named
         (w * (1.0 + md.get_rank())).sum().backward()
 
     text = refusals(loss)
-    assert text.startswith("a loss that is invariant by its type, float64[], over")
+    assert text.startswith("a loss of type float64[] over")
     assert "annotate the data that differ between ranks" in text
 
     def gradient(mesh: md.DeviceMesh) -> None:
         w = torch.zeros(3, dtype=F64, requires_grad=True)
         (w * (1.0 + md.get_rank())).sum().backward()
 
-    assert refusals(gradient).startswith("the gradient of a leaf, float64[3], over")
+    assert refusals(gradient).startswith("the gradient of a leaf of type float64[3] over")
 
     def missing(mesh: md.DeviceMesh) -> None:
         w, v = (torch.zeros(3, dtype=F64, requires_grad=True) for _ in range(2))
         ((w * v).sum() if md.get_rank() else (w + 0 * v.detach()).sum() * 0).backward()
 
-    assert refusals(missing).startswith("the gradient of a leaf, float64[3], over")
+    assert refusals(missing).startswith("the gradient of a leaf of type float64[3] over")
 
 
 @pytest.mark.usefixtures("detail")

@@ -65,7 +65,7 @@ def outcomes(call: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, str]:
 
     texts: list[str] = []
     found = in_mesh(body)
-    assert all("over axis 'dp' of a value that is" in text for text in texts)
+    assert all("over axis 'dp' cannot take a value that is" in text for text in texts)
     assert all("test_collective_calls.py" in text for text in texts)
     assert all(one == found[0] for one in found)
     return found[0]
@@ -147,8 +147,8 @@ def test_meshes_that_are_parts_of_the_contexts() -> None:
         lax.psum(varying(torch.ones(2)), "b", mesh=square)
 
     text = refusal(AxisTypeError, other)
-    assert text.startswith("psum over 'b' of a mesh that is no part of the context's\n")
-    assert "axes of DeviceMesh(dp=2, tp=2), a slice of it, or axes flattened" in text
+    assert text.startswith("psum cannot use 'b' of a mesh that is not part of the md.typed mesh\n")
+    assert "axes of DeviceMesh(dp=2, tp=2), of a slice of it, or flattened axes" in text
 
 
 def test_pytrees_are_rejected_before_anything_is_sent_and_name_the_leaf() -> None:

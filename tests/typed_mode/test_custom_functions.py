@@ -76,7 +76,7 @@ def test_operands_are_cast_and_results_marked_by_an_apply_that_was_captured_too(
 def test_a_captured_apply_that_is_not_seen_is_rejected() -> None:
     text = refusal(AxisTypeError, lambda mesh: captured(torch.ones((), dtype=F64), data(mesh)))
     assert text.startswith(
-        "Product.apply was taken from its class before the typed context began\n"
+        "Product.apply cannot run inside md.typed: it was looked up before the context\n"
     )
     assert "fix:      call Product.apply(...) itself" in text
 
@@ -144,8 +144,8 @@ def test_a_reentrant_checkpoint_is_rejected() -> None:
         checkpoint(lambda x: x * w, w * 2, use_reentrant=True)
 
     text = refusal(AxisTypeError, body)
-    assert text.startswith("a re-entrant checkpoint in a typed context\n")
-    assert "fix:      checkpoint(..., use_reentrant=False)" in text
+    assert text.startswith("a reentrant torch.utils.checkpoint cannot run inside md.typed\n")
+    assert "fix:      call checkpoint(..., use_reentrant=False)" in text
 
 
 def test_apply_is_torchs_own_outside_and_while_only_other_threads_have_contexts() -> None:

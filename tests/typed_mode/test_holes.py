@@ -46,7 +46,7 @@ def test_memory_that_is_handed_on_keeps_its_type_or_warns() -> None:
             set_to(x.untyped_storage(), 0, (3,), (1,))
             torch.zeros(3, dtype=F64).untyped_storage().copy_(x.untyped_storage())
             places = {one.lineno for one in caught if one.category is VaryingNumberWarning}
-            with pytest.raises(AxisTypeError, match="set_ would turn what it writes"):
+            with pytest.raises(AxisTypeError, match="set_ cannot change its target"):
                 torch.ones(3, dtype=F64, requires_grad=True).set_(x)
             assert x.as_subclass(torch.Tensor).sum().shape == ()
         text = str(caught[0].message)
@@ -56,7 +56,7 @@ def test_memory_that_is_handed_on_keeps_its_type_or_warns() -> None:
     assert set(found.values()) == {"V:dp"}
     assert num_places == 2
     assert line == (
-        "untyped_storage of a value that varies over 'dp' gives another number on each rank"
+        "untyped_storage of a value that varies over 'dp' returns a different number on each rank"
     )
 
 
@@ -122,11 +122,11 @@ def test_a_hook_by_which_an_equal_gradient_would_part_is_rejected(
         return str(rejected.value)
 
     text = md.simulate(program, 2)[0]
-    assert "<lambda> gives a gradient another type than its tensor's" in text
+    assert "<lambda> cannot change the type of a gradient" in text
     assert "rank 0 (dp=0) of DeviceMesh(dp=2); axis 'dp' (size 2); " in text
     assert "expected: float64[3]\n" in text
     assert "found:    float64[3]{V:dp}" in text
-    assert "make equal first what it multiplies by: lax.pmean(factor, 'dp')" in text
+    assert "make the factors that it uses equal first: lax.pmean(factor, 'dp')" in text
 
 
 @pytest.mark.parametrize("is_first", [True, False])
@@ -200,6 +200,7 @@ def test_the_number_of_rows_that_a_varying_mask_keeps_warns_as_item_does(is_firs
 
     lines = in_mesh(program, shape=(2,))[0]
     assert set(lines[:12]) == {
-        "the number of rows of a value that varies over 'dp' gives another number on each rank"
+        "the number of rows of a value that varies over 'dp' returns a different number on each "
+        "rank"
     }
     assert lines[12:] == [""] * 4

@@ -65,7 +65,9 @@ def test_writes_in_place() -> None:
             torch._foreach_add_([p], [varying(torch.ones(2))])
 
     text = refusal(AxisTypeError, rejected)
-    assert text.startswith("_foreach_add_ would turn what it writes, invariant over 'dp', into var")
+    assert text.startswith(
+        "_foreach_add_ cannot change its target from invariant to varying over 'dp'"
+    )
 
 
 def test_unreduced_items() -> None:
@@ -82,7 +84,7 @@ def test_unreduced_items() -> None:
             torch._foreach_add_([p], [md.annotate(torch.ones(2), unreduced="dp")])
 
     text = refusal(AxisTypeError, rejected)
-    assert text.startswith("_foreach_add_ of an unreduced gradient to a parameter\n")
+    assert text.startswith("_foreach_add_ cannot apply an unreduced gradient to a parameter\n")
 
 
 def test_fused_steps() -> None:

@@ -166,7 +166,9 @@ def followed(source: str, text: str) -> str:
     """The program with the first of the lines that an error's fix tells to write."""
     lines = source.splitlines()
     (fix,) = re.findall(r"fix: +(.*)", text)
-    place = re.match(rf"behind (\w+) at {FILE}:(\d+), .* y = (lax.psum\()y(, '\w+'\))", fix)
+    place = re.match(
+        rf"sum the result of (\w+) at {FILE}:(\d+), .* y = (lax.psum\()y(, '\w+'\))", fix
+    )
     if place:
         number = int(place[2])
         line = lines[number - 1]
@@ -174,7 +176,7 @@ def followed(source: str, text: str) -> str:
         indent = line[: len(line) - len(line.lstrip())]
         lines.insert(number, f"{indent}{name} = {place[3]}{name}{place[4]}")
     else:
-        (mean,) = re.findall(r"make one: (loss = lax.pmean\(loss, .*?\)), or lax.psum;", fix)
+        (mean,) = re.findall(r"the ranks: (loss = lax.pmean\(loss, .*?\)), or lax.psum;", fix)
         lines.insert(len(lines) - 1, f"    {mean}")
     return "\n".join(lines) + "\n"
 
@@ -234,21 +236,22 @@ def without(source: str, operation: str) -> str:
 
 def test_the_error_names_the_leaf_and_the_lines() -> None:
     text = md.simulate(step, 4, args=(without(MLP, "psum"),))[0][0]
-    assert text.startswith("backward of a loss that varies over 'tp'\n")
+    assert text.startswith("backward cannot start from a loss that varies over 'tp'\n")
     assert (
-        f"varying over 'tp' since matmul at {FILE}:3, by weights['up']: float64[4, 4]{{V:tp}}"
-        in text
+        f"varies over 'tp' since matmul at {FILE}:3, through weights['up']: "
+        "float64[4, 4]{V:tp}" in text
     ), text
+    assert f"last leaf that varies over 'tp', used in matmul at {FILE}:5: weights['down']" in text
     assert (
-        f"the last leaf that varies over 'tp' came in matmul at {FILE}:5: weights['down']" in text
-    )
-    assert (
-        f"fix:      behind matmul at {FILE}:5, each rank along 'tp' holds its part; sum the parts "
-        "there: y = lax.psum(y, 'tp')" in text
+        f"fix:      sum the result of matmul at {FILE}:5, of which each rank along 'tp' holds a "
+        "part: y = lax.psum(y, 'tp')" in text
     )
     text = md.simulate(step, 4, args=(without(MLP, "pmean"),))[0][0]
-    assert f"varying over 'dp' since matmul at {FILE}:3, by batch: float64[2, 3, 4]{{V:dp}}" in text
-    assert "fix:      say how the ranks' losses make one: loss = lax.pmean(loss, 'dp')" in text
+    assert (
+        f"varies over 'dp' since matmul at {FILE}:3, through batch: float64[2, 3, 4]{{V:dp}}"
+        in text
+    )
+    assert "fix:      reduce the loss over the ranks: loss = lax.pmean(loss, 'dp')" in text
 
 
 def test_a_cast_a_draw_and_a_resharding_are_seen() -> None:
@@ -268,8 +271,8 @@ def test_a_cast_a_draw_and_a_resharding_are_seen() -> None:
         ("reshard", lambda x: md.reshard(x, "d -> d@tp")),
     ):
         text = md.simulate(body, 2, args=(make,))[0]
-        assert f"varying over 'tp' since {name} at {__file__}:" in text, text
-        assert f"fix:      behind sum at {__file__}:" in text
+        assert f"varies over 'tp' since {name} at {__file__}:" in text, text
+        assert f"fix:      sum the result of sum at {__file__}:" in text
 
 
 def test_a_mesh_that_has_passed_notes_nothing_until_a_step_fails() -> None:
@@ -290,7 +293,8 @@ def test_a_mesh_that_has_passed_notes_nothing_until_a_step_fails() -> None:
         return found
 
     first, second = md.simulate(program, 2)[0]
-    assert "run the step once more, and this error says where" in first
-    assert "where the batch varies, say how the ranks' losses make one" in first
+    assert "run the step again to make this error show where" in first
+    assert "if the batch varies, reduce the loss over the ranks" in first
     assert "since" not in first
-    assert "varying over 'tp' since mul at" in second and "by weight: float32[2]{V:tp}" in second
+    assert "varies over 'tp' since mul at" in second
+    assert "through weight: float32[2]{V:tp}" in second

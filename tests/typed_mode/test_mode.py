@@ -179,7 +179,7 @@ def test_a_gpt_over_two_axes_needs_psum_alone(is_checkpointed: bool) -> None:
 
 def test_a_collective_over_an_axis_where_its_operand_is_invariant() -> None:
     text = refusal(AxisTypeError, lambda mesh: lax.psum(torch.ones(3), "dp"))
-    assert text.startswith("psum over axis 'dp' of a value that is invariant there\n")
+    assert text.startswith("psum over axis 'dp' cannot take a value that is invariant over it\n")
     assert "rank 0 (dp=0, tp=0) of DeviceMesh(dp=2, tp=2); axis 'dp' (size 2)" in text
     assert "test_mode.py:" in text
     assert "x: float32[3]" in text
@@ -190,21 +190,23 @@ def test_a_collective_over_an_axis_where_its_operand_is_invariant() -> None:
 @pytest.mark.parametrize(
     ("operation", "fix"),
     [
-        (lax.pmean, "a value that is equal on all ranks is its own mean: leave the collective out"),
-        (lax.all_gather, "is cast first: lax.pvary(x, 'dp'), before each rank takes its own part"),
+        (lax.pmean, "remove the pmean, because the value equals its mean"),
+        (lax.all_gather, "cast it before each rank takes its own part: lax.pvary(x, 'dp')"),
     ],
 )
 def test_the_way_out_for_equal_values_is_that_of_the_collective(
     operation: Callable[..., Any], fix: str
 ) -> None:
     text = refusal(AxisTypeError, lambda mesh: operation(torch.ones(3), "dp"))
-    assert "md.annotate(batch, varying='dp'), after the last copy or slice outside" in text
+    assert (
+        "after the last copy or slice outside the context: md.annotate(batch, varying='dp')" in text
+    )
     assert fix in text and "lax.axis_size" not in text
 
 
 def test_a_cast_of_what_varies_already() -> None:
     text = refusal(AxisTypeError, lambda mesh: lax.pvary(varying(torch.ones(3)), "dp"))
-    assert text.startswith("pvary over axis 'dp' of a value that is varying there\n")
+    assert text.startswith("pvary over axis 'dp' cannot take a value that is varying over it\n")
     assert "a value that is invariant over 'dp'" in text
     assert "x: float32[3]{V:dp}" in text
     assert "lax.psum(x, 'dp')" in text
@@ -217,7 +219,7 @@ def test_a_backward_of_a_loss_that_varies() -> None:
         (w * varying(torch.ones(3), "dp", "tp")).sum().backward()
 
     text = refusal(AxisTypeError, body)
-    assert text.startswith("backward of a loss that varies over 'dp', 'tp'\n")
+    assert text.startswith("backward cannot start from a loss that varies over 'dp', 'tp'\n")
     assert "axes 'dp' (size 2), 'tp' (size 2)" in text
     assert "loss: float32[]{V:dp,tp}" in text
     assert "loss = lax.pmean(loss, ('dp', 'tp'))" in text
@@ -229,7 +231,7 @@ def test_a_backward_of_a_loss_that_varies() -> None:
         def other(mesh: md.DeviceMesh, call: Any = call) -> None:
             call((w * varying(torch.ones(3))).sum())
 
-        assert "of a loss that varies over 'dp'\n" in refusal(AxisTypeError, other)
+        assert "cannot start from a loss that varies over 'dp'\n" in refusal(AxisTypeError, other)
 
 
 def test_a_backward_of_a_loss_that_is_reduced() -> None:
@@ -238,7 +240,7 @@ def test_a_backward_of_a_loss_that_is_reduced() -> None:
         (lax.pmean((w * varying(torch.ones(3))).sum(), "dp") + (w**2).sum()).backward()
 
     text = refusal(AxisTypeError, body)
-    assert text.startswith("backward of a loss that is reduced over 'dp'\n")
+    assert text.startswith("backward cannot start from a loss that is reduced over 'dp'\n")
     assert "loss: float32[]{R:dp}" in text
     assert "loss = lax.pmean(loss + term, 'dp')" in text
 
@@ -247,7 +249,7 @@ def test_a_nonlinear_operation_on_an_unreduced_value() -> None:
     text = refusal(
         AxisTypeError, lambda mesh: torch.relu(md.annotate(torch.ones(3), unreduced="tp"))
     )
-    assert text.startswith("relu of a value unreduced over 'tp'\n")
+    assert text.startswith("relu cannot take a value that is unreduced over 'tp'\n")
     assert "operand 0: float32[3]{U:tp}" in text
     assert "lax.psum(x, 'tp') or lax.psum_scatter(x, 'tp')" in text
 
@@ -261,17 +263,22 @@ def test_an_unreduced_gradient_in_an_optimizers_step() -> None:
             w.add_(w.grad, alpha=-0.1)
 
     text = refusal(AxisTypeError, body)
-    assert text.startswith("add_ of an unreduced gradient to a parameter\n")
+    assert text.startswith("add_ cannot apply an unreduced gradient to a parameter\n")
     assert "operand 1: float32[3]{U:dp}" in text
-    assert "lax.psum(p.grad, 'dp'); or step behind accumulate_gradients" in text
+    assert (
+        "lax.psum(p.grad, 'dp'); or call optimizer.step() after the md.accumulate_gradients block"
+        in text
+    )
 
 
 def test_a_history_that_the_context_did_not_see() -> None:
     outside = torch.ones(3, requires_grad=True) * 2
     text = refusal(AxisTypeError, lambda mesh: outside + 1)
-    assert text.startswith("an operand of add has a history that the context did not see\n")
-    assert "made by MulBackward0" in text
-    assert "md.annotate(x, varying='dp'), for example" in text
+    assert text.startswith(
+        "add cannot infer the type of an operand: md.typed did not see how it was computed\n"
+    )
+    assert "computed by MulBackward0 outside the context" in text
+    assert "else for example md.annotate(x, varying='dp')" in text
 
     def annotated(mesh: md.DeviceMesh) -> str:
         with md.typed(mesh):
@@ -288,8 +295,8 @@ def test_a_write_that_would_widen_what_others_rely_on() -> None:
         del view
 
     text = refusal(AxisTypeError, body)
-    assert text.startswith("copy_ would turn what it writes, invariant over 'dp', into varying\n")
-    assert "a target of float32[3], whose memory others share" in text
+    assert text.startswith("copy_ cannot change its target from invariant to varying over 'dp'\n")
+    assert "a target of float32[3], whose memory other tensors share" in text
     assert "buf = lax.pvary(buf, 'dp')" in text
 
 

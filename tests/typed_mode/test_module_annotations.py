@@ -376,26 +376,27 @@ def refusal(specs: Any, kind: type[MeshdistError], **arguments: Any) -> str:
 @pytest.mark.parametrize("specs", [None, "f@tp d", ["f@tp d"], {3: "f@tp d"}])
 def test_no_mapping(specs: Any) -> None:
     assert refusal(specs, KindError) == (
-        "annotate takes a mapping for a module, from names to specs\n"
-        '  expected: {"up.weight": "f@tp d", "norm.*": "... {R:tp}"}\n'
-        f"  found:    {specs!r}, a {type(specs).__name__}"
+        "annotate takes a mapping from names to specs for a module\n"
+        "  expected: a mapping from names of parameters and buffers to specs\n"
+        f"  found:    {specs!r}, a {type(specs).__name__}\n"
+        '  fix:      pass for example {"up.weight": "f@tp d", "norm.*": "... {R:tp}"}'
     )
 
 
 def test_kinds_beside_a_mapping() -> None:
     assert refusal({"scale": "f@tp"}, KindError, varying="tp") == (
-        "annotate takes a spec or kinds, not both\n"
-        "  found:    {'scale': 'f@tp'} beside varying='tp', reduced=(), unreduced=()\n"
-        '  fix:      say it all in the spec, such as "b@dp d {R:tp}"'
+        "annotate takes either a spec or varying=, reduced= and unreduced=, not both\n"
+        "  found:    {'scale': 'f@tp'} with varying='tp', reduced=(), unreduced=()\n"
+        '  fix:      write all axes in the spec, such as "b@dp d {R:tp}"'
     )
     text = refusal(None, KindError, varying="tp")
-    assert text.startswith("annotate takes specs by name for a module, and no kinds\n")
+    assert text.startswith("annotate cannot take varying=, reduced= or unreduced= for a module\n")
 
 
 def test_a_pattern_that_fits_no_name() -> None:
     text = refusal({"norm.*": "...", "mlp.up.wieght": "f@tp d"}, ArgumentError)
     assert text == (
-        "annotate: 'mlp.up.wieght' fits no parameter and no buffer of the module\n"
+        "annotate: 'mlp.up.wieght' matches no parameter or buffer of the module\n"
         "  expected: a name, or a pattern of names such as 'norm.*'\n"
         "  found:    6 names: scale, norm.weight, norm.bias, mlp.up.weight, mlp.up.bias, "
         "mlp.down.weight\n"
@@ -405,8 +406,8 @@ def test_a_pattern_that_fits_no_name() -> None:
 
 def test_two_patterns_that_fit_one_name() -> None:
     assert refusal({"mlp.*": "f@tp ...", "*.weight": "..."}, ArgumentError) == (
-        "annotate: two patterns fit 'mlp.up.weight'\n"
-        "  expected: one pattern for a name\n"
+        "annotate: two patterns match 'mlp.up.weight'\n"
+        "  expected: one pattern for each name\n"
         "  found:    'mlp.*': 'f@tp ...'; '*.weight': '...'\n"
         "  fix:      make the wider pattern narrower, or name each parameter"
     )
@@ -416,9 +417,11 @@ def test_two_specs_for_one_tensor() -> None:
     with pytest.raises(ArgumentError) as caught:
         md.annotate(Tied(), {"embedding.weight": "v@tp d", "head.weight": "f d@tp"})
     assert str(caught.value) == (
-        "annotate: embedding.weight and head.weight are one tensor, and their specs differ\n"
+        "annotate cannot give one tensor two specs: embedding.weight and head.weight are the same "
+        "tensor\n"
         "  expected: one spec for a tensor that has several names\n"
-        "  found:    embedding.weight: 'v@tp d'; head.weight: 'f d@tp'"
+        "  found:    embedding.weight: 'v@tp d'; head.weight: 'f d@tp'\n"
+        "  fix:      give both names the same spec, or leave one of them out"
     )
 
 
@@ -465,9 +468,9 @@ def test_a_parameter_without_a_shape() -> None:
         md.annotate(nn.LazyLinear(3), {"weight": "f@tp d"})
     assert str(caught.value) == (
         "annotate: weight has no shape yet\n"
-        "  expected: a parameter that is made\n"
+        "  expected: an initialized parameter\n"
         "  found:    a UninitializedParameter\n"
-        "  fix:      run the module once, then annotate it"
+        "  fix:      run one forward pass of the module first, then annotate it"
     )
 
 
@@ -477,7 +480,7 @@ def test_a_subclass_of_tensor() -> None:
 
     layer = nn.Linear(2, 2)
     layer.weight = Own(torch.ones(2, 2))
-    with pytest.raises(KindError, match="has an operand of type Own") as caught:
+    with pytest.raises(KindError, match="cannot take an operand of type Own") as caught:
         md.annotate(layer, {"bias": "f@tp", "weight": "f@tp d"})
     assert caught.value.where == "weight"
     assert find_type(layer.bias) is None
@@ -495,7 +498,7 @@ def test_a_wrapped_module() -> None:
         return texts
 
     assert set(in_mesh(body)[0]) == {
-        "annotate: norm.bias is a parameter of a wrapper, which has marked it as its own\n"
+        "annotate cannot change norm.bias: its module is wrapped already\n"
         "  expected: a module that is not wrapped yet\n"
         "  fix:      annotate the module first, then wrap it: "
         "md.DDP(md.annotate(module, {...}))"
@@ -510,10 +513,10 @@ def test_a_tensor_of_another_shape_that_has_lost_its_mark() -> None:
     with pytest.raises(md.errors.ShapeError) as caught:
         restore_annotations(module)
     assert str(caught.value) == (
-        "mlp.up.weight has another shape than when it was annotated, and has lost its mark\n"
-        "  expected: dims 6@tp, 4, as noted in the module\n"
+        "cannot restore the annotation of mlp.up.weight: its shape has changed\n"
+        "  expected: dims 6@tp, 4, as recorded in the module\n"
         "  found:    shape (12, 4), float32\n"
-        "  fix:      say how it lies now: md.annotate(module, {'mlp.up.weight': ...}, mesh=mesh)"
+        "  fix:      annotate it again: md.annotate(module, {'mlp.up.weight': ...}, mesh=mesh)"
     )
     assert find_type(module.mlp["up"].bias) is None
     md.annotate(module, {"mlp.up.*": "f@tp ..."})

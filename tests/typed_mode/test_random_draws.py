@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from typing import Any
 
 import numpy as np
@@ -151,7 +152,7 @@ def test_what_is_drawn_in_place_is_marked_itself() -> None:
             nn.init.uniform_(tensor=filled)
             assert F.dropout(dropped, inplace=True) is dropped
             F.rrelu(spoilt, training=True, inplace=True)
-            with pytest.raises(AxisTypeError, match="normal_ would turn what it writes"):
+            with pytest.raises(AxisTypeError, match="normal_ cannot change its target"):
                 nn.init.normal_(parameter)
             return kinds(filled), kinds(dropped), kinds(spoilt), kinds(parameter)
 
@@ -208,7 +209,7 @@ def test_a_recurrent_layer_draws_in_training_alone() -> None:
         with md.typed(mesh):
             for given in (x, packed):
                 layer.eval()(given)
-                with pytest.raises(AxisTypeError, match=r"^lstm draws"):
+                with pytest.raises(AxisTypeError, match=r"^lstm cannot draw"):
                     layer.train()(given)
 
     in_mesh(body)
@@ -219,16 +220,21 @@ def test_a_recurrent_layer_draws_in_training_alone() -> None:
 
 def test_a_draw_from_a_state_that_seed_did_not_set() -> None:
     text = refusal(AxisTypeError, lambda mesh: F.dropout(varying(torch.ones(3))))
-    assert text.startswith("dropout draws from a state that md.seed did not set\n")
+    assert text.startswith("dropout cannot draw from a generator that md.seed did not seed\n")
     assert "rank 0 (dp=0, tp=0) of DeviceMesh(dp=2, tp=2); axis 'tp' (size 2)" in text
     assert "test_random_draws.py:" in text
     assert "operands that vary over 'dp', 'tp'" in text
-    assert "torch's own generator, which md.seed has never seeded" in text
+    assert "torch's default generator, never seeded by md.seed" in text
     assert "operand 0: float32[3]{V:dp}" in text
-    assert "md.seed(seed, differ_over='dp') where the result is to be equal along 'tp';" in text
-    assert "md.seed(seed, differ_over=('dp', 'tp')) where each rank draws its own" in text
+    assert (
+        "md.seed(seed, differ_over='dp') on every rank if the result should be equal along 'tp',"
+        in text
+    )
+    assert (
+        "md.seed(seed, differ_over=('dp', 'tp')) if each rank should draw its own numbers" in text
+    )
     text = refusal(AxisTypeError, lambda mesh: F.dropout(torch.ones(3)))
-    assert "md.seed(seed) where the result is to be equal along 'dp', 'tp';" in text
+    assert "md.seed(seed) on every rank if the result should be equal along 'dp', 'tp'," in text
 
 
 def test_other_ways_to_seed_are_seen() -> None:
@@ -239,8 +245,8 @@ def test_other_ways_to_seed_are_seen() -> None:
         torch.rand(1)
 
     text = refusal(AxisTypeError, body)
-    assert text.startswith("rand draws from a state that md.seed did not set\n")
-    assert "seeded since md.seed, with 4" in text
+    assert text.startswith("rand cannot draw from a generator that md.seed did not seed\n")
+    assert "seeded with 4 after md.seed" in text
     assert "differ_over=('dp', 'tp')" in text
 
     def reseeded(mesh: md.DeviceMesh) -> None:
@@ -248,7 +254,7 @@ def test_other_ways_to_seed_are_seen() -> None:
         torch.seed()
         torch.rand(1)
 
-    assert "seeded since md.seed, with" in refusal(AxisTypeError, reseeded)
+    assert re.search(r"seeded with \d+ after md.seed", refusal(AxisTypeError, reseeded))
 
 
 def test_a_generator_of_the_programs_counts_as_unseeded() -> None:
@@ -257,8 +263,8 @@ def test_a_generator_of_the_programs_counts_as_unseeded() -> None:
         torch.rand(1, generator=torch.Generator().manual_seed(3))
 
     text = refusal(AxisTypeError, body)
-    assert "a generator of the program's, which md.seed has never seeded" in text
-    assert "md.seed(seed, generator=g) where the result is to be equal along" in text
+    assert "the generator in generator=, never seeded by md.seed" in text
+    assert "md.seed(seed, generator=g) on every rank if the result should be equal along" in text
     assert "differ_over=('dp', 'tp'), generator=g)" in text
 
     def seeded(mesh: md.DeviceMesh) -> Any:
@@ -306,7 +312,7 @@ def test_a_data_set_that_draws_needs_a_seed() -> None:
             return torch.randn(2)
 
     text = refusal(AxisTypeError, lambda mesh: list(DataLoader(Noisy())))
-    assert text.startswith("randn draws from a state that md.seed did not set\n")
+    assert text.startswith("randn cannot draw from a generator that md.seed did not seed\n")
 
 
 def test_states_that_are_put_back_keep_their_seed() -> None:
@@ -332,11 +338,11 @@ def test_each_simulated_rank_and_each_run_has_its_own_seeds() -> None:
             md.seed(md.get_rank())  # the number with which a simulated rank begins
         md.all_reduce(torch.ones(1))
         if md.get_rank() == 1:
-            with md.typed(mesh), pytest.raises(AxisTypeError, match="has never seeded"):
+            with md.typed(mesh), pytest.raises(AxisTypeError, match=r"never seeded by md\.seed"):
                 torch.rand(1)
 
     def seeds_none(mesh: md.DeviceMesh) -> None:
-        with md.typed(mesh), pytest.raises(AxisTypeError, match="has never seeded"):
+        with md.typed(mesh), pytest.raises(AxisTypeError, match=r"never seeded by md\.seed"):
             torch.rand(1)
 
     in_mesh(seeds_some)
@@ -373,7 +379,7 @@ def test_a_context_over_ranks_that_were_not_seeded() -> None:
             torch.rand(1)
         return str(caught.value)
 
-    assert "seeded over a mesh that lacks ranks of this one" in in_mesh(body)[0]
+    assert "seeded by md.seed over a mesh that lacks ranks of this mesh" in in_mesh(body)[0]
 
 
 def test_each_device_has_a_generator_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -400,7 +406,7 @@ def test_each_device_has_a_generator_of_its_own(monkeypatch: pytest.MonkeyPatch)
             devices[1].manual_seed(1)
             assert of("cuda:0") == of("cpu") == "V:dp"
             for device in ("cuda:1", "cuda"):
-                with pytest.raises(AxisTypeError, match=r"seeded since md\.seed, with 1"):
+                with pytest.raises(AxisTypeError, match=r"seeded with 1 after md\.seed"):
                     of(device)
 
     in_mesh(body, shape=(1,))
@@ -417,7 +423,7 @@ def test_bad_arguments_are_rejected() -> None:
         for large in (2**64, -(2**63) - 1):
             with pytest.raises(ArgumentError, match="64 bits"):
                 md.seed(large)
-        with pytest.raises(KindError, match="a generator of torch's"):
+        with pytest.raises(KindError, match=r"takes a torch\.Generator as generator"):
             md.seed(1, generator=np.random.default_rng())  # type: ignore[arg-type]
         with pytest.raises(KindError, match="as differ_over"):
             md.seed(1, differ_over=1, mesh=mesh)  # type: ignore[arg-type]
@@ -449,10 +455,10 @@ def test_a_model_that_is_built_behind_a_seed_that_differs() -> None:
         return nn.Linear(2, 2)
 
     text = refusal(AxisTypeError, build)
-    assert "uniform_ would turn what it writes, invariant over 'dp', into varying\n" in text
+    assert "uniform_ cannot change its target from invariant to varying over 'dp'\n" in text
     assert text.endswith(
-        "fix:      where it is drawn, build the model first, and md.seed(..., differ_over=) "
-        "behind it; or, where each rank has its own part of the target, "
+        "fix:      if the values are random, call md.seed(..., differ_over=) after "
+        "you build the model; or, if each rank has its own part of the target, annotate it: "
         "md.annotate(target, varying='dp')"
     )
 
@@ -480,4 +486,6 @@ def test_other_inits_behind_a_seed_that_differs(init: str) -> None:
         md.seed(1, differ_over="dp", mesh=mesh)
         getattr(nn.init, init)(nn.Parameter(torch.ones(2, 2)))
 
-    assert "fix:      where it is drawn, build the model first" in refusal(AxisTypeError, draw)
+    assert "fix:      if the values are random, call md.seed(..., differ_over=) after" in refusal(
+        AxisTypeError, draw
+    )
