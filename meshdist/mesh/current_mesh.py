@@ -30,9 +30,9 @@ def mesh_in_force(call: str, about: str = "", naming: str | None = None) -> Devi
     if not meshes:
         naming = f"{call}(..., mesh=mesh)" if naming is None else naming
         raise MeshError(
-            f"{call}{about}: no mesh is in force",
-            expected="a mesh whose axes are named",
-            fix="call it inside `with mesh:`" + (f", or name the mesh: {naming}" if naming else ""),
+            f"{call}{about}: there is no current mesh",
+            expected="a mesh with named axes",
+            fix="call it inside `with mesh:`" + (f", or pass the mesh: {naming}" if naming else ""),
         )
     return meshes[-1]
 
@@ -44,14 +44,14 @@ def get_mesh(operation: str, mesh: DeviceMesh | None) -> DeviceMesh:
         raise mesh_kind_error(
             f"{operation} needs the groups of a DeviceMesh",
             mesh,
-            fix="plan on a Layout with md.plan; move data on a DeviceMesh",
+            fix="pass a DeviceMesh; a Layout only plans: md.plan",
         )
     coordinate_in(mesh, operation)
     return mesh
 
 
 def with_hidden_mesh(
-    error: AxisError, given_mesh: object, fix: str = "name the mesh that is meant: mesh=..."
+    error: AxisError, given_mesh: object, fix: str = "pass the mesh: mesh=..."
 ) -> AxisError:
     """Return ``error``, with a note where an outer ``with mesh:`` has the axis that is missing.
 
@@ -67,8 +67,8 @@ def with_hidden_mesh(
                 error.summary,
                 where=error.where,
                 expected=error.expected,
-                found=f"an outer `with mesh:` is of DeviceMesh({outer.layout.axis_text()}), which "
-                f"has {error.axis!r}; the innermost one hides it",
+                found=f"an outer `with mesh:` of DeviceMesh({outer.layout.axis_text()}), which has "
+                f"axis {error.axis!r}, hidden by the innermost `with mesh:`",
                 fix=fix,
             )
             told.axis = error.axis

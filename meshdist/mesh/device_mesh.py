@@ -154,9 +154,9 @@ class DeviceMesh:
     def __setattr__(self, name: str, value: object = None) -> NoReturn:
         raise AttributeError(
             explain(
-                f"a mesh never changes: its attribute {name!r} cannot be set or deleted",
+                f"a mesh is immutable: its attribute {name!r} cannot be set or deleted",
                 where=self._definition.text,
-                fix="make another mesh, for example by flatten, unflatten, transpose or a slice",
+                fix="derive another mesh with flatten, unflatten, transpose or a slice",
             )
         )
 
@@ -396,9 +396,9 @@ class DeviceMesh:
         """
         if self.root is not self:
             raise MeshError(
-                "a part of a mesh cannot be closed on its own",
+                "a derived mesh cannot be closed by itself",
                 where=self._definition.text,
-                fix=f"close the whole mesh, {self.root._definition.text}",
+                fix=f"close the mesh that it was derived from, {self.root._definition.text}",
             )
         if self.world.open_layouts[self.layout] and any(group.is_open for group in self._groups):
             self.world.open_layouts[self.layout] -= 1
@@ -499,7 +499,7 @@ class DeviceMesh:
             raise MeshError(
                 f"{call} needs an axis on a mesh of {self.ndim} axes",
                 where=self._definition.text,
-                fix=f"name one, for example {call}({next(iter(self.axis_names), 0)!r})",
+                fix=f"pass an axis, for example {call}({next(iter(self.axis_names), 0)!r})",
             )
         index = 0 if axis is None else self.layout.axis_index(axis)
         coordinate_in(self, call)

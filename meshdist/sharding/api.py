@@ -93,7 +93,7 @@ def reshard(
     Raises:
         PatternError, AxisError, ShapeError: a pattern that does not fit the mesh or ``x``.
         DtypeError: bool values that are partial sums.
-        MeshError: no mesh is in force. NotInGroupError: this rank is not in the mesh.
+        MeshError: there is no current mesh. NotInGroupError: this rank is not in the mesh.
         MismatchError: ranks have different plans. UnequalError: a comparison finds a difference.
 
     Example:
@@ -109,7 +109,7 @@ def reshard(
     if isinstance(x, ShardedArray):
         if shape is not None or mesh not in (None, x.mesh):
             raise ArgumentError(
-                "reshard: a sharded array knows its mesh and its shape",
+                "reshard of a ShardedArray takes no mesh and no shape",
                 found=f"mesh={mesh!r}, shape={shape!r}",
                 fix="leave them out: reshard(x, target)",
             )
@@ -221,7 +221,7 @@ def unshard(
     if isinstance(local, ShardedArray):
         if pattern is not None:
             raise ArgumentError(
-                "unshard: a ShardedArray knows how it lies",
+                "unshard of a ShardedArray takes no pattern",
                 expected="unshard(array), or unshard(array, root=0)",
                 found=f"pattern {pattern!r}",
             )
@@ -347,7 +347,7 @@ def _add_sizes(error: MismatchError, key: tuple[Any, ...]) -> None:
         names = [dim.names[0] for dim in dims if dim.names[0] not in dict(sizes)]
         missing = ", ".join(f"{name}=..." for name in names if name.isidentifier()) or missing
     error.add_fix(
-        "where parts are uneven, give the size of the whole, the sum of all parts, on every rank: "
+        "if the parts are uneven, pass the global size, the sum of all parts, on every rank: "
         f"{missing}"
     )
 
@@ -384,15 +384,15 @@ def _find_ends(
 def _check_target(target: object, sizes: Mapping[str, int]) -> None:
     if not isinstance(target, NamedSharding):
         raise KindError(
-            "reshard from a NamedSharding needs another to go to",
+            "reshard from a NamedSharding needs a target NamedSharding",
             expected="reshard(x, source, target)",
             found=f"a {type(target).__name__} as target",
         )
     if sizes:
         raise ArgumentError(
-            "reshard between NamedShardings knows no dims by name",
+            "reshard between NamedShardings takes no sizes by name",
             found=", ".join(f"{name}={size}" for name, size in sizes.items()),
-            fix="give the shape of the whole array: shape=(...)",
+            fix="pass the global shape: shape=(...)",
         )
     get_mesh("reshard", target.mesh)
 
@@ -402,10 +402,10 @@ def _mesh_of(operation: str, pattern: Any, mesh: DeviceMesh | None) -> DeviceMes
         return get_mesh(operation, mesh)
     if mesh is not None and mesh != pattern.mesh:
         raise ArgumentError(
-            f"{operation}: a NamedSharding has a mesh of its own",
+            f"{operation}: mesh= is not the mesh of the NamedSharding",
             expected=f"{pattern.mesh!r}, or none",
             found=f"mesh={mesh!r}",
-            fix="leave mesh out",
+            fix="leave mesh= out",
         )
     return get_mesh(operation, pattern.mesh)
 
@@ -418,7 +418,7 @@ def _checked_root(root: Any, operation: str, mesh: DeviceMesh) -> int:
     rank = get_integer(root, f"{operation}: root", expected="a rank")
     if mesh.layout.coordinate_of(rank) is None:
         raise NotInGroupError(
-            f"{operation}: the mesh does not hold the root, rank {rank}",
+            f"{operation}: the mesh does not contain the root, rank {rank}",
             where=f"rank {mesh.get_rank()}, mesh ({mesh.layout.axis_text()})",
             expected=f"one of {ranks_text(mesh.layout.ranks().ravel().tolist())}",
         )
@@ -435,8 +435,9 @@ def _gathered(
         raise GradientError(
             "unshard with a root has no gradient",
             where=op_name,
-            expected="a tensor that needs none: ranks without a result have no backward",
-            fix="pass local.detach(), or leave root out: every rank then holds the whole",
+            expected="a tensor without requires_grad, since ranks without a result have no "
+            "backward",
+            fix="pass local.detach(), or leave root= out, so that every rank gets the global array",
         )
     if source.spec.unreduced:  # partial sums are added first, scattered over their axes
         axes = source.layout.axis_indices(tuple(source.spec.unreduced))
@@ -504,18 +505,18 @@ def _checked_whole(x: Any, target: NamedSharding) -> torch.Tensor:
     where = f"the root, {mesh_text(target.mesh)}"
     if x is None or isinstance(x, ShardedArray):
         raise KindError(
-            "device_put: the root holds no whole array",
+            "device_put: the root passed no global array",
             where=where,
-            expected="the whole, as an array, on the root",
+            expected="the global array on the root",
             found="None" if x is None else "a ShardedArray",
-            fix="pass it there, or name the rank that has it: root=..."
+            fix="pass it on the root, or pass the rank that has it: root=..."
             if x is None
-            else "leave root= out: a sharded array lies on all ranks",
+            else "leave root= out, since all ranks hold a ShardedArray",
         )
     tensor = as_tensor(x, argument="x", operation="device_put", writable=False)
     target.placement(tuple(tensor.shape))
     if target.spec.unreduced and tensor.dtype == torch.bool:
         raise ArgumentError(
-            "device_put: bool values have no partial sums", where=where, found=repr(target.spec)
+            "device_put: bool values cannot be partial sums", where=where, found=repr(target.spec)
         )
     return tensor

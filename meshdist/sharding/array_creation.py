@@ -192,7 +192,7 @@ def full(
         fill_value: a number; it gives the dtype where nothing else does.
     """
     if not isinstance(fill_value, Number):
-        raise KindError("full: fill_value is a number", found=repr(fill_value))
+        raise KindError("full: fill_value must be a number", found=repr(fill_value))
     making, where, shape = _begin("full", shape, dtype, sharding, device, like)
     value = fill_value if _holds_values(where, shape) else type(fill_value)(0)
     local = making.module.full(_local_shape(where, shape), value, **making.options())
@@ -315,11 +315,11 @@ def make_array_from_callback(
     wanted = _local_shape(where, shape)
     if tuple(data.shape) != wanted:
         raise ShapeError(
-            f"{call}: data_callback returned no shard of the whole",
+            f"{call}: data_callback returned an array of the wrong shape",
             where=f"{mesh_text(where.mesh)}, {box_text(box)} of shape {shape_text(shape)}",
             expected=f"shape {shape_text(wanted)}",
             found=f"shape {shape_text(data.shape)}",
-            fix="return whole[index]",
+            fix="return global_array[index], with the index that data_callback receives",
         )
     if dtype is not None:
         wanted_dtype = Making.of(call, where.mesh, dtype, None, data).dtype
@@ -420,7 +420,7 @@ def _check_can_be_drawn(dtype: Any) -> None:
         (dtype.is_floating_point or dtype.is_complex) if is_torchs else dtype.kind == "f"
     ):
         raise DtypeError(
-            "randn draws no integers",
+            "randn cannot draw integers",
             expected="a floating dtype" + (", or a complex one" if is_torchs else ""),
             found=str(dtype),
         )
@@ -432,7 +432,7 @@ def _drawing(making: Making, generator: Any) -> tuple[Callable[[int], torch.Tens
     expected = kinds.get(making.library)
     if generator is not None and not isinstance(generator, expected or ()):
         raise KindError(
-            f"randn: shards of {making.library} are not drawn from a {type(generator).__name__}",
+            f"randn cannot draw shards of {making.library} from a {type(generator).__name__}",
             expected="the library's own" if expected is None else f"a {expected.__qualname__}",
         )
     if making.library == "torch":
@@ -455,9 +455,10 @@ def _check_drawn_alike(mesh: DeviceMesh, first: list[complex]) -> None:
         raise UnequalError(
             "randn: the ranks' generators draw different numbers",
             where=f"mesh ({mesh.layout.axis_text()})",
-            expected="generators in one state: each rank draws the whole, and keeps its part",
+            expected="generators in the same state, since each rank draws the global array and "
+            "keeps its part",
             found=difference.found,
-            fix="md.seed(0) on every rank, before the first draw",
+            fix="call md.seed(0) on every rank before the first draw",
         )
 
 
@@ -532,7 +533,7 @@ def _dtype_in(library: str, dtype: Any, call: str) -> Any:
         try:
             name = dtype if isinstance(dtype, str) else np.dtype(dtype).name
         except TypeError:
-            raise KindError(f"{call} takes no {dtype!r} as a dtype") from None
+            raise KindError(f"{call} cannot use {dtype!r} as a dtype") from None
     if library == "torch":
         found = getattr(torch, name, None)
         if not isinstance(found, torch.dtype):

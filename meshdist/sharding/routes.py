@@ -82,7 +82,7 @@ class Link:
     def __post_init__(self) -> None:
         if not (0 <= self.latency_s < float("inf") and self.bytes_per_s > 0):
             raise ArgumentError(
-                "a link's latency is finite and not negative, and its rate is above zero",
+                "a Link needs a finite latency of at least 0 and a rate above 0",
                 found=f"latency_s={self.latency_s}, bytes_per_s={self.bytes_per_s}",
             )
 
@@ -119,7 +119,7 @@ def links_of(
         return (links,) * layout.ndim
     if not isinstance(links, Mapping):
         raise KindError(
-            "links are one Link, or a mapping of axes to Links",
+            "links must be one Link, or a mapping from axes to Links",
             where="argument links",
             found=type(links).__name__,
         )
@@ -127,7 +127,7 @@ def links_of(
     for axis, link in links.items():
         if not isinstance(link, Link):
             raise KindError(
-                f"the link of axis {axis!r} is no Link",
+                f"the link of axis {axis!r} is not a Link",
                 where="argument links",
                 expected="md.Link(latency_s, bytes_per_s)",
                 found=repr(link),

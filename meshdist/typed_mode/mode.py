@@ -93,7 +93,7 @@ def typed(mesh: DeviceMesh | None = None) -> Iterator[DeviceMesh]:
         the parameters of a bucket share from the second context on.
 
     Raises:
-        MeshError: no mesh is in force and none is given; it has no axis names; the context is
+        MeshError: there is no current mesh and none is given; it has no axis names; the context is
             inside a context of another mesh.
         NotInGroupError: this rank is not in the mesh.
         AxisTypeError: of what is called inside: the kinds do not fit.
@@ -140,7 +140,7 @@ def _checked(mesh: object) -> DeviceMesh:
         raise MeshError(
             "typed needs a mesh with axis names",
             found=repr(mesh),
-            fix="give it names: mesh_dim_names=('dp', 'tp')",
+            fix="name its axes: mesh_dim_names=('dp', 'tp')",
         )
     coordinate_in(mesh, "typed")
     return mesh

@@ -75,7 +75,7 @@ def seed(
     Raises:
         KindError: an argument is of the wrong type.
         ArgumentError: the number has more than 64 bits.
-        MeshError: axes are named, no mesh is in force, and none is given.
+        MeshError: axes are named, there is no current mesh, and none is given.
         AxisError: the mesh has no such axis.
         NotInGroupError: this rank is not in the mesh.
 

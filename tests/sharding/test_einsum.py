@@ -453,32 +453,32 @@ BAD: dict[str, tuple[Any, type[Exception], list[str]]] = {
     "an operand too few": (
         lambda mesh: md.einsum("b d, d f -> b f", ONES(2, 4), mesh=mesh),
         PatternError,
-        ["einsum of 1 tensors with a text for 2", "found:    2 operands in the text"],
+        ["einsum got 1 tensors for a pattern of 2", "found:    2 operands in the text"],
     ),
     "no operand": (
         lambda mesh: md.einsum("->", mesh=mesh),
         PatternError,
-        ["einsum of 0 tensors with a text for 1"],
+        ["einsum got 0 tensors for a pattern of 1"],
     ),
     "a comma outside of brackets": (
         lambda mesh: md.einsum("b@dp,tp d -> b", ONES(2, 4), mesh=mesh),
         PatternError,
-        ["write b@(dp,tp) where several axes cut one dim"],
+        ["write b@(dp,tp) to cut one dim over several axes"],
     ),
     "a comma outside of brackets, in the result": (
         lambda mesh: md.einsum("b d -> b@dp,tp d", ONES(2, 4), mesh=mesh),
         PatternError,
-        ["found:    ','", "write b@(dp,tp) where several axes cut one dim"],
+        ["found:    ','", "write b@(dp,tp) to cut one dim over several axes"],
     ),
     "an operand too many": (
         lambda mesh: md.einsum("b d -> b", ONES(2, 4), ONES(4, 5), mesh=mesh),
         PatternError,
-        ["einsum of 2 tensors with a text for 1", "found:    1 operand in the text"],
+        ["einsum got 2 tensors for a pattern of 1", "found:    1 operand in the text"],
     ),
     "operands in a list": (
         lambda mesh: md.einsum("b d -> b", [ONES(2, 4)], mesh=mesh),
         KindError,
-        ["operand 0 is no tensor", "give the tensors one after the other: einsum(text, x, w)"],
+        ["operand 0 is no tensor", "pass the tensors one after the other: einsum(text, x, w)"],
     ),
     "an array of NumPy": (
         lambda mesh: md.einsum("b d -> b", ONES(2, 4).numpy(), mesh=mesh),
@@ -488,7 +488,7 @@ BAD: dict[str, tuple[Any, type[Exception], list[str]]] = {
     "letters as torch's": (
         lambda mesh: md.einsum("bd,df->bf", ONES(2, 4), ONES(4, 5), mesh=mesh),
         PatternError,
-        ["'bf', which no operand has", "dims stand apart, unlike torch.einsum's: b f"],
+        ["'bf', which no operand has", "separate dims by spaces, unlike in torch.einsum: b f"],
     ),
     "letters as torch's, of an operand": (
         lambda mesh: md.einsum("bd->bd", ONES(2, 4), mesh=mesh),
@@ -500,13 +500,13 @@ BAD: dict[str, tuple[Any, type[Exception], list[str]]] = {
         ShapeError,
         [
             "d=8 in operand 0, a shard of shape (2, 4); d=4 in operand 1",
-            "operand 0 seems to be whole: md.shard(x, 'b d@dp', mesh)",
+            "shard operand 0 if it is global: md.shard(x, 'b d@dp', mesh)",
         ],
     ),
     "a whole in place of a shard, of a size that is given": (
         lambda mesh: md.einsum("b d@dp -> b", ONES(2, 4), mesh=mesh, d=4),
         ShapeError,
-        ["dim 1 has size 4", "give this rank its part of the whole: md.shard(x, ...)"],
+        ["dim 1 has size 4", "pass this rank's shard of the global array: md.shard(x, ...)"],
     ),
     "a text that cuts another dim than the shard": (
         lambda mesh: md.einsum(
@@ -536,7 +536,7 @@ BAD: dict[str, tuple[Any, type[Exception], list[str]]] = {
     "a dim of the result alone": (
         lambda mesh: md.einsum("b d, d f -> b g", ONES(2, 4), ONES(4, 5), mesh=mesh),
         PatternError,
-        ["the result of this einsum has a dim of its own", "'g', which no operand has"],
+        ["the result of this einsum has a dim that no operand has", "'g', which no operand has"],
     ),
     "no result": (
         lambda mesh: md.einsum("b d, d f", ONES(2, 4), ONES(4, 5), mesh=mesh),
@@ -566,7 +566,7 @@ BAD: dict[str, tuple[Any, type[Exception], list[str]]] = {
     "the mesh as an operand": (
         lambda mesh: md.einsum("b, b -> ", ONES(2), ONES(2), mesh),
         KindError,
-        ["name the mesh: mesh=mesh"],
+        ["pass the mesh by name: mesh=mesh"],
     ),
     "two numbers of whole dims": (
         lambda mesh: md.einsum("... d, ... d -> ...", ONES(2, 3), ONES(2, 2, 3), mesh=mesh),
@@ -586,7 +586,7 @@ BAD: dict[str, tuple[Any, type[Exception], list[str]]] = {
     "a shape for a plan": (
         lambda mesh: md.plan("b, b -> ", mesh=mesh, shape=(2,)),
         PatternError,
-        ["one array: a comma outside of brackets parts operands"],
+        ["one array (a comma outside of brackets separates operands)"],
     ),
 }
 

@@ -48,11 +48,11 @@ def test_other_things_are_no_links() -> None:
     with pytest.raises(KindError) as caught:
         links_of(MESH, 5, DEFAULTS)
     assert str(caught.value) == (
-        "links are one Link, or a mapping of axes to Links\n"
+        "links must be one Link, or a mapping from axes to Links\n"
         "  where:    argument links\n"
         "  found:    int"
     )
-    with pytest.raises(KindError, match="the link of axis 'tp' is no Link"):
+    with pytest.raises(KindError, match="the link of axis 'tp' is not a Link"):
         links_of(MESH, {"tp": 1e9}, DEFAULTS)
     with pytest.raises(AxisError, match="no axis 'pp' in the mesh"):
         links_of(MESH, {"pp": DEFAULT_LINK}, DEFAULTS)

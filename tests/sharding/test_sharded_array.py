@@ -308,7 +308,7 @@ def test_scalars_have_no_length() -> None:
         (
             lambda mesh: md.ShardedArray(torch.zeros(2), md.P()),
             MeshError,
-            ["ShardedArray: no mesh is in force", "name the mesh: NamedSharding(mesh, spec)"],
+            ["ShardedArray: there is no current mesh", "name the mesh: NamedSharding(mesh, spec)"],
         ),
         (
             lambda mesh: md.ShardedArray(torch.zeros(2), md.NamedSharding(mesh.layout, md.P())),
@@ -320,7 +320,7 @@ def test_scalars_have_no_length() -> None:
                 torch.zeros(2, dtype=torch.bool), md.NamedSharding(mesh, md.P(unreduced={"dp"}))
             ),
             ArgumentError,
-            ["bool values have no partial sums", "bool[2]{U:dp}", "int32"],
+            ["bool values cannot be partial sums", "bool[2]{U:dp}", "int32"],
         ),
     ],
 )  # fmt: skip

@@ -423,7 +423,7 @@ def test_bad_arguments_are_rejected() -> None:
             md.seed(1, differ_over=1, mesh=mesh)  # type: ignore[arg-type]
         with pytest.raises(KindError, match=r"md\.seed takes a mesh"):
             md.seed(1, mesh="dp")  # type: ignore[arg-type]
-        with pytest.raises(MeshError, match="no mesh is in force"):
+        with pytest.raises(MeshError, match="there is no current mesh"):
             md.seed(1, differ_over="dp")
         with pytest.raises(AxisError, match="ep"):
             md.seed(1, differ_over="ep", mesh=mesh)
