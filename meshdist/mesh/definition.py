@@ -1,7 +1,4 @@
-"""A mesh before it has groups: world, device type, layout and options, all checked.
-
-Here is also decided which device types a mesh can have, and which device a rank takes.
-"""
+"""Check the definition of a mesh (world, device type, layout, options) and select devices."""
 
 from __future__ import annotations
 
@@ -77,7 +74,7 @@ def select_device(device_type: str, world: World) -> torch.device | None:
     if device_type != "cuda":
         return None
     bound = world.device if world.device is not None and world.device.type == "cuda" else None
-    if not torch.cuda.is_initialized():  # the program has chosen no device yet
+    if not torch.cuda.is_initialized():  # The program has chosen no device.
         torch.cuda.set_device(_index_by_local_rank(world) if bound is None else bound.index)
     return torch.device("cuda", torch.cuda.current_device()) if bound is None else bound
 
@@ -100,14 +97,14 @@ def _index_by_local_rank(world: World) -> int:
 
 @dataclass(frozen=True)
 class AxisOptions:
-    """How the groups along one mesh axis communicate.
+    """Configure the groups along one mesh axis.
 
     Args:
         backend: the backend, for example "gloo"; None takes the world's for the mesh's device type.
         timeout: how long a collective may wait; None takes the mesh's, else the world's.
-        options: the backend's own options (torch's options classes), or None.
-        private: whether the axis opens communicators of its own even where equal communicators are
-            open, for collectives that a second thread calls.
+        options: torch's options object for the backend, or None.
+        private: if True, the axis never shares communicators with other groups. Use it for
+            collectives on a second thread.
 
     Example:
         >>> from datetime import timedelta
@@ -138,12 +135,12 @@ class MeshDefinition:
 
     @property
     def text(self) -> str:
-        """The text that stands for the mesh in messages: ``"DeviceMesh(dp=2, tp=4)"``."""
+        """The mesh in messages: ``"DeviceMesh(dp=2, tp=4)"``."""
         return f"DeviceMesh({self.layout.axis_text()})"
 
     @property
     def timeout(self) -> timedelta:
-        """The time within which all ranks must make the mesh: the longest of its axes'."""
+        """The time within which all ranks must create the mesh: the longest of its axes."""
         default = self.world.timeout or DEFAULT_TIMEOUT
         return max(options.timeout or default for options in self.options)
 
@@ -211,7 +208,7 @@ class MeshDefinition:
             world_group(self.world).has_devices = True
 
     def outside_error(self, call: str, whole: Layout) -> NotInGroupError:
-        """Return the error of ``call`` on a rank that ``whole``, the root mesh, does not hold."""
+        """Return the error of ``call`` on a rank outside of ``whole``, the root mesh's layout."""
         ranks = whole.ranks().ravel().tolist()
         return NotInGroupError(
             f"{call} on a mesh that does not contain this rank",
@@ -267,10 +264,10 @@ def define_mesh(
     *,
     open_groups: bool = True,
 ) -> MeshDefinition:
-    """Return the checked definition of a mesh; starts the world where there is none.
+    """Return the checked definition of a mesh; initializes the world if there is none.
 
     Args:
-        layout_in: makes the layout, given the size of the world.
+        layout_in: returns the layout for a world size.
     """
     check_device_type(device_type)
     check_timeout(timeout)
@@ -331,7 +328,7 @@ def options_of_axes(
                 fix="pass each axis once, by name or by index, in one of the two arguments",
             )
         if options.backend is not None:
-            backends_in(find_world(), {"": options.backend})  # raises where there is none
+            backends_in(find_world(), {"": options.backend})  # Raises if there is none.
         chosen[index] = options
     all_chosen = (chosen.get(index, AxisOptions()) for index in range(layout.ndim))
     return tuple(replace(options, timeout=options.timeout or timeout) for options in all_chosen)

@@ -573,7 +573,7 @@ def test_refusals_of_dtensors() -> None:
         "clip_grad_norm_ of DTensors on several meshes, or beside plain tensors: no mesh is in "
         "force\n"
         "  expected: a mesh with named axes\n"
-        "  fix:      call it inside `with mesh:`, or name the mesh: clip_grad_norm_(..., mesh=mesh)"
+        "  fix:      call it inside `with mesh:`, or pass the mesh: clip_grad_norm_(..., mesh=mesh)"
     )
     assert theirs == (
         "clip_grad_norm_ takes a mesh\n"
@@ -701,7 +701,7 @@ def test_parameters_that_are_cut_without_a_mesh() -> None:
     assert str(caught.value) == (
         "clip_grad_norm_ of a parameter that is cut over 'tp': there is no current mesh\n"
         "  expected: a mesh with named axes\n"
-        "  fix:      call it inside `with mesh:`, or name the mesh: clip_grad_norm_(..., mesh=mesh)"
+        "  fix:      call it inside `with mesh:`, or pass the mesh: clip_grad_norm_(..., mesh=mesh)"
     )
 
 

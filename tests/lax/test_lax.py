@@ -168,7 +168,7 @@ def test_without_a_mesh_both_ways_to_name_one_are_told(operation: str) -> None:
     assert str(caught.value) == (
         f"{operation} over axis 'tp': there is no current mesh\n"
         "  expected: a mesh with named axes\n"
-        f"  fix:      call it inside `with mesh:`, or name the mesh: {operation}(..., mesh=mesh)"
+        f"  fix:      call it inside `with mesh:`, or pass the mesh: {operation}(..., mesh=mesh)"
     )
 
 
@@ -207,9 +207,9 @@ def test_a_rank_outside_the_mesh_is_told_so() -> None:
         with md.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)):
             if md.get_rank() < 2:
                 return lax.psum(torch.ones(()), "tp").item()
-            with pytest.raises(NotInGroupError, match="does not hold this rank"):
+            with pytest.raises(NotInGroupError, match="does not contain this rank"):
                 lax.axis_index("tp")
-            with pytest.raises(NotInGroupError, match="does not hold this rank"):
+            with pytest.raises(NotInGroupError, match="does not contain this rank"):
                 lax.psum(torch.ones(()), "tp")
             return lax.axis_size("tp")
 

@@ -263,7 +263,7 @@ def test_gathered_again_it_keeps_the_shard_alone() -> None:
 
     for kept, text in on_ranks(body, 2):
         assert kept[1] == 0
-        assert "an operand was written to before the backward" in text
+        assert "an operand was modified before the backward" in text
         assert "leave out regather=True" in text
 
 
@@ -332,8 +332,8 @@ def test_the_result_carries_its_spec_and_a_later_line_is_compared_with_it() -> N
 
     for text, message in on_ranks(body, 2):
         assert text == "float32[2, 2@dp]"
-        assert "does not lie as the left side" in message
-        assert "x carries P(None, 'dp')" in message
+        assert "the tensor's annotation does not match the left side" in message
+        assert "x is annotated as P(None, 'dp')" in message
 
 
 @pytest.mark.parametrize(
@@ -342,7 +342,11 @@ def test_the_result_carries_its_spec_and_a_later_line_is_compared_with_it() -> N
         ({"unreduced": "dp"}, "b d, d f@dp -> b f@dp", "unreduced over 'dp', and invariant there"),
         ({"varying": "dp"}, "b d, d f@dp -> b f@dp", "varying over 'dp', and invariant there"),
         ({"reduced": "dp"}, "b@dp d, d f -> b@dp f", "reduced over 'dp', and varying there"),
-        ({"reduced": "dp"}, "b d, d f -> b f", "marked reduced over axis 'dp', which the text"),
+        (
+            {"reduced": "dp"},
+            "b d, d f -> b f",
+            "annotated as reduced over axis 'dp', which the pattern",
+        ),
     ],
 )
 def test_marks_that_contradict_the_text(kinds: Any, text: str, message: str) -> None:
@@ -442,7 +446,7 @@ def test_a_wrapper_over_the_world_or_a_group_that_is_no_axis() -> None:
 
     for mean, text in on_ranks(body, 2, 2):
         assert mean == 2.5
-        assert "ranks that lie along no axes of the einsum's mesh" in text
+        assert "ranks that form no axes of the einsum's mesh" in text
         assert "DDP(module, device_mesh=mesh['dp'])" in text
 
 
@@ -478,7 +482,7 @@ BAD: dict[str, tuple[Any, type[Exception], list[str]]] = {
     "operands in a list": (
         lambda mesh: md.einsum("b d -> b", [ONES(2, 4)], mesh=mesh),
         KindError,
-        ["operand 0 is no tensor", "pass the tensors one after the other: einsum(text, x, w)"],
+        ["operand 0 is not a tensor", "pass the tensors one after the other: einsum(text, x, w)"],
     ),
     "an array of NumPy": (
         lambda mesh: md.einsum("b d -> b", ONES(2, 4).numpy(), mesh=mesh),
@@ -493,7 +497,7 @@ BAD: dict[str, tuple[Any, type[Exception], list[str]]] = {
     "letters as torch's, of an operand": (
         lambda mesh: md.einsum("bd->bd", ONES(2, 4), mesh=mesh),
         ShapeError,
-        ["the pattern names 1 dims, the array has 2", "unlike torch.einsum's: b d"],
+        ["the pattern names 1 dims, the array has 2", "unlike in torch.einsum: b d"],
     ),
     "a whole in place of a shard": (
         lambda mesh: md.einsum("b d@dp, d@dp f -> b f", ONES(2, 4), ONES(2, 5), mesh=mesh),
@@ -515,7 +519,8 @@ BAD: dict[str, tuple[Any, type[Exception], list[str]]] = {
         ArgumentError,
         [
             "operand 1 of einsum 'b d, d@dp f -> b f'",
-            "write how it lies: dim 1 is cut over 'dp'; if it lies otherwise by now, md.annotate",
+            "write its sharding: dim 1 is cut over 'dp'; if the annotation is outdated, call "
+            "md.annotate",
         ],
     ),
     "two sizes": (
@@ -531,7 +536,7 @@ BAD: dict[str, tuple[Any, type[Exception], list[str]]] = {
             "b d@dp, d f -> b f", ONES(2, 2 - md.get_rank()), ONES(3, 5), mesh=mesh
         ),
         ShapeError,
-        ["dim 'd' has two sizes", "give the whole size: d=..."],
+        ["dim 'd' has two sizes", "pass the global size: d=..."],
     ),
     "a dim of the result alone": (
         lambda mesh: md.einsum("b d, d f -> b g", ONES(2, 4), ONES(4, 5), mesh=mesh),
@@ -546,22 +551,22 @@ BAD: dict[str, tuple[Any, type[Exception], list[str]]] = {
     "unreduced times unreduced": (
         lambda mesh: md.einsum("b {U:dp}, b {U:dp} -> b", ONES(2), ONES(2), mesh=mesh),
         PatternError,
-        ["operands 0 and 1 are both unreduced over axis 'dp'", "sum one first: md.reshard"],
+        ["operands 0 and 1 are both unreduced over axis 'dp'", "reduce one first: md.reshard"],
     ),
     "bool": (
         lambda mesh: md.einsum("b, b -> ", ONES(2).bool(), ONES(2), mesh=mesh),
         DtypeError,
-        ["bool values have no products and sums", "x.to(torch.int32)"],
+        ["cannot multiply and sum bool values", "x.to(torch.int32)"],
     ),
     "two dtypes": (
         lambda mesh: md.einsum("b, b -> ", ONES(2).double(), ONES(2), mesh=mesh),
         DtypeError,
-        ["the operands are of several dtypes", "float64, float32"],
+        ["the operands have different dtypes", "float64, float32"],
     ),
     "no tensor": (
         lambda mesh: md.einsum("b, b -> ", [1.0], ONES(2), mesh=mesh),
         KindError,
-        ["operand 0 is no tensor", "found:    a list"],
+        ["operand 0 is not a tensor", "found:    a list"],
     ),
     "the mesh as an operand": (
         lambda mesh: md.einsum("b, b -> ", ONES(2), ONES(2), mesh),

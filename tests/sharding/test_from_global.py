@@ -151,16 +151,21 @@ def test_arrays_of_cupy() -> None:
 @pytest.mark.parametrize(
     ("x", "root", "kind", "words"),
     [
-        (None, 1, KindError, ["the root holds no whole array", "rank 1 (dp=0, tp=1)", "root=..."]),
+        (
+            None,
+            1,
+            KindError,
+            ["the root passed no global array", "rank 1 (dp=0, tp=1)", "root=..."],
+        ),
         ([1, 2], 2, KindError, ["cannot take a list as x"]),
         (torch.zeros(()), 2, ShapeError, ["entries for 1 dims"]),
         (
             torch.zeros(4),
             4,
             NotInGroupError,
-            ["does not hold the root, rank 4", "one of ranks 0-3"],
+            ["does not contain the root, rank 4", "one of ranks 0-3"],
         ),
-        (torch.zeros(4), -1, NotInGroupError, ["does not hold the root, rank -1"]),
+        (torch.zeros(4), -1, NotInGroupError, ["does not contain the root, rank -1"]),
         (torch.zeros(4), "1", KindError, ["root must be an integer", "'1'"]),
         (torch.zeros(()), None, ShapeError, ["entries for 1 dims"]),
         (None, None, KindError, ["device_put cannot take a NoneType as x"]),

@@ -39,7 +39,7 @@ def test_a_group_is_as_slow_as_its_slowest_axis() -> None:
     "numbers", [(-1, 1), (0, 0), (0, -5), (float("nan"), 1), (float("inf"), 1)]
 )
 def test_impossible_links_are_rejected(numbers):
-    with pytest.raises(ArgumentError, match="a link's latency is finite") as caught:
+    with pytest.raises(ArgumentError, match="a Link needs a finite latency") as caught:
         Link(*numbers)
     assert caught.value.found == f"latency_s={numbers[0]}, bytes_per_s={numbers[1]}"
 

@@ -177,7 +177,7 @@ def test_all_ranks_choose_one_route() -> None:
             MeshError,
             "plan: there is no current mesh\n"
             "  expected: a mesh with named axes\n"
-            "  fix:      call it inside `with mesh:`, or name the mesh: plan(..., mesh=mesh)",
+            "  fix:      call it inside `with mesh:`, or pass the mesh: plan(..., mesh=mesh)",
         ),
         (
             lambda: md.plan(P("dp"), P(), "dp", (8,)),
@@ -196,17 +196,17 @@ def test_all_ranks_choose_one_route() -> None:
             "  where:    md.plan, argument dst\n"
             "  expected: a NamedSharding or a PartitionSpec\n"
             "  found:    None, a NoneType\n"
-            "  fix:      write a pattern alone as the first argument: "
+            "  fix:      pass a pattern as the only positional argument: "
             'plan("b@dp s -> b s@dp", mesh=mesh)',
         ),
         (
             lambda: md.plan(("dp",), P(), MESH, (8,)),
             KindError,
-            "src is no spec\n"
+            "src is not a spec\n"
             "  where:    md.plan, argument src\n"
             "  expected: a NamedSharding or a PartitionSpec\n"
             "  found:    ('dp',), a tuple\n"
-            "  fix:      write a pattern alone as the first argument: "
+            "  fix:      pass a pattern as the only positional argument: "
             'plan("b@dp s -> b s@dp", mesh=mesh)',
         ),
         (

@@ -224,10 +224,10 @@ def test_sharded_arrays_know_how_they_lie() -> None:
         return md.ShardedArray(torch.zeros(2, 4), md.NamedSharding(mesh, md.P("a")))
 
     text = refusal(ArgumentError, lambda mesh: md.reshard(array(mesh), "s d -> s d@a"))
-    assert "does not lie as the left side of 's d -> s d@a' says" in text
+    assert "the array's sharding does not match the left side of 's d -> s d@a'" in text
     assert "expected: P('a',)" in text
     text = refusal(ArgumentError, lambda mesh: md.reshard(array(mesh), "s d@a", shape=(4, 4)))
-    assert "a sharded array knows its mesh and its shape" in text
+    assert "reshard of a ShardedArray takes no mesh and no shape" in text
     text = refusal(ArgumentError, lambda mesh: md.unshard(array(mesh), "s d@a"))
     assert "unshard of a ShardedArray takes no pattern" in text and "unshard(array)" in text
     text = refusal(KindError, lambda mesh: md.unshard(X, mesh=mesh))
@@ -293,7 +293,7 @@ def test_uneven_parts_need_the_size_of_the_whole(
     for text in on_two_ranks(forgotten_size, operation):
         assert "of shape (6, 4)" in text and "of shape (8, 4)" in text
         assert (
-            "  fix:      where parts are uneven, give the size of the whole, the sum of all parts, "
+            "  fix:      if the parts are uneven, pass the global size, the sum of all parts, "
             "on every rank: b=...; else make every member call the same collectives" in text
         )
     # That size, where the larger part comes first, is right; and 7 is told to be cut so.
@@ -399,7 +399,7 @@ def test_shards_that_are_none_of_the_whole() -> None:
     assert "where:    rank 0 (a=0, b=0) of mesh (a=2, b=2), P('a',)" in text
     assert "expected: shape (5, 4), this rank's shard" in text
     assert "found:    shape (4, 4)" in text
-    assert "fix:      pass the shape of the whole array, the same on every rank; or" in text
+    assert "fix:      pass the global shape, the same on every rank, or" in text
 
 
 def test_meshes() -> None:
@@ -445,7 +445,7 @@ def test_shardings() -> None:
     text = refusal(KindError, lambda mesh: md.reshard(X, sharding(mesh), mesh))
     assert "reshard from a NamedSharding needs a target NamedSharding" in text
     text = refusal(ArgumentError, lambda mesh: md.reshard(X, *[sharding(mesh)] * 2, s=4))
-    assert "knows no dims by name" in text and "found:    s=4" in text
+    assert "takes no sizes by name" in text and "found:    s=4" in text
     text = refusal(ArgumentError, lambda mesh: md.shard(X, sharding(mesh), mesh["a"]))
     assert "shard: mesh= is not the mesh of the NamedSharding" in text
     text = refusal(KindError, lambda mesh: md.shard(X, sharding(mesh.layout)))
@@ -474,7 +474,7 @@ def test_a_tensor_that_lies_otherwise_than_the_left_side_says_is_rejected(left: 
         return found
 
     for untyped, typed in md.simulate(program, 2):
-        assert untyped.startswith("reshard: the tensor does not lie as the left side")
-        assert "found:    x carries P('a', None)" in untyped
-        assert "otherwise by now, md.annotate(x, ...)" in untyped
+        assert untyped.startswith("reshard: the tensor's annotation does not match the left side")
+        assert "found:    x is annotated as P('a', None)" in untyped
+        assert "if the annotation is outdated, call md.annotate(x, ...)" in untyped
         assert (typed == untyped) == (left == "f d@a")

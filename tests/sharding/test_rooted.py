@@ -92,4 +92,4 @@ def test_refusals() -> None:
     assert "expected: one of ranks 0-1" in text
     text = message(GradientError, 0, requires_grad=True)
     assert "unshard with a root has no gradient" in text
-    assert "fix:      pass local.detach(), or leave root out" in text
+    assert "fix:      pass local.detach(), or leave root= out" in text

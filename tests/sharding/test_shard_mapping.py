@@ -310,21 +310,21 @@ ARGUMENTS: dict[str, tuple[type[MeshdistError], Any, str, str]] = {
     "a whole that varies": (
         AxisTypeError,
         lambda mesh: mapped()(VARYING),
-        "argument 0, x: float32[4, 2]{V:dp}, spec P('dp',): it is varying over 'dp', and a whole "
-        "is equal on all ranks",
+        "argument 0, x: float32[4, 2]{V:dp}, spec P('dp',): it is varying over 'dp', and a global "
+        "array is equal on all ranks",
         "pass md.ShardedArray(x, sharding) if it is this rank's shard",
     ),
     "an array on another mesh": (
         MeshError,
         lambda mesh: mapped()(md.device_put(rows(), md.NamedSharding(mesh["dp"], P("dp")))),
-        "argument 0, x: ShardedArray of shape (4, 2), spec P('dp',): it lies on another mesh, "
-        "(dp=2)",
+        "argument 0, x: ShardedArray of shape (4, 2), spec P('dp',): it is on another mesh, (dp=2)",
         "pass x.reshard(md.NamedSharding(mesh, spec)), with the spec that it needs",
     ),
     "an array that lies otherwise": (
         ArgumentError,
         lambda mesh: mapped()(md.device_put(rows(), md.NamedSharding(mesh, P(None, "tp")))),
-        "argument 0, x: ShardedArray of shape (4, 2), spec P('dp',): it lies as P(None, 'tp')",
+        "argument 0, x: ShardedArray of shape (4, 2), spec P('dp',): it is sharded as P(None, "
+        "'tp')",
         "pass x.reshard(P('dp',)); or leave in_specs out",
     ),
     "an array with other sizes": (
@@ -332,7 +332,7 @@ ARGUMENTS: dict[str, tuple[type[MeshdistError], Any, str, str]] = {
         lambda mesh: mapped(
             in_specs=md.NamedSharding(mesh, P("dp"), shard_sizes={0: (1, 3)}),
         )(md.device_put(rows(), md.NamedSharding(mesh, P("dp")))),
-        "it lies as P('dp',)",
+        "it is sharded as P('dp',)",
         "pass x.reshard(NamedSharding(",
     ),
     "a number that is cut": (
@@ -386,8 +386,8 @@ RESULTS: dict[str, tuple[type[MeshdistError], Any, str, str]] = {
         returning(lambda x: {"y": [x]}, out_specs=P(None, "tp")),
         "result['y'][0]: float32[2, 2]{V:dp}, spec P(None, 'tp'): it is varying over 'dp' (size 2)"
         ", which its spec leaves out",
-        "lax.psum, lax.pmean or lax.all_gather(..., to='invarying') over 'dp' makes one value; to "
-        "lay the ranks' own side by side, name 'dp' in the spec",
+        "make one value with lax.psum, lax.pmean or lax.all_gather(..., to='invarying') over 'dp'; "
+        "or, to concatenate the ranks' values, name 'dp' in the spec",
     ),
     "a number of each rank": (
         AxisTypeError,
@@ -399,14 +399,14 @@ RESULTS: dict[str, tuple[type[MeshdistError], Any, str, str]] = {
         ShapeError,
         returning(torch.sum, out_specs=P("dp")),
         "result: float32[]{V:dp}, spec P('dp',): shard_map: P('dp',) has entries for 1 dims",
-        "return y[None], to lay the ranks' own values side by side; or write P(), for one value "
-        "that is equal on all ranks, as lax.psum(y, axis) makes it",
+        "return y[None] to concatenate the ranks' values; or write P() for one value that is "
+        "equal on all ranks, such as lax.psum(y, axis)",
     ),
     "the same by a pattern": (
         ShapeError,
         returning(torch.sum, out_specs="b@dp"),
         "result: float32[]{V:dp}, spec 'b@dp': the pattern names 1 dims, the array has 0",
-        "return y[None], to lay the ranks' own values side by side",
+        "return y[None] to concatenate the ranks' values",
     ),
     "partial_sums": (
         AxisTypeError,
@@ -418,7 +418,7 @@ RESULTS: dict[str, tuple[type[MeshdistError], Any, str, str]] = {
         AxisTypeError,
         returning(lambda x: md.lax.pcast(x, "dp", to="unreduced")),
         "it is unreduced over 'dp' (size 2), which its spec mentions",
-        "lax.psum(y, 'dp') adds the partial sums",
+        "add the partial sums: lax.psum(y, 'dp')",
     ),
     "reduced": (
         AxisTypeError,
@@ -492,8 +492,8 @@ def test_structures() -> None:
     lines = rejected(ArgumentError, lambda mesh: mapped(in_specs=[P("dp")])(rows()))
     assert lines[:3] == [
         "shard_map of itself: in_specs is not a tree prefix of the tuple of arguments",
-        "  expected: in_specs with the structure of the tuple of arguments, or one spec in place "
-        "of a part of it",
+        "  expected: in_specs with the structure of the tuple of arguments, or one spec for a "
+        "subtree of it",
         "  found:    pytree structure error: different types at key path",
     ]
     assert lines[-1] == "  fix:      write a tuple of specs, one for each argument"
@@ -505,8 +505,7 @@ def test_structures() -> None:
     lines = rejected(ArgumentError, lambda mesh: mapped(out_specs=(P("dp"), P()))(rows()))
     assert lines[:2] == [
         "shard_map of itself: out_specs is not a tree prefix of the result",
-        "  expected: out_specs with the structure of the result, or one spec in place of a part of "
-        "it",
+        "  expected: out_specs with the structure of the result, or one spec for a subtree of it",
     ]
     assert lines[-1].endswith(
         "pass one spec for a subtree of equally sharded arrays: out_specs=P(...)"
@@ -686,7 +685,7 @@ def test_results_that_differ_unseen_are_found_at_detail_and_on_simulated_ranks(p
                 "  expected: equal values along each axis that the spec leaves out",
                 "  found:    rank 1 differs from rank 0, by up to 0.14 of its largest value",
             ]
-            assert "lax.pvary(x, axis) before a value meets what types do not see" in lines[0][4]
+            assert "lax.pvary(x, axis) before x meets a number that differs by rank" in lines[0][4]
         assert pool.run(program, 2, DebugLevel.OFF, library) == [""] * 2
 
 

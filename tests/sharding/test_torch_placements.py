@@ -123,7 +123,7 @@ def test_kinds() -> None:
             KindError,
             [Replicate(), _MaskPartial(offset_shape=None)],
             (4,),
-            "is no placement of which the meaning is known",
+            "is not a supported placement",
         ),
         (KindError, ["dp", Replicate()], (4,), "found:    a str"),
         (LengthError, [Replicate()], (4,), "expected: 2 placements\n  found:    1"),

@@ -437,7 +437,7 @@ def test_a_mesh_without_this_rank_is_rejected() -> None:
     def program() -> None:
         half = md.DeviceMesh("cpu", [0], mesh_dim_names=("dp",))
         if md.get_rank() == 1:
-            with pytest.raises(NotInGroupError, match="does not hold this rank"):
+            with pytest.raises(NotInGroupError, match="does not contain this rank"):
                 md.seed(1, differ_over="dp", mesh=half)
 
     md.simulate(program, 2)
