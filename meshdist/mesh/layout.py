@@ -1,4 +1,4 @@
-"""The pure algebra of meshes: ranks arranged along named axes, as strides, without processes.
+"""Provide ``Layout``: ranks arranged along named axes, as strides, without processes.
 
 A ``Layout`` never lists its ranks unless asked to. Each axis is a tuple of modes (size, stride),
 major to minor; the rank at a coordinate lies at ``offset`` plus the sum of its strides in the rank

@@ -1,4 +1,4 @@
-"""``PartitionSpec``, by its short name ``P``: which mesh axes cut which dim, as in JAX."""
+"""Provide ``PartitionSpec`` (``P``): the mesh axes that cut each dim, as in JAX."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Entry = str | tuple[str, ...] | None
 
 
 class PartitionSpec:
-    """Which mesh axes cut which dim of an array; immutable and hashable, tied to no mesh.
+    """The mesh axes that cut each dim of an array; immutable and hashable, without a mesh.
 
     Args:
         *partitions: one entry per dim: None for a dim that is not cut, the name of an axis, or a

@@ -1,4 +1,4 @@
-"""Patterns: how arrays lie on a mesh, as text; parsed, printed, and rejected with a caret.
+"""Parse and print patterns, which describe shardings as text.
 
     pattern := side ["->" side]                   several operands: side "," side "->" side
     side    := (dim | group | "..." | "1")* ["{" kind ":" axis ("," axis)* (";" kind ":" ...)* "}"]

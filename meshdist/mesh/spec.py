@@ -1,4 +1,4 @@
-"""``NamedSharding``: a spec on a mesh, and what follows from it for arrays of a shape."""
+"""Provide ``NamedSharding``: a spec on a mesh, and its placements of arrays."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _KEPT_PLACEMENTS = 256
 
 
 class NamedSharding:
-    """How arrays lie on a mesh: a mesh and a spec; immutable and hashable.
+    """The sharding of arrays: a mesh and a spec; immutable and hashable.
 
     Args:
         mesh: a ``DeviceMesh``, or a bare ``Layout``, which needs no processes.

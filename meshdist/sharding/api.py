@@ -1,4 +1,4 @@
-"""The public calls that move arrays: ``reshard``, ``shard``, ``unshard`` and ``device_put``.
+"""Move arrays between shardings: ``reshard``, ``shard``, ``unshard`` and ``device_put``.
 
 Between one rank, the root, and the others each element travels once. ``device_put`` from a root
 takes two steps if replicas hold the array: the root scatters what they will hold in parts, and they
@@ -59,29 +59,29 @@ def reshard(
     check: bool | None = None,
     **sizes: int,
 ) -> Any:
-    """Every rank holds the shard that the right side of a pattern gives it; collective.
+    """Change the sharding of an array from a pattern's left side to its right side; collective.
 
     Any collective is a pattern: ``"b@dp -> b"`` gathers, ``"b {U:dp} -> b"`` sums,
     ``"b {U:dp} -> b@dp"`` sums and scatters, ``"s@tp d -> s d@tp"`` is an all-to-all, and
-    ``"b -> b@dp"`` slices, for free. Dims may stand in another order on the right, and be grouped
-    anew. The fewest bytes are sent.
+    ``"b -> b@dp"`` slices without communication. The right side may reorder and regroup dims. The
+    plan sends the fewest bytes.
 
     Args:
         x: this rank's shard, an array of any library, in any memory layout; or a ``ShardedArray``,
             which knows its mesh and shape.
-        pattern: how it lies, and how it shall lie; or the ``NamedSharding`` that it has. Of a
-            ``ShardedArray`` how it shall lie is enough: one side, a sharding or a spec.
-        mesh: whose axes the pattern names; None takes the mesh in force. After a ``NamedSharding``:
-            the sharding that it shall have.
-        shape: of the whole array; None takes each dim as the shard's size times the number of
-            shards, or as ``sizes`` says.
-        check: whether ranks compare what they hold, along axes that the right side cuts or sums and
-            the left does not name; None does on simulated ranks, and at debug level DETAIL.
-        sizes: whole sizes by dim, where shards are uneven, and inside of groups: ``b=10, k=4``.
+        pattern: the current and the new sharding; or the current ``NamedSharding``. For a
+            ``ShardedArray``, the new sharding alone: one side, a sharding or a spec.
+        mesh: the mesh whose axes the pattern names; None takes the current mesh. After a
+            ``NamedSharding``: the target sharding.
+        shape: the global shape; None takes each dim as the shard's size times the number of
+            shards, or from ``sizes``.
+        check: if True, ranks compare their values along axes that the right side cuts or sums and
+            the left does not name; None compares on simulated ranks and at debug level DETAIL.
+        sizes: global sizes by dim, for uneven shards and inside of groups: ``b=10, k=4``.
 
     Returns:
-        An array like ``x``, in new memory. Ranks that hold equal parts hold equal bits. Of a
-        ``ShardedArray``: itself where nothing changes.
+        An array like ``x``, in new memory, with equal bits on ranks that hold equal parts. A
+        ``ShardedArray`` itself if nothing changes.
 
     Gradient:
         The same communication transposed: the plan from the right side's cotangent, with U and R
@@ -135,18 +135,18 @@ def shard(
     check: bool | None = None,
     **sizes: int,
 ) -> Any:
-    """Every rank keeps its own shard of an array that all ranks hold. Inverse of ``unshard``.
+    """Return this rank's shard of an array that all ranks hold. Inverse of ``unshard``.
 
     Args:
         whole: the same array on every rank; of any library.
-        pattern: how it shall lie, such as ``"b@dp s d"``; or a ``NamedSharding``.
-        mesh: whose axes the pattern names; None takes the mesh in force.
-        check: whether all ranks of the mesh call it, and compare ``whole``, as for ``reshard``.
+        pattern: the new sharding, such as ``"b@dp s d"``; or a ``NamedSharding``.
+        mesh: the mesh whose axes the pattern names; None takes the current mesh.
+        check: if True, all ranks of the mesh call it and compare ``whole``, as in ``reshard``.
         sizes: of dims inside of groups: ``shard(w, "(h k)@tp d", mesh, k=64)``.
 
     Returns:
-        An array like ``whole``, in new memory. Over axes that the pattern calls unreduced,
-        coordinate 0 keeps the values and all others hold zeros.
+        An array like ``whole``, in new memory. Along unreduced axes, coordinate 0 has the values
+        and the others have zeros.
 
     Gradient:
         ``unshard``: the ranks' gradients are gathered.
@@ -155,9 +155,8 @@ def shard(
         Nothing is sent; the backward gathers.
 
     Raises:
-        PatternError, AxisError, ShapeError: a pattern that does not fit the mesh or the array.
-        DtypeError: bool values that shall be partial sums. MeshError, NotInGroupError: as
-            ``reshard``.
+        PatternError, AxisError, ShapeError: If the pattern does not match the mesh or the array.
+        DtypeError: If partial sums are bool. MeshError, NotInGroupError: see ``reshard``.
 
     Example:
         >>> import numpy as np, meshdist as md
@@ -184,20 +183,19 @@ def unshard(
     shape: Sequence[int] | None = None,
     **sizes: int,
 ) -> Any:
-    """Every rank holds the whole array, or one rank alone. Inverse of ``shard``; collective.
+    """Gather an array on every rank, or on a root. Inverse of ``shard``; collective.
 
     Args:
         local: this rank's shard, an array of any library; or a ``ShardedArray``.
-        pattern: how it lies, such as ``"b@dp s d"``; or its ``NamedSharding``. None for a
-            ``ShardedArray``, which knows.
-        mesh: whose axes the pattern names; None takes the mesh in force.
-        root: the one rank that shall hold the whole, as a rank of the world, equal on all ranks;
-            None for every rank.
+        pattern: its sharding, such as ``"b@dp s d"`` or a ``NamedSharding``; None for a
+            ``ShardedArray``.
+        mesh: the mesh whose axes the pattern names; None takes the current mesh.
+        root: the world rank that gets the global array, equal on all ranks; None for every rank.
         shape, sizes: as for ``reshard``.
 
     Returns:
-        An array like ``local``, in new memory, with equal bits on every rank. With a root: there;
-        None on the other ranks.
+        An array like ``local``, in new memory, with equal bits on every rank. With a root, None on
+        the other ranks.
 
     Gradient:
         ``shard``: each rank takes its own part, for free. With a root there is none.
@@ -249,7 +247,7 @@ def device_put(
     *,
     check: bool | None = None,
 ) -> ShardedArray:
-    """The array ``x`` with a sharding: every rank holds its shard.
+    """Shard ``x``: return it as a ``ShardedArray`` with this sharding.
 
     Args:
         x: without ``root``: the whole, equal on every rank, of any library; or a sharded array,

@@ -1,4 +1,4 @@
-"""``md.einsum``: a product of sharded tensors, as a line that says how each of them lies.
+"""Multiply sharded tensors: ``md.einsum``.
 
 Each operand goes to where the work needs it (``einsum_layouts``), torch computes the product of the
 parts, and the result goes to where the text wants it. The backward is autograd's through the three.
@@ -62,7 +62,7 @@ def einsum(
     regather: bool = False,
     **sizes: int,
 ) -> torch.Tensor:
-    """Every rank holds its shard of a product of sharded tensors; collective.
+    """Multiply sharded tensors, and return this rank's shard of the product; collective.
 
     Each parallelism of a layer is a line: ``"b s d, d f@tp -> b s f@tp"`` is a column-parallel
     layer, ``"b s f@tp, f@tp d -> b s d"`` is row-parallel, ``"b@dp s d, d@dp f -> b@dp s f"``

@@ -1,4 +1,4 @@
-"""The layout of an einsum's work: which dim each axis of the mesh divides, and what moves for it.
+"""Choose the dim of an einsum that each mesh axis divides, and the communication that this needs.
 
 An axis divides one dim of the work among its ranks: a dim that some operand or the result has cut
 over it. An operand with that dim is cut there, an operand without it is *reduced* over the axis: it
@@ -302,7 +302,7 @@ class LayoutChooser:
         return sum(num_received_by_all(*ends) for ends in moves)
 
     def choices_along(self, axis: int) -> list[Choice]:
-        """Return what ``axis`` can divide, best first: partial sum, dims, None (nothing); or raise."""
+        """Return what ``axis`` can divide, best first: partial sum, dims, None (nothing)."""
         cut = [
             name
             for names, side in self.sides

@@ -1,4 +1,4 @@
-"""Operations on single elements of sharded arrays: operators, NumPy's ufuncs, torch's functions.
+"""Run elementwise operators, NumPy ufuncs and torch functions on sharded arrays.
 
 Each rank applies the operation to its shards. What works element by element is known from torch,
 whose operators carry the tag ``pointwise``, and from NumPy, whose ufuncs do by definition; what is
@@ -367,7 +367,7 @@ def _local(x: Any) -> Any:
 
 
 def _check_number(x: Any, call: str, beside: ElementwiseArray, *, is_added: bool) -> None:
-    """Raise if ``x`` is an array or needs a gradient, or is a number ``is_added`` to partial sums."""
+    """Raise if ``x`` is an array, needs a gradient, or is a number added to partial sums."""
     shape = getattr(x, "shape", None)
     shape = shape if isinstance(shape, tuple) else None
     where = f"{mesh_text(beside.sharding.mesh)}, beside a sharded array " + array_type(

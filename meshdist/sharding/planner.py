@@ -41,10 +41,10 @@ def plan(
     rank: int | None = None,
     **sizes: int,
 ) -> Any:
-    """Return what one rank does to bring an array from one sharding to another; sends nothing.
+    """Plan how one rank moves an array from one sharding to another; sends nothing.
 
-    The plan receives the fewest bytes, of all ranks together, among the ways that are known; ways
-    that receive equal bytes are chosen by time, then by steps. All ranks choose alike.
+    The plan has the fewest bytes received by all ranks together among the known routes, then the
+    shortest time, then the fewest steps. All ranks choose the same route.
 
     Args:
         src: how the array lies: a pattern with "->", such as ``"b@dp s -> b s@dp"``, or a

@@ -1,4 +1,4 @@
-"""Plans: the least communication that brings an array from one placement to another.
+"""Plan the least communication that moves an array from one placement to another.
 
 A rank plans its own part without communication, and all ranks find the same route (see ``routes``).
 Integers alone: nothing here sends, or knows tensors.

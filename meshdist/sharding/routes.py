@@ -1,13 +1,12 @@
-"""The route of a plan: the stages from one placement to another, chosen by their price.
+"""Choose the route of a plan: its phases from one placement to another, by their price.
 
 Without a sum the only route is a single exchange. With a sum there are candidates: every
 destination takes all partial sums, or of the ranks that end up equal each takes a part, which they
 gather from each other; an all-reduce, then an exchange; a reduce-scatter, then an exchange. The
 latter two also after slices along free axes, so that replicas share the work. The fewest elements
 that all ranks receive together win; of equal counts the route with fewer exchanges by boxes, which
-collectives outrun, then the quicker route by constant links, in whole nanoseconds, then that of
-fewer
-collectives, then the first: so all ranks choose alike.
+collectives outrun, then the quicker route by constant links, in whole nanoseconds, then the route with
+fewer collectives, then the first: so all ranks choose alike.
 
 Estimates, and choices between equal bytes, read how fast an axis is, as constants. All ranks of a
 mesh must choose alike, so nothing that one rank measures may enter: a link follows from the backend
@@ -20,10 +19,10 @@ Drawn case: each of 4 ranks holds a partial sum of 8 numbers, and all shall have
     rank 2    cccccccc  ->  ....AA..  ->  AAAAAAAA    second arrow: an all-gather
     rank 3    dddddddd      ......AA      AAAAAAAA    both at once: an all-reduce
 
-    candidate                               all ranks receive    waits for messages    collectives
-    each takes all other partial sums           4 * 3 * 8   = 96     3 * 5 us = 15 us      1, of boxes
-    an all-reduce                           2 * 4 * 3*2 = 48     6 * 5 us = 30 us      1
-    a reduce-scatter, then an all-gather    24 + 24     = 48     6 * 5 us = 30 us      2
+    candidate                               all ranks receive    waits for messages  collectives
+    each takes all other partial sums           4 * 3 * 8   = 96     3 * 5 us = 15 us    1, of boxes
+    an all-reduce                           2 * 4 * 3*2 = 48     6 * 5 us = 30 us    1
+    a reduce-scatter, then an all-gather    24 + 24     = 48     6 * 5 us = 30 us    2
 
 The first receives more, though it waits less. The others are even, but for the number of
 collectives. If each rank shall have its 2 sums alone, the reduce-scatter does it, and the ranks

@@ -1,4 +1,4 @@
-"""``md.shard_map``: a function of shards becomes a function of whole arrays, as in JAX.
+"""Map a function of shards to a function of global arrays: ``md.shard_map``, as in JAX.
 
 Drawn case: two ranks along axis 'i' map ``f(x, w) = x * w``; x has three elements.
 
@@ -82,7 +82,7 @@ def shard_map(
     axis_names: frozenset[str] | set[str] = frozenset(),
     check_vma: bool = True,
 ) -> Callable[..., Any]:
-    """Map ``f``, which works on each rank's shards, to a function of whole arrays, as JAX does.
+    """Map ``f``, which works on each rank's shards, to a function of global arrays, as in JAX.
 
     The mapped function is called by all ranks of the mesh with equal arguments, by position. ``f``
     may call the collectives of ``md.lax``; the mesh is in force inside. Without ``f`` it is a

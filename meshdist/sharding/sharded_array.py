@@ -1,4 +1,4 @@
-"""``ShardedArray``: a whole array, of which each rank holds its shard."""
+"""Provide ``ShardedArray``: a global array of which each rank holds its shard."""
 
 from __future__ import annotations
 
@@ -221,24 +221,23 @@ class ShardedArray(ElementwiseArray):
     # ------------------------------------------------------------------ elsewhere: communicates
 
     def full(self) -> Array:
-        """The whole array, on every rank; collective over the mesh.
+        """Gather the global array on every rank; collective over the mesh.
 
-        Returns: an array of the local array's library: the local array itself where every rank
-            holds the whole already.
+        Returns: an array of the local array's library; the local array itself if every rank holds
+            the global array already.
 
-        Gradient: this rank's own part of the gradient, which is equal on all ranks.
+        Gradient: this rank's part of the gradient, which is equal on all ranks.
         """
         return self.reshard(PartitionSpec()).local
 
     @one_frame
     def reshard(self, dst: NamedSharding | PartitionSpec | str, **sizes: int) -> ShardedArray:
-        """The same array, lying otherwise; collective over the mesh. Itself where nothing changes.
+        """Return the array with another sharding; collective. Itself if nothing changes.
 
         Args:
-            dst: how it shall lie; a ``PartitionSpec`` on the mesh of this array, or a pattern: one
-                side that says it alone, or two, of which the left says how the array lies now: dims
-                may then be regrouped.
-            sizes: inside of a pattern's groups.
+            dst: the new sharding, a ``PartitionSpec`` on this array's mesh, or a pattern. A pattern
+                with "->" has the current sharding on its left, and may regroup dims.
+            sizes: sizes inside of a pattern's groups.
 
         Gradient: resharded back, with unreduced and reduced exchanged.
 
@@ -280,10 +279,10 @@ class ShardedArray(ElementwiseArray):
     # ------------------------------------------------------------------ parts and sums
 
     def __getitem__(self, index: Any) -> ShardedArray:
-        """The part that ``index`` takes of the whole: each rank keeps what it holds of it.
+        """Return a slice of the global array, of which each rank keeps its part.
 
-        A dim that is sharded takes slices with positive steps; its parts then have sizes of their
-        own. Whole dims take numbers too. The result shares this array's memory, as NumPy's does.
+        A sharded dim takes slices with positive steps, other dims take numbers too. The result
+        shares this array's memory.
         """
         placement = self.sharding.placement(self.shape)
         found = slice_shard(index, placement.dims, self._box)
@@ -305,10 +304,10 @@ class ShardedArray(ElementwiseArray):
         keepdims: bool = False,
         out: None = None,
     ) -> ShardedArray:
-        """The sum over dims, or over all; nothing is sent.
+        """Sum over dims, or over all, without communication.
 
-        Where a dim is sharded, the result is unreduced over its axes: each rank holds the sum of
-        what it has. ``reshard`` or ``full`` adds these.
+        If a dim is sharded, the result is unreduced over its axes: each rank holds a partial sum.
+        ``reshard`` or ``full`` adds the partial sums.
 
         Args:
             dim: a dim or several dims; ``axis`` is NumPy's name for it. None: all.
@@ -333,7 +332,7 @@ class ShardedArray(ElementwiseArray):
         keepdims: bool = False,
         out: None = None,
     ) -> ShardedArray:
-        """The mean over dims, or over all; nothing is sent. See ``sum``.
+        """Average over dims, or over all, without communication. See ``sum``.
 
         Each rank's sum is divided by the number of elements of the whole, so that the partial sums
         add up to the mean, also where shards have different sizes.
