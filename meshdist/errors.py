@@ -146,7 +146,7 @@ class PatternError(ArgumentError):
 
 
 class AxisError(MeshError, KeyError, IndexError, TypeError):
-    """A mesh has no such axis, or an axis is named twice.
+    """A mesh has no such axis, or an axis is given twice.
 
     Attributes:
         axis: the name that the mesh does not have; "" for other errors.

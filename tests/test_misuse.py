@@ -92,7 +92,7 @@ def test_replicas_are_drawn_from_one_state_or_rejected(size: int) -> None:
     assert len(set(texts)) == 1
     assert texts[0].startswith("randn: the ranks' generators draw different numbers\n")
     assert "found:    rank 0: " in texts[0] and f"rank {size - 1}: " in texts[0]
-    assert "fix:      md.seed(0) on every rank, before the first draw" in texts[0]
+    assert "fix:      call md.seed(0) on every rank before the first draw" in texts[0]
 
 
 def test_wholes_that_differ_are_found_on_simulated_ranks_and_by_assert_equal() -> None:
@@ -211,7 +211,8 @@ def check_shapes(outcomes: list[list[str]], size: int) -> None:
             for shape in ((size, 2, 3), (size, 3, 2)):
                 assert f" of lax.{name}({shape} at x) at " in text, text
             assert (
-                "expected: the same collective of lax, on leaves of equal paths, shapes and dtypes, on "
+                "expected: the same collective of lax, on leaves of equal paths, shapes and "
+                "dtypes, on "
                 "every member" in text
             )
 

@@ -313,7 +313,7 @@ def _entry(name: str, x: Any, members: Members, *, writable: bool) -> StateArray
         if spec is not None and any(map(axes_of, spec.partitions)):
             if members.mesh is None:
                 raise MeshError(
-                    f"{members.call}: {name} is cut by {spec!r}, and no mesh is in force",
+                    f"{members.call}: {name} is cut by {spec!r}, and there is no current mesh",
                     expected="the mesh that has these axes",
                     fix=f"{members.call}(..., mesh=mesh), or call it inside `with mesh:`",
                 )

@@ -96,7 +96,7 @@ def clip_grad_norm_(
     Raises:
         AxisTypeError: a gradient is unreduced, a partial sum on each rank.
         AxisError: the mesh lacks an axis that cuts a parameter.
-        MeshError: no mesh is in force, and parameters are cut; or a DTensor lies along no axes.
+        MeshError: there is no current mesh, and parameters are cut; or a DTensor lies along no axes.
         GradientError: on every rank, and nothing has been scaled: ``error_if_nonfinite``; gradients
             of a backward under ``no_sync``; of equal elements some holders have none. The last two
             need the sum: on an accelerator, which is not waited for, the norm is NaN in place.
@@ -348,7 +348,8 @@ def _reject_unreduced(
     raise AxisTypeError(
         f"clip_grad_norm_ of a gradient that is unreduced over {shown(axes)}",
         where=None if mesh is None else where(mesh, axes),
-        expected="complete gradients: the norm of a sum does not follow from those of its partial sums",
+        expected="complete gradients: the norm of a sum does not follow from those of its "
+        "partial sums",
         found=name_of(index, parameter),
         fix="p.grad = p.grad.redistribute(placements=p.placements)"
         if hasattr(parameter, "placements")

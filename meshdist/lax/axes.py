@@ -219,7 +219,7 @@ def axis_index(axis_name: AxisName, *, mesh: DeviceMesh | None = None) -> int:
 
     Raises:
         AxisError: the mesh has no such axis, or the tuple names one twice.
-        MeshError: no mesh is in force and none is given.
+        MeshError: there is no current mesh and none is given.
         NotInGroupError: this rank is not in the mesh.
 
     Example:
@@ -251,7 +251,7 @@ def axis_size(axis_name: AxisName, *, mesh: DeviceMesh | None = None) -> int:
 
     Raises:
         AxisError: the mesh has no such axis, or the tuple names one twice.
-        MeshError: no mesh is in force and none is given.
+        MeshError: there is no current mesh and none is given.
 
     Example:
         >>> import meshdist as md
@@ -287,7 +287,7 @@ def get_axes(
             mesh.layout.axis_indices(names)  # raises
         return mesh[names]
     except AxisError as error:
-        fix = f"name the mesh that is meant: {operation}(..., mesh=mesh)"
+        fix = f"pass the mesh: {operation}(..., mesh=mesh)"
         raise with_hidden_mesh(error, given_mesh, fix) from None
 
 

@@ -55,7 +55,7 @@ def assert_equal(tree: Any, axis: AxisName, *, mesh: DeviceMesh | None = None) -
         UnequalError: on every rank along the axis: the leaves that differ, by their paths, with
             the ranks and the distance; or trees of different leaves, shapes, dtypes or marks.
         AxisError: the mesh has no such axis, or the tuple names one twice or none.
-        MeshError: no mesh is in force and none is given.
+        MeshError: there is no current mesh and none is given.
         KindError: a leaf is of another kind. ArgumentError: inside a transform of torch.func.
 
     Example:

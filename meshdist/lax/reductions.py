@@ -129,7 +129,7 @@ def psum(
 
     Raises:
         AxisError: the mesh has no such axis, or the tuple names one twice.
-        MeshError: no mesh is in force and none is given.
+        MeshError: there is no current mesh and none is given.
         KindError, DtypeError: a leaf is no array, or of a dtype that cannot be summed; or
             axis_index_groups is given. ArgumentError: an integer beyond 64 bits.
         MismatchError: on every rank along the axis: leaves, shapes or dtypes differ.

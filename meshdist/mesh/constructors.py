@@ -1,4 +1,4 @@
-"""Meshes of ranks in row-major order, in torch's form and in JAX's."""
+"""Create row-major meshes with torch's or JAX's signature."""
 
 from __future__ import annotations
 
@@ -27,28 +27,29 @@ def init_device_mesh(
     timeout: timedelta | None = None,
     open_groups: bool = True,
 ) -> DeviceMesh:
-    """Arrange ranks 0, 1, 2, ... row-major in a mesh; collective over its ranks.
+    """Create a mesh of ranks 0, 1, 2, ... in row-major order; collective over its ranks.
 
-    Starts the world when there is none. With "cuda" it selects this rank's device, unless the
-    program chose a device before.
+    Initializes meshdist on first use. With "cuda" it selects this rank's device, unless the
+    program has chosen a device.
 
     Args:
         device_type: "cpu", "cuda", ..., without an index.
-        mesh_shape: the size of each axis; a single size may be -1, the rest of the world.
+        mesh_shape: the size of each axis; one size may be -1, which is inferred from the world.
         mesh_dim_names: one name per axis.
-        backend_override: torch's form of per-axis backends: a name, backend options, or both.
+        backend_override: per-axis backends as torch takes them: a name, backend options, or both.
         axis_options: AxisOptions by axis name or index.
-        timeout: how long to wait for the ranks, and in collectives on axes that name no timeout.
-        open_groups: False leaves opening to ``warmup()`` or to the first use.
+        timeout: the time to wait for the ranks, and for collectives on axes without a timeout.
+        open_groups: if False, groups open in ``warmup()`` or on first use.
 
     Returns:
-        The mesh, equal on every rank. A mesh smaller than the world is legal: on the ranks
-        outside it ``get_coordinate()`` is None.
+        The mesh, equal on every rank. If it is smaller than the world, ``get_coordinate()`` is
+        None on the ranks outside.
 
     Raises:
-        MeshError: a size of 0, two of -1, or more ranks than the world has.
-        KindError, ArgumentError: a wrong timeout, an axis with options twice.
-        What ``DeviceMesh`` raises.
+        MeshError: If a size is 0, two sizes are -1, or the world has too few ranks.
+        KindError, ArgumentError: If the timeout is invalid or an axis has options twice.
+
+    See ``DeviceMesh`` for other errors.
 
     Example:
         >>> import meshdist as md
@@ -75,15 +76,12 @@ def make_mesh(
     *,
     device_type: str | None = None,
 ) -> DeviceMesh:
-    """JAX's form of ``init_device_mesh``; collective over the mesh's ranks.
+    """Create a mesh with JAX's signature; collective over its ranks. See ``init_device_mesh``.
 
     Args:
-        axis_shapes: the size of each axis; a single size may be -1, the rest of the world.
+        axis_shapes: the size of each axis; one size may be -1, which is inferred from the world.
         axis_names: one name per axis.
-        device_type: None means "cuda" where there is a GPU, else "cpu".
-
-    Raises:
-        What ``init_device_mesh`` raises.
+        device_type: None means "cuda" if there is a GPU, else "cpu".
 
     Example:
         >>> import meshdist as md

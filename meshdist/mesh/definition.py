@@ -1,7 +1,4 @@
-"""A mesh before it has groups: world, device type, layout and options, all checked.
-
-Here is also decided which device types a mesh can have, and which device a rank takes.
-"""
+"""Check the definition of a mesh (world, device type, layout, options) and select devices."""
 
 from __future__ import annotations
 
@@ -41,14 +38,14 @@ def check_device_type(device_type: object) -> None:
     """Raise unless ``device_type`` is text without an index."""
     if not isinstance(device_type, str):
         raise KindError(
-            f"device_type must be text, not {device_type!r}", expected="'cpu', 'cuda', ..."
+            f"device_type must be a string, not {device_type!r}", expected="'cpu', 'cuda', ..."
         )
     if not device_type.isalpha():
         base = device_type.split(":")[0]
         raise MeshError(
             f"device type {device_type!r} is not a plain device type",
             expected=f"the type without an index: {base!r}",
-            fix=f"torch.{base}.set_device(...) chooses the device before the mesh is made"
+            fix=f"choose the device with torch.{base}.set_device(...) before you create the mesh"
             if base not in ("", "cpu")
             else None,
         )
@@ -60,7 +57,7 @@ def check_device(device_type: str, *, is_planned: bool = False) -> None:
         raise BackendError(
             "a 'cuda' mesh needs a GPU, and torch sees none",
             found=f"torch {torch.__version__}, torch.cuda.is_available() is False",
-            fix="open a planned mesh where there are GPUs, and a CUDA build of torch"
+            fix="open a planned mesh on a machine with GPUs and a CUDA build of torch"
             if is_planned
             else "use init_device_mesh('cpu', ...), install a CUDA build of torch, or plan without "
             "communication: open_groups=False",
@@ -77,7 +74,7 @@ def select_device(device_type: str, world: World) -> torch.device | None:
     if device_type != "cuda":
         return None
     bound = world.device if world.device is not None and world.device.type == "cuda" else None
-    if not torch.cuda.is_initialized():  # the program has chosen no device yet
+    if not torch.cuda.is_initialized():  # The program has chosen no device.
         torch.cuda.set_device(_index_by_local_rank(world) if bound is None else bound.index)
     return torch.device("cuda", torch.cuda.current_device()) if bound is None else bound
 
@@ -89,8 +86,8 @@ def _index_by_local_rank(world: World) -> int:
         file, line = call_site() or (__file__, 0)
         warnings.warn_explicit(
             f"rank {world.rank} has local rank {local_rank} on a host with {count} CUDA devices "
-            f"and takes device {local_rank % count}; call torch.cuda.set_device before the mesh "
-            "is made to choose another",
+            f"and uses device {local_rank % count}; to choose another, call "
+            "torch.cuda.set_device before you create the mesh",
             UserWarning,
             file,
             line,
@@ -100,14 +97,14 @@ def _index_by_local_rank(world: World) -> int:
 
 @dataclass(frozen=True)
 class AxisOptions:
-    """How the groups along one mesh axis communicate.
+    """Configure the groups along one mesh axis.
 
     Args:
         backend: the backend, for example "gloo"; None takes the world's for the mesh's device type.
         timeout: how long a collective may wait; None takes the mesh's, else the world's.
-        options: the backend's own options (torch's options classes), or None.
-        private: whether the axis opens communicators of its own even where equal communicators are
-            open, for collectives that a second thread calls.
+        options: torch's options object for the backend, or None.
+        private: if True, the axis never shares communicators with other groups. Use it for
+            collectives on a second thread.
 
     Example:
         >>> from datetime import timedelta
@@ -138,12 +135,12 @@ class MeshDefinition:
 
     @property
     def text(self) -> str:
-        """The text that stands for the mesh in messages: ``"DeviceMesh(dp=2, tp=4)"``."""
+        """The mesh in messages: ``"DeviceMesh(dp=2, tp=4)"``."""
         return f"DeviceMesh({self.layout.axis_text()})"
 
     @property
     def timeout(self) -> timedelta:
-        """The time within which all ranks must make the mesh: the longest of its axes'."""
+        """The time within which all ranks must create the mesh: the longest of its axes."""
         default = self.world.timeout or DEFAULT_TIMEOUT
         return max(options.timeout or default for options in self.options)
 
@@ -211,26 +208,26 @@ class MeshDefinition:
             world_group(self.world).has_devices = True
 
     def outside_error(self, call: str, whole: Layout) -> NotInGroupError:
-        """Return the error of ``call`` on a rank that ``whole``, the root mesh, does not hold."""
+        """Return the error of ``call`` on a rank outside of ``whole``, the root mesh's layout."""
         ranks = whole.ranks().ravel().tolist()
         return NotInGroupError(
-            f"{call} on a mesh that does not hold this rank",
+            f"{call} on a mesh that does not contain this rank",
             where=f"rank {self.world.rank}, mesh ({self.layout.axis_text()})",
             expected=f"one of {ranks_text(ranks)}",
             found=f"the mesh has {len(ranks)} of {self.world.size} ranks",
-            fix=f"start {len(ranks)} ranks, or make a mesh of all {self.world.size}; where others "
-            "are meant to be outside, skip the call if mesh.get_coordinate() is None",
+            fix=f"start {len(ranks)} ranks, or create a mesh of all {self.world.size}; to leave "
+            "ranks out on purpose, skip the call if mesh.get_coordinate() is None",
         )
 
     @staticmethod
     def concatenate(parts: Sequence[MeshDefinition]) -> MeshDefinition:
         """Return the definition of the mesh with the axes and options of all parts, in order."""
         if not parts:
-            raise MeshError("concatenate has no meshes", expected="at least one")
+            raise MeshError("concatenate needs at least one mesh", expected="at least one")
         first = parts[0]
         if any(part.device_type != first.device_type for part in parts):
             raise MeshError(
-                "meshes of different device types do not concatenate",
+                "concatenate needs meshes of one device type",
                 found=", ".join(part.device_type for part in parts),
             )
         layout = Layout.concatenate([part.layout for part in parts])
@@ -240,18 +237,18 @@ class MeshDefinition:
     def names_to_slice(self, axes: object) -> tuple[str, ...]:
         """Return ``axes``, of ``mesh[axes]``, as a tuple of names; raise unless they can slice."""
         if not isinstance(axes, Hashable):
-            raise AxisError(f"a mesh is sliced by axis names, not by {axes!r}")
+            raise AxisError(f"a mesh must be sliced by axis names, not by {axes!r}")
         if self.layout.names is None:
             raise MeshError(
                 "an unnamed mesh cannot be sliced",
                 where=self.text,
-                fix="give it names: mesh_dim_names=('dp', 'tp')",
+                fix="name its axes: mesh_dim_names=('dp', 'tp')",
             )
         names = axes if isinstance(axes, tuple) else (axes,)
         for name in names:
             if not isinstance(name, str):
                 raise AxisError(
-                    f"a mesh is sliced by axis names, not by {name!r}",
+                    f"a mesh must be sliced by axis names, not by {name!r}",
                     where=self.text,
                     expected=f"some of {', '.join(map(repr, self.layout.names))}",
                 )
@@ -267,10 +264,10 @@ def define_mesh(
     *,
     open_groups: bool = True,
 ) -> MeshDefinition:
-    """Return the checked definition of a mesh; starts the world where there is none.
+    """Return the checked definition of a mesh; initializes the world if there is none.
 
     Args:
-        layout_in: makes the layout, given the size of the world.
+        layout_in: returns the layout for a world size.
     """
     check_device_type(device_type)
     check_timeout(timeout)
@@ -311,7 +308,7 @@ def options_of_axes(
     for what, given in (("axis_options", axis_options), ("backend_override", backend_override)):
         if given is not None and not isinstance(given, Mapping):
             raise KindError(
-                f"{what} maps axes to what they take",
+                f"{what} must be a mapping with axes as keys",
                 expected="for example {'dp': ...}",
                 found=f"{given!r}",
             )
@@ -319,7 +316,7 @@ def options_of_axes(
     for axis, options in [*(axis_options or {}).items(), *from_torch]:
         if not isinstance(options, AxisOptions):
             raise KindError(
-                f"axis_options[{axis!r}] is {options!r}",
+                f"axis_options[{axis!r}] must be an AxisOptions, not {options!r}",
                 expected="an AxisOptions",
                 fix=f"axis_options={{{axis!r}: AxisOptions(backend='gloo')}}",
             )
@@ -328,10 +325,10 @@ def options_of_axes(
             raise ArgumentError(
                 f"axis {axis!r} has options twice",
                 where=f"DeviceMesh({layout.axis_text()})",
-                fix="give each axis once, by name or by index, in one of the two arguments",
+                fix="pass each axis once, by name or by index, in one of the two arguments",
             )
         if options.backend is not None:
-            backends_in(find_world(), {"": options.backend})  # raises where there is none
+            backends_in(find_world(), {"": options.backend})  # Raises if there is none.
         chosen[index] = options
     all_chosen = (chosen.get(index, AxisOptions()) for index in range(layout.ndim))
     return tuple(replace(options, timeout=options.timeout or timeout) for options in all_chosen)
@@ -343,7 +340,8 @@ def _from_torch_form(value: Any) -> AxisOptions:
     if isinstance(value, tuple):
         if len(value) != 2 or not isinstance(value[0], (str, type(None))):
             raise KindError(
-                "an axis's entry of backend_override is a backend, backend options, or a pair of both",
+                "an entry of backend_override must be a backend, backend options, or both as a "
+                "pair",
                 expected="for example ('nccl', options)",
                 found=f"{value!r}",
             )
@@ -359,13 +357,13 @@ def layout_of_ranks(mesh: Any, names: Sequence[str] | None, world_size: int) -> 
         return Layout.from_ranks(mesh, names, world_size=world_size)
     if names is not None:
         raise ArgumentError(
-            "a Layout has its own axis names",
+            "mesh_dim_names= cannot be passed with a Layout, which has its own axis names",
             where=f"layout ({mesh.axis_text()}), mesh_dim_names={names!r}",
-            fix="name the axes where the Layout is made",
+            fix="name the axes when you create the Layout",
         )
     if mesh.largest_rank >= world_size:
         raise MeshError(
-            f"the mesh names rank {mesh.largest_rank}, which the world lacks",
+            f"the mesh names rank {mesh.largest_rank}, which does not exist in the world",
             where=f"layout ({mesh.axis_text()})",
             expected=f"ranks from 0 to {world_size - 1}",
             fix=f"start {mesh.largest_rank + 1} ranks, or use fewer",
@@ -384,19 +382,19 @@ def definition_of_groups(
     is_one = isinstance(group, ProcessGroup)
     groups = tuple(map(resolve_group, [group] if isinstance(group, ProcessGroup) else group))
     if not groups:
-        raise MeshError("from_group has no groups", expected="one group per axis")
+        raise MeshError("from_group needs at least one group", expected="one group per axis")
     for argument, value in (("mesh", mesh), ("mesh_dim_names", names)):
         if not is_one and value is None:
             raise MeshError(
-                f"from_group has several groups and no {argument}",
-                expected="mesh and mesh_dim_names, with as many dims as groups",
+                f"from_group needs {argument} for several groups",
+                expected="mesh and mesh_dim_names, with one dim per group",
             )
     world = groups[0].world
     ranks = groups[0].ranks if mesh is None else mesh
     layout = Layout.from_ranks(ranks, names, world_size=world.size)
     if layout.ndim != len(groups):
         raise MeshError(
-            f"from_group has {len(groups)} groups for a mesh of {layout.ndim} dims",
+            f"from_group got {len(groups)} groups for a mesh of {layout.ndim} axes",
             expected="one group per axis, in axis order",
         )
     is_member = layout.coordinate_of(world.rank) is not None
@@ -404,7 +402,7 @@ def definition_of_groups(
         expected = layout.ranks_of_axis(axis, world.rank) if is_member else ()
         if expected != member_group.ranks:
             raise MeshError(
-                f"the group of axis {axis} has other ranks than the mesh",
+                f"the group of axis {axis} does not have the ranks of the mesh",
                 where=f"rank {world.rank} of DeviceMesh({layout.axis_text()})",
                 expected=str(list(expected)),
                 found=str(list(member_group.ranks)),

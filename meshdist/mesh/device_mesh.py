@@ -1,4 +1,4 @@
-"""DeviceMesh: an n-d array of ranks with named axes, and the groups along them."""
+"""Provide ``DeviceMesh``: an n-dimensional array of ranks with groups along its named axes."""
 
 from __future__ import annotations
 
@@ -38,33 +38,32 @@ __all__ = ["DeviceMesh"]
 
 
 class DeviceMesh:
-    """Ranks arranged along named axes; making a mesh is collective over its ranks.
+    """Arrange ranks along named axes; creating a mesh is collective over its ranks.
 
-    Every rank first compares the definition with the others', then opens one group per axis,
-    together with that group's members alone. Slices and transposes open nothing.
+    The ranks compare their definitions, then open one group per axis with that group's members.
+    Slices and transposes open nothing.
 
-    A mesh never changes. Two meshes are equal when programs can use either in the other's place:
-    the same world and device type, the same rank at every coordinate, equal axis names, and equal
-    options (backend, timeout, backend options, whether private) for each axis.
+    A mesh is immutable. Two meshes are equal if they have the same world, device type, axis names
+    and options, and the same rank at every coordinate.
 
     Args:
-        device_type: "cpu", "cuda", ...: where the tensors live, without an index.
-        mesh: global ranks, one dim per axis, in any order: an array, tensor or nested sequence; or
-            a Layout, which has its own names.
+        device_type: the device type of the tensors, without an index: "cpu", "cuda", ...
+        mesh: global ranks in any order, one dim per axis: an array, tensor or nested sequence; or
+            a Layout, which has axis names.
         mesh_dim_names: one name per axis.
         axis_options: AxisOptions by axis name or index.
-        open_groups: False leaves opening to ``warmup()`` or to the first use.
+        open_groups: if False, groups open in ``warmup()`` or on first use.
 
     Raises:
-        MeshError: no such ranks in the world, a rank twice, a device type with an index.
-        AxisError: names that repeat, are empty, or more or fewer than the axes.
-        BackendError: "cuda" without a GPU.
-        MismatchError: the ranks define different meshes; every one raises and shows both.
-        CollectiveTimeoutError: a rank did not come; the text names it.
-        NotInGroupError: of methods that need this rank's place or groups, where it has none.
+        MeshError: If a rank does not exist or repeats, or the device type has an index.
+        AxisError: If the names repeat, are empty, or do not match the axes in number.
+        BackendError: If the device type is "cuda" and there is no GPU.
+        MismatchError: If ranks define different meshes; raised on every rank.
+        CollectiveTimeoutError: If a rank does not make this call.
+        NotInGroupError: If a method needs this rank's coordinate and it is outside of the mesh.
 
-    Cost: at most a dozen requests to the store per rank, and one opening per axis: independent of
-        how many ranks and groups the mesh has.
+    Cost: at most a dozen store requests per rank and one group opened per axis, whatever the
+        size of the mesh.
 
     Example:
         >>> import meshdist as md
@@ -104,11 +103,11 @@ class DeviceMesh:
         groups: tuple[ProcessGroup, ...] | None = None,
         open_groups: bool = False,
     ) -> None:
-        """Set the attributes of the mesh of a definition; every way to make a mesh ends here.
+        """Set the attributes; every constructor calls this.
 
         Args:
-            root: the mesh that it was derived from, and that it is closed with; None: itself.
-            groups: those of its axes; None makes them.
+            root: the mesh that this mesh was derived from; None for the mesh itself.
+            groups: the groups of its axes; None creates them.
         """
         coordinate = definition.layout.coordinate_of(definition.world.rank)
         own_groups = [] if root is None else root._own_groups
@@ -135,15 +134,15 @@ class DeviceMesh:
         definition.world.note_mesh(definition.layout, is_open=is_open)
 
     device_type: str
-    """Where the tensors live: "cpu", "cuda", ..."""
+    """The device type of the tensors: "cpu", "cuda", ..."""
     layout: Layout
     """The arrangement of ranks, without processes."""
     world: World
     """The world of its ranks."""
     root: DeviceMesh
-    """The mesh that it was derived from, and is closed with; itself if none."""
+    """The mesh that this mesh was derived from and is closed with, or the mesh itself."""
     caches: Caches
-    """Objects that modules above keep with this mesh, for as long as it lives."""
+    """Objects that higher modules cache with this mesh."""
     _definition: MeshDefinition
     _coordinate: tuple[int, ...] | None
     _groups: tuple[ProcessGroup, ...]
@@ -154,9 +153,9 @@ class DeviceMesh:
     def __setattr__(self, name: str, value: object = None) -> NoReturn:
         raise AttributeError(
             explain(
-                f"a mesh never changes: its attribute {name!r} cannot be set or deleted",
+                f"a mesh is immutable: its attribute {name!r} cannot be set or deleted",
                 where=self._definition.text,
-                fix="make another mesh, for example by flatten, unflatten, transpose or a slice",
+                fix="derive another mesh with flatten, unflatten, transpose or a slice",
             )
         )
 
@@ -180,7 +179,7 @@ class DeviceMesh:
             definition.open_group(group)
         return group
 
-    # ------------------------------------------------------------------ what it is
+    # ------------------------------------------------------------------ properties
 
     @property
     def mesh(self) -> torch.Tensor:
@@ -220,38 +219,38 @@ class DeviceMesh:
         return self.layout.sizes[self.layout.axis_index(mesh_dim)]
 
     def get_rank(self) -> int:
-        """This rank in the world."""
+        """Return this process's rank in the world."""
         return self.world.rank
 
     def get_coordinate(self) -> tuple[int, ...] | None:
-        """This rank's place along each axis; None on a rank outside the mesh."""
+        """Return this rank's coordinate, or None on a rank outside the mesh."""
         return self._coordinate
 
     def get_local_rank(self, mesh_dim: Axis | None = None) -> int:
-        """This rank's place along one axis; the axis may be left out in a 1-D mesh."""
+        """Return this rank's index along an axis, which may be omitted in a 1-D mesh."""
         index = self._own_axis(mesh_dim, "get_local_rank")
         assert self._coordinate is not None
         return self._coordinate[index]
 
     def get_group(self, mesh_dim: Axis | None = None) -> ProcessGroup:
-        """The group along one axis through this rank; the axis may be left out in a 1-D mesh."""
+        """Return this rank's group along an axis, which may be omitted in a 1-D mesh."""
         reject_torch(self._definition, self.root.layout)
         return self._groups[self._own_axis(mesh_dim, "get_group")]
 
     def backend_of(self, axis: Axis) -> str:
-        """The backend that groups along an axis were asked to take, equal on all ranks of the mesh."""
+        """Return the configured backend of an axis, which is equal on all ranks."""
         asked = self._definition.options[self.layout.axis_index(axis)].backend
         return asked or self.world.backends.get(self.device_type, "")
 
     def get_all_groups(self) -> list[ProcessGroup]:
-        """The group of each axis through this rank, in axis order."""
+        """Return this rank's group along each axis, in axis order."""
         coordinate_in(self, "get_all_groups")
         return list(self._groups)
 
     def open_group(self) -> ProcessGroup:
-        """The group that a collective on this mesh uses: its axis, or its axes flattened row-major.
+        """Return the group over all axes of this mesh, row-major.
 
-        Several axes open their group at the first call, collectively over its members.
+        The first call on a mesh of several axes opens the group, collectively over its members.
         """
         if self._coordinate is not None and len(self._groups) == 1:
             return self._groups[0]
@@ -265,9 +264,9 @@ class DeviceMesh:
     # ------------------------------------------------------------------ the algebra
 
     def __getitem__(self, axes: Axis | tuple[Axis, ...] | list[str]) -> DeviceMesh:
-        """The part with only these axes, in this order, through this rank; opens nothing.
+        """Return the submesh of these axes, in this order, that contains this rank; opens nothing.
 
-        On a rank outside the mesh the part has the same shape and no coordinate.
+        On a rank outside the mesh, the submesh has the same shape and no coordinate.
         """
         try:
             return self._derived[axes]
@@ -293,15 +292,14 @@ class DeviceMesh:
         return part
 
     def transpose(self, *axes: Axis) -> DeviceMesh:
-        """The same ranks and groups with the axes in this order; opens nothing."""
+        """Return the mesh with its axes in this order; opens nothing."""
         indices = self.layout.axis_indices(axes)
         return self._derive(self.layout.transpose(indices), indices)
 
     def flatten(self, axes: Sequence[Axis] | None = None, name: str | None = None) -> DeviceMesh:
-        """The mesh with ``axes`` (all of them by default) as one axis, the first the slowest.
+        """Merge ``axes`` (by default all) into one axis, row-major. Inverse of ``unflatten``.
 
-        Opens the new axis's group, collectively over its members, unless this mesh is only planned.
-        ``unflatten`` undoes it.
+        Opens the new axis's group, collectively over its members, if this mesh has open groups.
         """
         indices = self.layout.axis_indices(range(self.ndim) if axes is None else axes)
         key = ("flatten", indices, name)
@@ -315,10 +313,10 @@ class DeviceMesh:
     def unflatten(
         self, axis: Axis, sizes: Sequence[int], names: Sequence[str] | None = None
     ) -> DeviceMesh:
-        """The mesh with ``axis`` split, row-major, into axes of these sizes; one size may be -1.
+        """Split ``axis``, row-major, into axes of these sizes. Inverse of ``flatten``.
 
-        Opens the new axes' groups, collectively over their members, unless this mesh is only
-        planned. Undoes ``flatten``.
+        One size may be -1. Opens the new axes' groups, collectively over their members, if this
+        mesh has open groups.
         """
         index = self.layout.axis_index(axis)
         names = None if names is None else tuple(names)
@@ -331,10 +329,9 @@ class DeviceMesh:
         return self._derived[key]
 
     def refined(self, layout: Layout, owners: Sequence[Axis]) -> DeviceMesh:
-        """The mesh over the same ranks with the axes of ``layout``, whose axis i is a part of this
-        mesh's axis ``owners[i]`` and has its options.
+        """Return the mesh of ``layout``, whose axis i is a part of this mesh's axis ``owners[i]``.
 
-        Opens the groups along them, collectively, unless this mesh is only planned.
+        Opens the groups of the axes, collectively, if this mesh has open groups.
         """
         kept = [self.layout.axis_index(owner) for owner in owners]
         key = ("refined", layout, tuple(kept))
@@ -344,9 +341,9 @@ class DeviceMesh:
 
     @staticmethod
     def concatenate(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
-        """The mesh with the axes of all parts, in order, through this rank; opens nothing.
+        """Return the mesh with the axes of all parts, in order; opens nothing.
 
-        The parts are slices of one mesh, or of several meshes over the same ranks.
+        The parts must be slices of one mesh, or of several meshes over the same ranks.
         """
         definition = MeshDefinition.concatenate([part._definition for part in meshes])
         groups = tuple(group for part in meshes for group in part._groups)
@@ -356,7 +353,7 @@ class DeviceMesh:
         """Return the mesh of ``layout`` with the options and groups of the axes ``kept``.
 
         Args:
-            new: the axes of ``layout`` that get new groups, open where this mesh's groups are.
+            new: the axes of ``layout`` that get new groups, opened if this mesh's groups are open.
         """
         options = tuple(self._definition.options[index] for index in kept)
         definition = replace(self._definition, layout=layout, options=options)
@@ -368,7 +365,7 @@ class DeviceMesh:
         )
         return self.from_definition(definition, root=self.root, groups=groups)
 
-    # ------------------------------------------------------------------ its groups' lives
+    # ------------------------------------------------------------------ opening and closing
 
     def warmup(self) -> None:
         """Open and connect the groups of all axes; collective over the mesh's ranks."""
@@ -377,32 +374,32 @@ class DeviceMesh:
         run_unnested("warmup", self._definition.open_groups, self._groups)
 
     def abort(self, reason: str = "mesh.abort() was called") -> None:
-        """Free every rank that waits in a group of this mesh; its groups are unusable then.
+        """Abort the groups of this mesh: every rank that waits in one of them raises.
 
-        A communicator that another mesh shares (the world's, where an axis holds every rank) is
-        unusable for it too; ``AxisOptions(private=True)`` keeps an axis apart.
+        Other meshes that share a communicator with this mesh can no longer use it either. An axis
+        with ``AxisOptions(private=True)`` shares none.
         """
         for group in (*self._groups, self._flat_group):
             if group is not None:
                 group.abort(reason)
 
     def close(self) -> None:
-        """End communication on the mesh and all that was derived from it.
+        """Close the mesh and all meshes that were derived from it.
 
-        Communicators that another mesh shares stay open for it.
+        Communicators that another mesh shares stay open.
 
         Raises:
-            MeshError: it was derived from another mesh, with which it is closed.
+            MeshError: If this mesh was derived from another mesh.
         """
         if self.root is not self:
             raise MeshError(
-                "a part of a mesh cannot be closed on its own",
+                "a derived mesh cannot be closed by itself",
                 where=self._definition.text,
-                fix=f"close the whole mesh, {self.root._definition.text}",
+                fix=f"close the mesh that it was derived from, {self.root._definition.text}",
             )
         if self.world.open_layouts[self.layout] and any(group.is_open for group in self._groups):
             self.world.open_layouts[self.layout] -= 1
-        with ExitStack() as closing:  # all close, though one raises
+        with ExitStack() as closing:  # All groups close, even if one raises.
             for group in reversed(self._own_groups):
                 closing.callback(group.close)
 
@@ -413,7 +410,7 @@ class DeviceMesh:
     def __exit__(self, *_: object) -> None:
         meshes_in_force.set(meshes_in_force.get()[:-1])
 
-    # ------------------------------------------------------------------ other forms
+    # ------------------------------------------------------------------ conversions
 
     @staticmethod
     def from_group(
@@ -423,25 +420,25 @@ class DeviceMesh:
         *,
         mesh_dim_names: Sequence[str] | None = None,
     ) -> DeviceMesh:
-        """A mesh on groups that are there: one group gives 1-D, a list one axis per group.
+        """Create a mesh from existing groups.
 
         Args:
-            group: one group, or a group per axis, in axis order.
+            group: one group for a 1-D mesh, or a list with one group per axis, in axis order.
             device_type: as in the constructor.
-            mesh: the global ranks; needed for a list of groups.
-            mesh_dim_names: needed for a list of groups.
+            mesh: the global ranks; required for a list of groups.
+            mesh_dim_names: required for a list of groups.
 
         Raises:
-            MeshError: the mesh and the groups' ranks do not fit together.
+            MeshError: If the mesh and the groups have different ranks.
         """
         definition, groups = definition_of_groups(group, device_type, mesh, mesh_dim_names)
         return DeviceMesh.from_definition(definition, groups=groups)
 
     def to_torch(self) -> torch.distributed.device_mesh.DeviceMesh:
-        """torch's DeviceMesh on the same ranks in the same order, for FSDP2 and DTensor.
+        """Return a torch DeviceMesh of the same ranks, for FSDP2 and DTensor.
 
-        Collective over the world; starts or adopts torch.distributed's own world.
-        The inverse of ``from_torch``.
+        Collective over the world. Initializes torch.distributed, or reuses its process group.
+        Inverse of ``from_torch``.
         """
         return make_torch_mesh(self._definition)
 
@@ -451,10 +448,7 @@ class DeviceMesh:
         *,
         axis_options: Mapping[str | int, AxisOptions] | None = None,
     ) -> DeviceMesh:
-        """Our mesh on the ranks of torch's, in the same order; collective over them.
-
-        The inverse of ``to_torch``.
-        """
+        """Create a mesh of the ranks of a torch DeviceMesh; collective. Inverse of ``to_torch``."""
         device_type, ranks, names = parts_of_torch_mesh(mesh)
         return DeviceMesh(device_type, ranks, mesh_dim_names=names, axis_options=axis_options)
 
@@ -473,7 +467,7 @@ class DeviceMesh:
         return draw(self.layout, highlight_rank=rank, hosts=hosts)
 
     def _repr_svg_(self) -> str:
-        """The drawing that a notebook shows."""
+        """The SVG drawing for notebooks."""
         rank = None if self._coordinate is None else self.world.rank
         return draw_svg(self.layout, highlight_rank=rank)
 
@@ -499,7 +493,7 @@ class DeviceMesh:
             raise MeshError(
                 f"{call} needs an axis on a mesh of {self.ndim} axes",
                 where=self._definition.text,
-                fix=f"name one, for example {call}({next(iter(self.axis_names), 0)!r})",
+                fix=f"pass an axis, for example {call}({next(iter(self.axis_names), 0)!r})",
             )
         index = 0 if axis is None else self.layout.axis_index(axis)
         coordinate_in(self, call)
@@ -519,4 +513,4 @@ def _unpickled(device_type: str, layout: Layout, options: tuple[AxisOptions, ...
 
 
 meshes_in_force: ContextVar[tuple[DeviceMesh, ...]] = ContextVar("meshdist_mesh", default=())
-"""The meshes of this context's ``with mesh:``, the innermost last."""
+"""The open ``with mesh:`` blocks of this context, the innermost last."""

@@ -1,4 +1,4 @@
-"""The pure algebra of meshes: ranks arranged along named axes, as strides, without processes.
+"""Provide ``Layout``: ranks arranged along named axes, as strides, without processes.
 
 A ``Layout`` never lists its ranks unless asked to. Each axis is a tuple of modes (size, stride),
 major to minor; the rank at a coordinate lies at ``offset`` plus the sum of its strides in the rank
@@ -96,12 +96,12 @@ class Layout:
             axes, offset = tuple(self.modes), operator.index(self.offset)
         except TypeError as error:
             raise KindError(
-                "a layout has a sequence of axes, and an integer as its offset",
+                "a Layout takes a sequence of axes and an integer offset",
                 found=f"modes {self.modes!r}, offset {self.offset!r}",
             ) from error
         modes = tuple(map(checked_modes, axes))
         if not modes:
-            raise MeshError("a mesh has at least one axis", found="no axes")
+            raise MeshError("a mesh must have at least one axis", found="no axes")
         names = checked_names(self.names, len(modes))
         if offset < 0:
             raise MeshError(f"the offset of a layout cannot be negative: {offset}")
@@ -112,15 +112,15 @@ class Layout:
         if not is_nested(mode for axis in modes for mode in axis):
             raise MeshError(
                 "the axes of a layout overlap or interleave",
-                expected="each stride larger than all that the smaller strides reach together",
+                expected="each stride to be larger than the reach of all smaller strides",
                 found=f"modes {modes}",
-                fix="build it with Layout.from_ranks from the array of ranks",
+                fix="build it from the array of ranks: Layout.from_ranks(ranks)",
             )
         if rank_map is not None and self._last >= len(rank_map):
             raise MeshError(
                 "a layout reaches beyond its rank map",
-                expected=f"places below {len(rank_map)}",
-                found=f"place {self._last}",
+                expected=f"positions below {len(rank_map)}",
+                found=f"position {self._last}",
             )
 
     @staticmethod
@@ -150,8 +150,8 @@ class Layout:
         if -1 in sizes:
             if world_size is None:
                 raise MeshError(
-                    f"{text} {sizes} has a -1 and no world to divide",
-                    fix="write the size out, or give world_size",
+                    f"{text} {sizes} has a -1, and world_size is not given",
+                    fix="write the size out, or pass world_size=",
                 )
             world_text = f"a world of {num_ranks_text(world_size)}"
             sizes = inferred_sizes(sizes, world_size, text, world_text)
@@ -233,7 +233,9 @@ class Layout:
         """
         if self.names is None:
             raise AxisError(
-                "the mesh has no axis names", where=self._text, fix="use sizes, in axis order"
+                "the mesh has no axis names",
+                where=self._text,
+                fix="use .sizes, which is in axis order",
             )
         return dict(zip(self.names, self.sizes, strict=True))
 
@@ -307,7 +309,7 @@ class Layout:
         coordinate = self.coordinate_of(rank)
         if coordinate is None:
             raise NotInGroupError(
-                f"the mesh does not hold rank {rank}",
+                f"the mesh does not contain rank {rank}",
                 where=self._text,
                 expected=f"one of its ranks: {self._some_ranks()}",
                 fix="skip the call on ranks outside the mesh",
@@ -405,7 +407,7 @@ class Layout:
                 raise AxisError(
                     f"no axis {axis!r}: the mesh has no axis names",
                     where=self._text,
-                    fix="give the mesh one name per axis, or use an index",
+                    fix="name the axes when you create the mesh, or pass an index",
                 )
             try:
                 return self.names.index(axis)
@@ -415,7 +417,7 @@ class Layout:
         numbers = find_integers([axis])
         if numbers is None:
             raise AxisError(
-                f"an axis is a name or an index, not {axis!r}",
+                f"an axis must be a name or an index, not {axis!r}",
                 where=self._text,
                 found=type(axis).__name__,
             )
@@ -440,14 +442,14 @@ class Layout:
             axes = tuple(axes)
         except TypeError as error:
             raise AxisError(
-                f"axes are a sequence of names or indices, not {axes!r}", where=self._text
+                f"axes must be a sequence of names or indices, not {axes!r}", where=self._text
             ) from error
         indices = tuple(map(self.axis_index, axes))
         if not indices:
-            raise AxisError("no axes named", where=self._text, expected="at least one axis")
+            raise AxisError("no axes given", where=self._text, expected="at least one axis")
         if len(set(indices)) != len(indices):
             raise AxisError(
-                "an axis is named twice",
+                "an axis is given twice",
                 where=self._text,
                 expected="each axis at most once",
                 found=f"axes {tuple(axes)}",
@@ -489,7 +491,7 @@ class Layout:
                 where=self._text,
                 expected=f"all {self.ndim} axes, each once",
                 found=f"axes {(axes,) if isinstance(axes, str) else tuple(axes)}",
-                fix="slice chooses some of the axes",
+                fix="name every axis once; to choose some of the axes, call slice()",
             )
         modes = tuple(self.modes[index] for index in indices)
         return _build(modes, self._names_of(indices), self.offset, self.rank_map)
@@ -549,11 +551,11 @@ class Layout:
         checked = inferred_sizes(checked, whole, what, f"an axis of size {whole}")
         if math.prod(checked) != whole:
             raise MeshError(
-                f"{what} {checked} does not give its size",
+                f"{what} {checked} does not match its size",
                 where=self._text,
                 expected=f"sizes whose product is {whole}",
                 found=f"{' x '.join(map(str, checked))} = {math.prod(checked)}",
-                fix="leave one size as -1",
+                fix="pass -1 as one of the sizes",
             )
         if isinstance(names, str):
             names = (names,)
@@ -594,7 +596,7 @@ class Layout:
         where = " and ".join(layout._text for layout in layouts)
         if any((layout.names is None) != (first.names is None) for layout in layouts):
             raise AxisError(
-                "concatenate joins named axes to unnamed ones",
+                "concatenate cannot join named axes and unnamed axes",
                 where=where,
                 fix="name all of the parts, or none",
             )
@@ -603,10 +605,10 @@ class Layout:
             for layout in layouts
         ):
             raise MeshError(
-                "concatenate joins parts of different meshes",
+                "concatenate cannot join parts of different meshes",
                 where=where,
                 expected="slices of one mesh",
-                fix="slice all parts from one mesh, or place the ranks with from_ranks",
+                fix="slice all parts from one mesh, or arrange the ranks with Layout.from_ranks",
             )
         modes = tuple(axis for layout in layouts for axis in layout.modes)
         names = None
@@ -615,17 +617,17 @@ class Layout:
             names = checked_names(joined, len(joined), f"concatenate of {where}")
         if not is_nested(mode for axis in modes for mode in axis):
             raise MeshError(
-                "concatenate joins axes that overlap",
+                "concatenate cannot join axes that overlap",
                 where=where,
-                expected="axes that share one rank and no more",
-                fix="slice the parts so that each axis of the mesh lies in one of them",
+                expected="axes that share exactly one rank",
+                fix="slice the parts so that each axis of the mesh is in only one of them",
             )
         offset, so_far = first.offset, list(first.modes)
         for layout in layouts[1:]:
             origin = common_origin(offset, so_far, layout.offset, layout.modes)
             if origin is None:
                 raise MeshError(
-                    "concatenate joins parts that share no rank",
+                    "concatenate cannot join parts that share no rank",
                     where=where,
                     expected="parts through one rank",
                     found="; ".join(layout._some_ranks() for layout in layouts),
@@ -668,13 +670,13 @@ class Layout:
                     "an unnamed mesh cannot take a name for one axis",
                     where=where,
                     found=f"name {given[0]!r}",
-                    fix="name all axes when the mesh is made",
+                    fix="name all axes when you create the mesh",
                 )
             return None
         for index, count in (counts or {}).items():
             if len(new[index]) != count:
                 raise AxisError(
-                    "not one name per new axis",
+                    "the number of names does not match the number of new axes",
                     where=where,
                     expected=f"{count} names, one per size",
                     found=f"names {new[index]}",

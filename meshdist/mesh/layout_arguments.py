@@ -29,11 +29,11 @@ def checked_modes(axis: Any) -> AxisModes:
         pairs = [(operator.index(size), operator.index(stride)) for size, stride in axis]
     except (TypeError, ValueError) as error:
         raise KindError(
-            "the modes of an axis are pairs of integers (size, stride)", found=repr(axis)
+            "the modes of an axis must be pairs of integers (size, stride)", found=repr(axis)
         ) from error
     if any(size < 1 or stride < 1 for size, stride in pairs):
         raise MeshError(
-            "sizes and strides of a layout are 1 or more", found=f"modes {tuple(pairs)}"
+            "sizes and strides of a layout must be 1 or more", found=f"modes {tuple(pairs)}"
         )
     return coalesced(pairs)
 
@@ -46,18 +46,20 @@ def checked_names(
         return None
     if isinstance(names, str):
         raise AxisError(
-            f"axis names are a tuple of strings, not the string {names!r}",
+            f"axis names must be a tuple of strings, not the string {names!r}",
             where=where,
             fix=f"write ({names!r},) for one axis",
         )
     try:
         names = tuple(names)
     except TypeError as error:
-        raise AxisError(f"axis names are a tuple of strings, not {names!r}", where=where) from error
+        raise AxisError(
+            f"axis names must be a tuple of strings, not {names!r}", where=where
+        ) from error
     for name in names:
         if not isinstance(name, str) or not name.isidentifier():
             raise AxisError(
-                f"{name!r} cannot be the name of an axis",
+                f"{name!r} is not a valid axis name",
                 where=where or f"axis names {names}",
                 expected="letters, digits and underscores, not beginning with a digit",
                 fix=_identifier_hint(name),
@@ -72,7 +74,7 @@ def checked_names(
         )
     if len(names) != ndim:
         raise AxisError(
-            "not one name per axis",
+            "the number of axis names does not match the number of axes",
             where=where,
             expected=f"{ndim} names for {ndim} axes",
             found=f"{len(names)} names: {names}",
@@ -84,7 +86,7 @@ def _identifier_hint(name: object) -> str | None:
     if not isinstance(name, str):
         return None
     hint = "".join(char if char.isalnum() else "_" for char in name.strip())
-    return f"call it {hint!r}" if hint.isidentifier() and hint.strip("_") else None
+    return f"rename it to {hint!r}" if hint.isidentifier() and hint.strip("_") else None
 
 
 def checked_sizes(sizes: Any, what: str) -> tuple[int, ...]:
@@ -94,7 +96,7 @@ def checked_sizes(sizes: Any, what: str) -> tuple[int, ...]:
     except TypeError:
         found = None
     if found is None:
-        raise KindError(f"{what} {sizes!r}: sizes are integers", expected="such as (2, 4)")
+        raise KindError(f"{what} {sizes!r}: sizes must be integers", expected="such as (2, 4)")
     checked = tuple(found)
     if not checked:
         raise MeshError(f"{what} () is empty", expected="at least one size")
@@ -140,24 +142,24 @@ def checked_ranks(ranks: Any, world_size: int | None = None) -> np.ndarray[Any, 
         ) from error
     except (TypeError, RuntimeError) as error:
         raise KindError(
-            "the ranks of a mesh are an array of integers on the CPU",
+            "the ranks of a mesh must be an array of integers on the CPU",
             found=f"{type(ranks).__name__}: {error}",
         ) from error
     if array.ndim == 0:
         raise (MeshError if array.dtype.kind in "iu" else KindError)(
-            "the ranks of a mesh have at least one dim",
+            "the ranks of a mesh must have at least one dim",
             expected="an array such as [0, 1, 2, 3] or [[0, 1], [2, 3]]",
             found=str(array),
         )
     if array.size == 0:
         raise MeshError(
-            "a mesh has at least one rank",
+            "a mesh must have at least one rank",
             expected="sizes of 1 or more",
             found=f"an array of shape {array.shape}",
         )
     if array.dtype.kind not in "iu":
         raise KindError(
-            "the ranks of a mesh are integers",
+            "the ranks of a mesh must be integers",
             expected="integers",
             found=f"an array of {array.dtype}",
         )
@@ -165,12 +167,12 @@ def checked_ranks(ranks: Any, world_size: int | None = None) -> np.ndarray[Any, 
     if array.min() < 0:
         raise MeshError(
             f"rank {array.min()} cannot be in a mesh",
-            expected="global ranks, from 0 on",
+            expected="global ranks of 0 or more",
             found=f"{array.min()} at coordinate {_where_is(array, array.min())}",
         )
     if world_size is not None and array.max() >= world_size:
         raise MeshError(
-            f"the mesh names rank {array.max()}, which the world lacks",
+            f"the mesh names rank {array.max()}, which does not exist in the world",
             expected=f"ranks from 0 to {world_size - 1}",
             found=f"{array.max()} at coordinate {_where_is(array, array.max())}",
             fix=f"start {array.max() + 1} ranks, or use fewer",

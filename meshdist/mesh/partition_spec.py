@@ -1,4 +1,4 @@
-"""``PartitionSpec``, by its short name ``P``: which mesh axes cut which dim, as in JAX."""
+"""Provide ``PartitionSpec`` (``P``): the mesh axes that cut each dim, as in JAX."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Entry = str | tuple[str, ...] | None
 
 
 class PartitionSpec:
-    """Which mesh axes cut which dim of an array; immutable and hashable, tied to no mesh.
+    """The mesh axes that cut each dim of an array; immutable and hashable, without a mesh.
 
     Args:
         *partitions: one entry per dim: None for a dim that is not cut, the name of an axis, or a
@@ -63,10 +63,10 @@ class PartitionSpec:
             if both:
                 raise AxisError(
                     f"PartitionSpec: {first} and {second} cannot share an axis",
-                    expected="each axis in one place at most",
+                    expected="each axis at most once",
                     found=f"partitions {entries}, "
                     + ", ".join(f"{kind}={_set_text(axes)}" for kind, axes in kinds.items()),
-                    fix=f"leave {min(both)!r} in one of them",
+                    fix=f"leave {min(both)!r} in only one of them",
                 )
         fields = (entries, kinds["unreduced"], kinds["reduced"])
         for name, value in zip(
@@ -80,8 +80,8 @@ class PartitionSpec:
     def __setattr__(self, name: str, value: object = None) -> NoReturn:
         raise AttributeError(
             explain(
-                f"a PartitionSpec never changes: its attribute {name!r} cannot be set or deleted",
-                fix="spec.update(...) returns another",
+                f"a PartitionSpec is immutable: its attribute {name!r} cannot be set or deleted",
+                fix="call spec.update(...), which returns a new spec",
             )
         )
 
@@ -185,7 +185,7 @@ class PartitionSpec:
     def _check_plain(self, use: str, instead: str) -> None:
         if self.unreduced or self.reduced:
             raise KindError(
-                f"{use} would lose what is unreduced or reduced in it",
+                f"{use} would lose the spec's unreduced or reduced axes",
                 found=repr(self),
                 fix=f"write {instead}",
             )

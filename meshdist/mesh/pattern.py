@@ -1,4 +1,4 @@
-"""Patterns: how arrays lie on a mesh, as text; parsed, printed, and rejected with a caret.
+"""Parse and print patterns, which describe shardings as text.
 
     pattern := side ["->" side]                   several operands: side "," side "->" side
     side    := (dim | group | "..." | "1")* ["{" kind ":" axis ("," axis)* (";" kind ":" ...)* "}"]
@@ -117,7 +117,7 @@ class Pattern:
         raise column_error(
             self.text,
             self.commas[0],
-            expected="one array: a comma outside of brackets parts operands",
+            expected="one array (a comma outside of brackets separates operands)",
             found=f"{len(self.operands)} operands",
             fix=self.find_missing_brackets(),
         )
@@ -134,7 +134,7 @@ def _missing_brackets(before: Sequence[Dim], behind: Sequence[Dim]) -> str | Non
     if len(behind[0].names) > 1:
         return None
     meant = Dim(before[-1].names, (*before[-1].axes, *behind[0].names))
-    return f"write {meant} where several axes cut one dim"
+    return f"write {meant} to cut one dim over several axes"
 
 
 def cut_text(dim: str, axes: Sequence[str]) -> str:
@@ -167,12 +167,12 @@ def parse(text: str) -> Pattern:
     """
     if not isinstance(text, str):
         raise KindError(
-            "a pattern is a string",
+            "a pattern must be a string",
             expected='such as "b@dp s d@tp"',
             found=f"{text!r}, a {type(text).__name__}",
-            fix="a spec goes into a sharding, which takes a pattern's place: sharding = "
-            f"md.NamedSharding(mesh, {text!r}); then md.shard(whole, sharding), "
-            "md.unshard(x, sharding), md.reshard(x, sharding, other_sharding)"
+            fix="pass a sharding that has the spec: sharding = "
+            f"md.NamedSharding(mesh, {text!r}); then call md.shard(x, sharding), "
+            "md.unshard(x, sharding) or md.reshard(x, sharding, other_sharding)"
             if isinstance(text, PartitionSpec)
             else None,
         )
@@ -191,7 +191,7 @@ def column_error(
     expected: str,
     found: str,
     fix: str | None = None,
-    summary: str = "this is no pattern",
+    summary: str = "invalid pattern",
 ) -> PatternError:
     """Return the error whose caret stands under ``column`` (from 0) of ``text``."""
     shown = "".join(char if char.isprintable() else " " for char in text)

@@ -97,12 +97,12 @@ def spec_of(
             raise column_error(
                 pattern.text,
                 dim.column,
-                expected="names of dims that are not names of mesh axes",
+                expected="dim names that are not names of mesh axes",
                 found=f"{name!r}, an axis of the mesh, as the name of a dim that no axis cuts",
-                fix=f'where {name!r} cuts the dim, write "f@{name}"; to annotate that ranks along '
-                f"it hold their own values, md.annotate(x, varying={name!r}); else name the dim "
-                "otherwise",
-                summary="this pattern names a whole dim as an axis",
+                fix=f'if axis {name!r} cuts the dim, write "f@{name}"; if ranks along the axis '
+                f"hold different values, call md.annotate(x, varying={name!r}); otherwise rename "
+                "the dim",
+                summary="this pattern gives an uncut dim the name of an axis",
             )
     for dim in _dims_of_array(pattern, side, ndim):
         for axis in dim.axes:
@@ -132,8 +132,8 @@ def _fix_of_dims(side: PatternSide, ndim: int) -> str | None:
         return None
     name = " ".join(side.names)
     if len(side.dims) == 1 and len(name) == ndim and name.isalpha():
-        return f"dims stand apart, unlike torch.einsum's: {' '.join(name)}"
-    return 'name each dim, or write "..." for those that are not cut'
+        return f"separate dims by spaces, unlike in torch.einsum: {' '.join(name)}"
+    return 'name each dim, or write "..." for dims that are not cut'
 
 
 def _dims_of_array(pattern: Pattern, side: PatternSide, ndim: int) -> list[Dim]:
@@ -185,18 +185,18 @@ class Sizing:
         if given is None:
             if any(dim.is_rest for dim in side.dims):
                 raise ShapeError(
-                    'the sizes of the dims that "..." stands for are not known',
+                    'the sizes of the dims that "..." stands for are unknown',
                     where=self.where,
-                    fix="give the shape of the whole array: shape=(...)",
+                    fix="pass the global shape: shape=(...)",
                 )
             given = (0,) * len(side.dims)
         self.spec = spec_of(pattern, side, layout, len(given))
         self.dims = _dims_of_array(pattern, side, len(given))
         if local_shape is not None and len(local_shape) != len(given):
             raise ShapeError(
-                f"the shard has {len(local_shape)} dims, the whole array {len(given)}",
+                f"the shard has {len(local_shape)} dims, the global array {len(given)}",
                 where=self.where,
-                found=f"shard {local_shape}, whole {shape}",
+                found=f"shard shape {local_shape}, global shape {shape}",
             )
         self.coordinate = None if rank is None else layout.get_coordinate(rank)
 
@@ -249,7 +249,7 @@ class Sizing:
         if len(unknown) == 1:
             if known == 0 or whole % known:
                 raise ShapeError(
-                    f"dim {place} of size {whole} is not made of whole {dim}",
+                    f"dim {place} of size {whole} cannot be split into {dim}",
                     where=self.where,
                     expected=f"a multiple of {known}",
                     found=str(whole),
@@ -257,7 +257,8 @@ class Sizing:
             self.sizes[unknown[0]] = whole // known
         elif not unknown and whole != known:
             raise ShapeError(
-                f"dim {place} has size {whole}, the pattern and the sizes given make it {known}",
+                f"dim {place} has size {whole}, but the pattern and the given sizes make it "
+                f"{known}",
                 where=self.where,
                 expected="a dim of size 1, as it has no name"
                 if dim.is_one
@@ -296,7 +297,7 @@ class Sizing:
         whole = tuple([dim.size for dim in dims])
         # No size is proposed: this rank's part says nothing about the others'.
         dim, split, cut = self.dims[wrong], dims[wrong], ""
-        fix = "give this rank its part of the whole"
+        fix = "pass this rank's shard of the global array"
         if split.num_cells > 1:
             parts = [str(stop - start) for start, stop in pairwise(split.boundaries)]
             cut = f", whose dim {wrong} is cut into {first_texts(parts, ', ')}, larger parts first"
@@ -304,17 +305,19 @@ class Sizing:
             fix += ": md.shard(x, ...)"
         else:
             if self.shape is None and len(dim.names) == 1 and dim.names[0].isidentifier():
-                fix = f"give the size of the whole dim, on every rank: {dim.names[0]}=..."
+                fix = f"pass the global size of the dim on every rank: {dim.names[0]}=..."
                 fix += ", the sum of all parts" if cut else ""
             if cut and len(self.pattern.operands) == 1:
                 fix += (
-                    "; other parts by a sharding in place of the pattern: md.NamedSharding(mesh, "
+                    "; for other parts, pass a sharding instead of the pattern: "
+                    "md.NamedSharding(mesh, "
                     f"{self.spec!r}, shard_sizes={{{wrong}: sizes}})"
                 )
         raise ShapeError(
-            f"rank {self.rank} holds no shard of the whole: dim {wrong} has size {local[wrong]}",
+            f"rank {self.rank} holds no shard of the global array: dim {wrong} has size "
+            f"{local[wrong]}",
             where=f"rank {self.rank} ({self.layout.coordinate_text(self.rank or 0)}); {self.where}",
-            expected=f"a shard of shape {expected}, of a whole of shape {whole}{cut}",
+            expected=f"a shard of shape {expected} of a global array of shape {whole}{cut}",
             found=f"a shard of shape {local}",
             fix=fix,
         )
@@ -322,13 +325,13 @@ class Sizing:
     def _fail_unknown(self, place: int, dim: Dim, whole: int | None) -> NoReturn:
         missing = [name for name in dim.names if name not in self.sizes]
         raise ShapeError(
-            f"the sizes of {', '.join(map(repr, missing))} are not known",
+            f"the sizes of {', '.join(map(repr, missing))} are unknown",
             where=self.where,
             expected=f"sizes for all but one of the dims of {dim}"
             if len(dim.names) > 1 and whole is not None
-            else f"the whole size of {dim}",
+            else f"the global size of {dim}",
             found=f"dim {place} of size {whole}" if whole is not None else None,
-            fix=f"give {', '.join(f'{name}=...' for name in missing)}",
+            fix=f"pass {', '.join(f'{name}=...' for name in missing)}",
         )
 
 
@@ -340,7 +343,7 @@ def parse_side(text: str) -> tuple[Pattern, PatternSide]:
         raise column_error(
             text,
             text.index("->"),
-            expected="one array: how it lies",
+            expected="one side: the sharding of one array",
             found="two, before and after '->'",
             summary="this pattern has two sides",
         )
@@ -355,7 +358,7 @@ def parse_sides(text: str) -> tuple[Pattern, PatternSide, PatternSide]:
         raise column_error(
             text,
             len(text),
-            expected='"->" and how the array shall lie',
+            expected='"->" and the sharding of the result',
             found="the end",
             summary="this pattern has one side",
         )

@@ -1,4 +1,4 @@
-"""How the dims of an array are cut over mesh axes: integers alone, all that plans read.
+"""Describe how mesh axes cut the dims of an array, as integers.
 
 A ``DimSplit`` cuts a dim into cells, one cell for each combination of coordinates along its axes;
 the first axis is the major axis. A ``Placement`` is one ``DimSplit`` per dim of a whole array, and

@@ -1,4 +1,4 @@
-"""``NamedSharding``: a spec on a mesh, and what follows from it for arrays of a shape."""
+"""Provide ``NamedSharding``: a spec on a mesh, and its placements of arrays."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _KEPT_PLACEMENTS = 256
 
 
 class NamedSharding:
-    """How arrays lie on a mesh: a mesh and a spec; immutable and hashable.
+    """The sharding of arrays: a mesh and a spec; immutable and hashable.
 
     Args:
         mesh: a ``DeviceMesh``, or a bare ``Layout``, which needs no processes.
@@ -135,8 +135,8 @@ class NamedSharding:
     def __setattr__(self, name: str, value: object = None) -> NoReturn:
         raise AttributeError(
             explain(
-                f"a NamedSharding never changes: its attribute {name!r} cannot be set or deleted",
-                fix="make another: NamedSharding(mesh, spec)",
+                f"a NamedSharding is immutable: its attribute {name!r} cannot be set or deleted",
+                fix="create another: NamedSharding(mesh, spec)",
             )
         )
 
@@ -186,7 +186,7 @@ class NamedSharding:
             sizes = None
         if sizes is None:
             raise KindError(
-                "the shape of an array has an integer for each dim",
+                "a shape must have an integer for each dim",
                 where=repr(self),
                 expected="for example (8, 16)",
                 found=repr(shape),
@@ -218,7 +218,7 @@ class NamedSharding:
                 raise ShapeError(
                     f"shards of an array of shape {tuple(shape)} differ in shape",
                     where=repr(self),
-                    fix="say whose: shard_shape(shape, rank=0)",
+                    fix="pass a rank: shard_shape(shape, rank=0)",
                 )
             return placement.local_shape((0,) * self.layout.ndim)
         return placement.local_shape(
@@ -304,7 +304,7 @@ class NamedSharding:
         """
         if not isinstance(other, NamedSharding):
             raise KindError(
-                "is_equivalent_to compares with another NamedSharding",
+                "is_equivalent_to takes a NamedSharding",
                 where=repr(self),
                 found=f"a {type(other).__name__}",
                 fix="NamedSharding(mesh, spec)",
@@ -383,7 +383,7 @@ def _indices_of_dims(layout: Layout, spec: PartitionSpec) -> tuple[tuple[int, ..
         raise AxisError(
             f"axis {twice!r} is named twice",
             where=f"{spec!r} on mesh ({layout.axis_text()})",
-            expected="each axis at most once: it cuts one dim",
+            expected="each axis at most once",
         )
     return dims
 
@@ -403,7 +403,7 @@ def _checked_shard_sizes(
         rows = [None]
     if None in rows:
         raise KindError(
-            "shard_sizes gives the sizes of a dim's parts, by dim",
+            "shard_sizes must be a mapping from dims to the sizes of their parts",
             expected="such as {0: (7, 3)}",
             found=repr(shard_sizes),
         )

@@ -109,12 +109,12 @@ def torch_name_error(
     """
     if reader := _reader_in_torch(sys._getframe(2)):
         return _given_to_torch(mesh, whole, reader, MeshAttributeError)
-    ours = f"take mesh.{name[1:]}, or" if has_ours else "take"
+    ours = f"use mesh.{name[1:]}, or" if has_ours else "use"
     return MeshAttributeError(
-        f"a mesh of meshdist has no {name}, as torch's DeviceMesh has",
+        f"a mesh of meshdist has no {name}, unlike torch's DeviceMesh",
         where=f"rank {mesh.world.rank} of {mesh.world.size}, {mesh.text}",
-        fix=f"{ours} {_torchs_part(mesh, whole)}.{name}, torch's mesh, which every rank of the "
-        "world makes",
+        fix=f"{ours} {_torchs_part(mesh, whole)}.{name}; call to_torch() on every rank of the "
+        "world",
     )
 
 
@@ -126,10 +126,10 @@ def _reader_in_torch(frame: FrameType) -> str:
 
 def _given_to_torch(mesh: MeshDefinition, whole: Layout, reader: str, kind: type[M]) -> M:
     return kind(
-        "torch's code was given a mesh of meshdist",
+        "torch received a mesh of meshdist",
         where=f"rank {mesh.world.rank} of {mesh.world.size}, {mesh.text}; read by {reader}",
         expected="torch's own DeviceMesh, on the same ranks",
-        fix=f"pass {_torchs_part(mesh, whole)} instead, which every rank of the world makes",
+        fix=f"pass {_torchs_part(mesh, whole)} instead; call to_torch() on every rank of the world",
     )
 
 
@@ -146,10 +146,11 @@ def _check_torch_can(world: World) -> None:
         found = (torch_distributed.get_rank(), torch_distributed.get_world_size())
         if found != (world.rank, world.size):
             raise MeshError(
-                "torch.distributed has a world of its own with other ranks",
+                "torch.distributed is initialized with different ranks",
                 where=f"rank {world.rank} of {world.size}",
                 found=f"torch: rank {found[0]} of {found[1]}",
-                fix="start meshdist after it, so that it adopts torch's world",
+                fix="initialize meshdist after torch.distributed, so that it reuses torch's "
+                "process group",
             )
 
 

@@ -70,7 +70,7 @@ class Marks:
             at = layout.coordinate_of(highlight_rank)
             if at is None:
                 raise NotInGroupError(
-                    f"the mesh does not hold rank {highlight_rank}, which is to be highlighted",
+                    f"the mesh does not contain rank {highlight_rank}, which highlight_rank names",
                     where=f"mesh ({layout.axis_text()})",
                 )
         names: dict[str, None] = {}
@@ -80,7 +80,7 @@ class Marks:
                     names[str(hosts[rank])] = None
                 except LookupError as error:
                     raise MeshError(
-                        f"hosts names no host for rank {rank}",
+                        f"hosts has no entry for rank {rank}",
                         where=f"mesh ({layout.axis_text()})",
                         expected="a host for every rank of the mesh, by rank",
                         found=f"{len(hosts)} hosts",

@@ -1,4 +1,4 @@
-"""The public calls that move arrays: ``reshard``, ``shard``, ``unshard`` and ``device_put``.
+"""Move arrays between shardings: ``reshard``, ``shard``, ``unshard`` and ``device_put``.
 
 Between one rank, the root, and the others each element travels once. ``device_put`` from a root
 takes two steps if replicas hold the array: the root scatters what they will hold in parts, and they
@@ -59,29 +59,29 @@ def reshard(
     check: bool | None = None,
     **sizes: int,
 ) -> Any:
-    """Every rank holds the shard that the right side of a pattern gives it; collective.
+    """Change the sharding of an array from a pattern's left side to its right side; collective.
 
     Any collective is a pattern: ``"b@dp -> b"`` gathers, ``"b {U:dp} -> b"`` sums,
     ``"b {U:dp} -> b@dp"`` sums and scatters, ``"s@tp d -> s d@tp"`` is an all-to-all, and
-    ``"b -> b@dp"`` slices, for free. Dims may stand in another order on the right, and be grouped
-    anew. The fewest bytes are sent.
+    ``"b -> b@dp"`` slices without communication. The right side may reorder and regroup dims. The
+    plan sends the fewest bytes.
 
     Args:
         x: this rank's shard, an array of any library, in any memory layout; or a ``ShardedArray``,
             which knows its mesh and shape.
-        pattern: how it lies, and how it shall lie; or the ``NamedSharding`` that it has. Of a
-            ``ShardedArray`` how it shall lie is enough: one side, a sharding or a spec.
-        mesh: whose axes the pattern names; None takes the mesh in force. After a ``NamedSharding``:
-            the sharding that it shall have.
-        shape: of the whole array; None takes each dim as the shard's size times the number of
-            shards, or as ``sizes`` says.
-        check: whether ranks compare what they hold, along axes that the right side cuts or sums and
-            the left does not name; None does on simulated ranks, and at debug level DETAIL.
-        sizes: whole sizes by dim, where shards are uneven, and inside of groups: ``b=10, k=4``.
+        pattern: the current and the new sharding; or the current ``NamedSharding``. For a
+            ``ShardedArray``, the new sharding alone: one side, a sharding or a spec.
+        mesh: the mesh whose axes the pattern names; None takes the current mesh. After a
+            ``NamedSharding``: the target sharding.
+        shape: the global shape; None takes each dim as the shard's size times the number of
+            shards, or from ``sizes``.
+        check: if True, ranks compare their values along axes that the right side cuts or sums and
+            the left does not name; None compares on simulated ranks and at debug level DETAIL.
+        sizes: global sizes by dim, for uneven shards and inside of groups: ``b=10, k=4``.
 
     Returns:
-        An array like ``x``, in new memory. Ranks that hold equal parts hold equal bits. Of a
-        ``ShardedArray``: itself where nothing changes.
+        An array like ``x``, in new memory, with equal bits on ranks that hold equal parts. A
+        ``ShardedArray`` itself if nothing changes.
 
     Gradient:
         The same communication transposed: the plan from the right side's cotangent, with U and R
@@ -93,7 +93,7 @@ def reshard(
     Raises:
         PatternError, AxisError, ShapeError: a pattern that does not fit the mesh or ``x``.
         DtypeError: bool values that are partial sums.
-        MeshError: no mesh is in force. NotInGroupError: this rank is not in the mesh.
+        MeshError: there is no current mesh. NotInGroupError: this rank is not in the mesh.
         MismatchError: ranks have different plans. UnequalError: a comparison finds a difference.
 
     Example:
@@ -109,7 +109,7 @@ def reshard(
     if isinstance(x, ShardedArray):
         if shape is not None or mesh not in (None, x.mesh):
             raise ArgumentError(
-                "reshard: a sharded array knows its mesh and its shape",
+                "reshard of a ShardedArray takes no mesh and no shape",
                 found=f"mesh={mesh!r}, shape={shape!r}",
                 fix="leave them out: reshard(x, target)",
             )
@@ -135,18 +135,18 @@ def shard(
     check: bool | None = None,
     **sizes: int,
 ) -> Any:
-    """Every rank keeps its own shard of an array that all ranks hold. Inverse of ``unshard``.
+    """Return this rank's shard of an array that all ranks hold. Inverse of ``unshard``.
 
     Args:
         whole: the same array on every rank; of any library.
-        pattern: how it shall lie, such as ``"b@dp s d"``; or a ``NamedSharding``.
-        mesh: whose axes the pattern names; None takes the mesh in force.
-        check: whether all ranks of the mesh call it, and compare ``whole``, as for ``reshard``.
+        pattern: the new sharding, such as ``"b@dp s d"``; or a ``NamedSharding``.
+        mesh: the mesh whose axes the pattern names; None takes the current mesh.
+        check: if True, all ranks of the mesh call it and compare ``whole``, as in ``reshard``.
         sizes: of dims inside of groups: ``shard(w, "(h k)@tp d", mesh, k=64)``.
 
     Returns:
-        An array like ``whole``, in new memory. Over axes that the pattern calls unreduced,
-        coordinate 0 keeps the values and all others hold zeros.
+        An array like ``whole``, in new memory. Along unreduced axes, coordinate 0 has the values
+        and the others have zeros.
 
     Gradient:
         ``unshard``: the ranks' gradients are gathered.
@@ -155,9 +155,8 @@ def shard(
         Nothing is sent; the backward gathers.
 
     Raises:
-        PatternError, AxisError, ShapeError: a pattern that does not fit the mesh or the array.
-        DtypeError: bool values that shall be partial sums. MeshError, NotInGroupError: as
-            ``reshard``.
+        PatternError, AxisError, ShapeError: If the pattern does not match the mesh or the array.
+        DtypeError: If partial sums are bool. MeshError, NotInGroupError: see ``reshard``.
 
     Example:
         >>> import numpy as np, meshdist as md
@@ -184,20 +183,19 @@ def unshard(
     shape: Sequence[int] | None = None,
     **sizes: int,
 ) -> Any:
-    """Every rank holds the whole array, or one rank alone. Inverse of ``shard``; collective.
+    """Gather an array on every rank, or on a root. Inverse of ``shard``; collective.
 
     Args:
         local: this rank's shard, an array of any library; or a ``ShardedArray``.
-        pattern: how it lies, such as ``"b@dp s d"``; or its ``NamedSharding``. None for a
-            ``ShardedArray``, which knows.
-        mesh: whose axes the pattern names; None takes the mesh in force.
-        root: the one rank that shall hold the whole, as a rank of the world, equal on all ranks;
-            None for every rank.
+        pattern: its sharding, such as ``"b@dp s d"`` or a ``NamedSharding``; None for a
+            ``ShardedArray``.
+        mesh: the mesh whose axes the pattern names; None takes the current mesh.
+        root: the world rank that gets the global array, equal on all ranks; None for every rank.
         shape, sizes: as for ``reshard``.
 
     Returns:
-        An array like ``local``, in new memory, with equal bits on every rank. With a root: there;
-        None on the other ranks.
+        An array like ``local``, in new memory, with equal bits on every rank. With a root, None on
+        the other ranks.
 
     Gradient:
         ``shard``: each rank takes its own part, for free. With a root there is none.
@@ -221,7 +219,7 @@ def unshard(
     if isinstance(local, ShardedArray):
         if pattern is not None:
             raise ArgumentError(
-                "unshard: a ShardedArray knows how it lies",
+                "unshard of a ShardedArray takes no pattern",
                 expected="unshard(array), or unshard(array, root=0)",
                 found=f"pattern {pattern!r}",
             )
@@ -249,7 +247,7 @@ def device_put(
     *,
     check: bool | None = None,
 ) -> ShardedArray:
-    """The array ``x`` with a sharding: every rank holds its shard.
+    """Shard ``x``: return it as a ``ShardedArray`` with this sharding.
 
     Args:
         x: without ``root``: the whole, equal on every rank, of any library; or a sharded array,
@@ -347,7 +345,7 @@ def _add_sizes(error: MismatchError, key: tuple[Any, ...]) -> None:
         names = [dim.names[0] for dim in dims if dim.names[0] not in dict(sizes)]
         missing = ", ".join(f"{name}=..." for name in names if name.isidentifier()) or missing
     error.add_fix(
-        "where parts are uneven, give the size of the whole, the sum of all parts, on every rank: "
+        "if the parts are uneven, pass the global size, the sum of all parts, on every rank: "
         f"{missing}"
     )
 
@@ -384,15 +382,15 @@ def _find_ends(
 def _check_target(target: object, sizes: Mapping[str, int]) -> None:
     if not isinstance(target, NamedSharding):
         raise KindError(
-            "reshard from a NamedSharding needs another to go to",
+            "reshard from a NamedSharding needs a target NamedSharding",
             expected="reshard(x, source, target)",
             found=f"a {type(target).__name__} as target",
         )
     if sizes:
         raise ArgumentError(
-            "reshard between NamedShardings knows no dims by name",
+            "reshard between NamedShardings takes no sizes by name",
             found=", ".join(f"{name}={size}" for name, size in sizes.items()),
-            fix="give the shape of the whole array: shape=(...)",
+            fix="pass the global shape: shape=(...)",
         )
     get_mesh("reshard", target.mesh)
 
@@ -402,10 +400,10 @@ def _mesh_of(operation: str, pattern: Any, mesh: DeviceMesh | None) -> DeviceMes
         return get_mesh(operation, mesh)
     if mesh is not None and mesh != pattern.mesh:
         raise ArgumentError(
-            f"{operation}: a NamedSharding has a mesh of its own",
+            f"{operation}: mesh= is not the mesh of the NamedSharding",
             expected=f"{pattern.mesh!r}, or none",
             found=f"mesh={mesh!r}",
-            fix="leave mesh out",
+            fix="leave mesh= out",
         )
     return get_mesh(operation, pattern.mesh)
 
@@ -418,7 +416,7 @@ def _checked_root(root: Any, operation: str, mesh: DeviceMesh) -> int:
     rank = get_integer(root, f"{operation}: root", expected="a rank")
     if mesh.layout.coordinate_of(rank) is None:
         raise NotInGroupError(
-            f"{operation}: the mesh does not hold the root, rank {rank}",
+            f"{operation}: the mesh does not contain the root, rank {rank}",
             where=f"rank {mesh.get_rank()}, mesh ({mesh.layout.axis_text()})",
             expected=f"one of {ranks_text(mesh.layout.ranks().ravel().tolist())}",
         )
@@ -435,8 +433,9 @@ def _gathered(
         raise GradientError(
             "unshard with a root has no gradient",
             where=op_name,
-            expected="a tensor that needs none: ranks without a result have no backward",
-            fix="pass local.detach(), or leave root out: every rank then holds the whole",
+            expected="a tensor without requires_grad, since ranks without a result have no "
+            "backward",
+            fix="pass local.detach(), or leave root= out, so that every rank gets the global array",
         )
     if source.spec.unreduced:  # partial sums are added first, scattered over their axes
         axes = source.layout.axis_indices(tuple(source.spec.unreduced))
@@ -504,18 +503,18 @@ def _checked_whole(x: Any, target: NamedSharding) -> torch.Tensor:
     where = f"the root, {mesh_text(target.mesh)}"
     if x is None or isinstance(x, ShardedArray):
         raise KindError(
-            "device_put: the root holds no whole array",
+            "device_put: the root passed no global array",
             where=where,
-            expected="the whole, as an array, on the root",
+            expected="the global array on the root",
             found="None" if x is None else "a ShardedArray",
-            fix="pass it there, or name the rank that has it: root=..."
+            fix="pass it on the root, or pass the rank that has it: root=..."
             if x is None
-            else "leave root= out: a sharded array lies on all ranks",
+            else "leave root= out, since all ranks hold a ShardedArray",
         )
     tensor = as_tensor(x, argument="x", operation="device_put", writable=False)
     target.placement(tuple(tensor.shape))
     if target.spec.unreduced and tensor.dtype == torch.bool:
         raise ArgumentError(
-            "device_put: bool values have no partial sums", where=where, found=repr(target.spec)
+            "device_put: bool values cannot be partial sums", where=where, found=repr(target.spec)
         )
     return tensor

@@ -1,4 +1,4 @@
-"""Sharded arrays made in place: each rank makes its own shard; what is drawn is compared."""
+"""Create sharded arrays: each rank creates its shard; random draws are compared."""
 
 from __future__ import annotations
 
@@ -129,15 +129,15 @@ def zeros(
     device: Any = None,
     like: Array | None = None,
 ) -> ShardedArray:
-    """An array of zeros, of which every rank makes its own shard.
+    """Create a sharded array of zeros; every rank creates its own shard.
 
     Args:
-        shape: of the whole.
-        dtype: a dtype of torch or NumPy, or its name. None: that of ``like``, else the library's
-            default. A dtype of NumPy's makes NumPy arrays.
-        sharding: how the array lies; a ``PartitionSpec`` alone takes the mesh in force.
-        device: of torch tensors; None takes that of ``like``, else the mesh's.
-        like: an array whose library the shards are of: torch, NumPy or CuPy; None makes tensors.
+        shape: the global shape.
+        dtype: a dtype of torch or NumPy, or its name; a NumPy dtype creates NumPy arrays. None
+            takes the dtype of ``like``, else the library's default.
+        sharding: a ``NamedSharding``, or a ``PartitionSpec`` on the current mesh.
+        device: the device of torch tensors; None takes the device of ``like``, else the mesh's.
+        like: an array of the library to use (torch, NumPy or CuPy); None creates tensors.
 
     Cost: nothing is sent; the memory is the shard's.
 
@@ -166,9 +166,9 @@ def ones(
     device: Any = None,
     like: Array | None = None,
 ) -> ShardedArray:
-    """An array in which every element is 1, of which every rank makes its own shard. See ``zeros``.
+    """Create a sharded array filled with 1; every rank creates its own shard. See ``zeros``.
 
-    Along axes over which it is unreduced coordinate 0 holds the values, and all others zeros.
+    Along unreduced axes, coordinate 0 has the values and the others have zeros.
     """
     making, where, shape = _begin("ones", shape, dtype, sharding, device, like)
     make = making.module.ones if _holds_values(where, shape) else making.module.zeros
@@ -184,15 +184,15 @@ def full(
     device: Any = None,
     like: Array | None = None,
 ) -> ShardedArray:
-    """An array with one value everywhere, of which every rank makes its own shard. See ``zeros``.
+    """Create a sharded array filled with a value; every rank creates its own shard. See ``zeros``.
 
-    Along axes over which it is unreduced coordinate 0 holds the value, and all others zeros.
+    Along unreduced axes, coordinate 0 has the value and the others have zeros.
 
     Args:
-        fill_value: a number; it gives the dtype where nothing else does.
+        fill_value: a number; it sets the dtype if ``dtype`` and ``like`` are None.
     """
     if not isinstance(fill_value, Number):
-        raise KindError("full: fill_value is a number", found=repr(fill_value))
+        raise KindError("full: fill_value must be a number", found=repr(fill_value))
     making, where, shape = _begin("full", shape, dtype, sharding, device, like)
     value = fill_value if _holds_values(where, shape) else type(fill_value)(0)
     local = making.module.full(_local_shape(where, shape), value, **making.options())
@@ -207,7 +207,7 @@ def empty(
     device: Any = None,
     like: Array | None = None,
 ) -> ShardedArray:
-    """An array whose values are not set, of which every rank makes its own shard. See ``zeros``."""
+    """Create an uninitialized sharded array; every rank creates its own shard. See ``zeros``."""
     making, where, shape = _begin("empty", shape, dtype, sharding, device, like)
     local = making.module.empty(_local_shape(where, shape), **making.options())
     return ShardedArray(local, where, shape)
@@ -222,11 +222,11 @@ def randn(
     like: Array | None = None,
     generator: Any = None,
 ) -> ShardedArray:
-    """An array of normal numbers: the shards of what one device would draw with the same seed.
+    """Draw a sharded array of normal numbers, equal to one device's draw with the same seed.
 
-    Every rank's generator must be in the same state, as after ``md.seed(0)``; it is left in the
-    same state, as if the whole had been drawn. Along axes over which the array is unreduced
-    coordinate 0 holds the numbers, and all others zeros.
+    Every rank's generator must be in the same state, for example after ``md.seed(0)``. It advances
+    as if the rank had drawn the global array. Along unreduced axes, coordinate 0 has the numbers
+    and the others have zeros.
 
     Args:
         shape, dtype, sharding, device, like: as for ``zeros``.
@@ -277,7 +277,7 @@ def make_array_from_callback(
     *,
     dtype: Any = None,
 ) -> ShardedArray:
-    """An array of which each rank's callback gives the shard, as from a file.
+    """Create a sharded array from a callback that returns each rank's shard.
 
     Args:
         shape: of the whole.
@@ -315,11 +315,11 @@ def make_array_from_callback(
     wanted = _local_shape(where, shape)
     if tuple(data.shape) != wanted:
         raise ShapeError(
-            f"{call}: data_callback returned no shard of the whole",
+            f"{call}: data_callback returned an array of the wrong shape",
             where=f"{mesh_text(where.mesh)}, {box_text(box)} of shape {shape_text(shape)}",
             expected=f"shape {shape_text(wanted)}",
             found=f"shape {shape_text(data.shape)}",
-            fix="return whole[index]",
+            fix="return global_array[index], with the index that data_callback receives",
         )
     if dtype is not None:
         wanted_dtype = Making.of(call, where.mesh, dtype, None, data).dtype
@@ -336,7 +336,7 @@ def make_array_from_process_local_data(
     local_data: Array,
     global_shape: Sequence[int | None] | None = None,
 ) -> ShardedArray:
-    """An array of which each rank has its shard already, or the whole along some dims.
+    """Create a sharded array from each rank's shard, which may be global along some dims.
 
     Args:
         sharding: how it lies; a ``PartitionSpec`` alone takes the mesh in force.
@@ -420,7 +420,7 @@ def _check_can_be_drawn(dtype: Any) -> None:
         (dtype.is_floating_point or dtype.is_complex) if is_torchs else dtype.kind == "f"
     ):
         raise DtypeError(
-            "randn draws no integers",
+            "randn cannot draw integers",
             expected="a floating dtype" + (", or a complex one" if is_torchs else ""),
             found=str(dtype),
         )
@@ -432,7 +432,7 @@ def _drawing(making: Making, generator: Any) -> tuple[Callable[[int], torch.Tens
     expected = kinds.get(making.library)
     if generator is not None and not isinstance(generator, expected or ()):
         raise KindError(
-            f"randn: shards of {making.library} are not drawn from a {type(generator).__name__}",
+            f"randn cannot draw shards of {making.library} from a {type(generator).__name__}",
             expected="the library's own" if expected is None else f"a {expected.__qualname__}",
         )
     if making.library == "torch":
@@ -455,9 +455,10 @@ def _check_drawn_alike(mesh: DeviceMesh, first: list[complex]) -> None:
         raise UnequalError(
             "randn: the ranks' generators draw different numbers",
             where=f"mesh ({mesh.layout.axis_text()})",
-            expected="generators in one state: each rank draws the whole, and keeps its part",
+            expected="generators in the same state, since each rank draws the global array and "
+            "keeps its part",
             found=difference.found,
-            fix="md.seed(0) on every rank, before the first draw",
+            fix="call md.seed(0) on every rank before the first draw",
         )
 
 
@@ -532,7 +533,7 @@ def _dtype_in(library: str, dtype: Any, call: str) -> Any:
         try:
             name = dtype if isinstance(dtype, str) else np.dtype(dtype).name
         except TypeError:
-            raise KindError(f"{call} takes no {dtype!r} as a dtype") from None
+            raise KindError(f"{call} cannot use {dtype!r} as a dtype") from None
     if library == "torch":
         found = getattr(torch, name, None)
         if not isinstance(found, torch.dtype):

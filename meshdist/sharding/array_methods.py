@@ -117,18 +117,18 @@ def _parts_of_index(index: Any, num_dims: int) -> list[Any]:
 
 def _foreign_part(part: Any) -> KindError:
     return KindError(
-        f"a sharded array takes no {type(part).__name__} as an index",
+        f"a sharded array cannot be indexed with a {type(part).__name__}",
         expected="slices, integers, `...` and None",
-        fix="index what this rank holds, x.local[...], or the whole, x.full()[...]",
+        fix="index this rank's shard, x.local[...], or the global array, x.full()[...]",
     )
 
 
 def _reversed_dim(part: slice, dim: int) -> ArgumentError:
     return ArgumentError(
-        f"dim {dim} is sharded and cannot be turned round: its elements would change ranks",
+        f"dim {dim} is sharded and cannot be reversed, because its elements would change ranks",
         expected="a positive step",
         found=f"step {part.step}",
-        fix=f"reshard x so that dim {dim} is whole first",
+        fix=f"first reshard x so that dim {dim} is not sharded",
     )
 
 
@@ -140,9 +140,10 @@ def _element_of_sharded_dim(
         shown.pop()
     shown[place] = f"{number}:{number + 1}"
     return ArgumentError(
-        f"element {number} of dim {dim} lies on some ranks only: dim {dim} is sharded",
-        expected="a slice of a sharded dim; a number only of a dim that is whole",
-        fix=f"keep the dim, x[{', '.join(shown)}], or reshard x so that dim {dim} is whole first",
+        f"element {number} of dim {dim} is on some ranks only, because dim {dim} is sharded",
+        expected="a slice of a sharded dim; a number only for a dim that is not sharded",
+        fix=f"keep the dim, x[{', '.join(shown)}], or first reshard x so that dim {dim} is not "
+        "sharded",
     )
 
 
@@ -164,7 +165,7 @@ def checked_dims(dims: Any, ndim: int, call: str) -> tuple[int, ...]:
         return tuple(range(ndim))
     given = find_integers(dims if isinstance(dims, (tuple, list)) else (dims,))
     if given is None:
-        raise KindError(f"{call} takes dims by number", found=repr(dims))
+        raise KindError(f"{call} takes dims as integers", found=repr(dims))
     found = [dim + ndim if dim < 0 else dim for dim in given]
     if len(set(found)) < len(found) or not all(0 <= dim < ndim for dim in found):
         raise ArgumentError(
@@ -213,7 +214,7 @@ def mean_of_shard(
         if not (result.is_floating_point or result.is_complex):
             raise DtypeError(
                 f"mean of {dtype_name(result)}: torch takes means of floating dtypes only",
-                fix="say which: x.mean(dtype=torch.float32)",
+                fix="pass a floating dtype: x.mean(dtype=torch.float32)",
             )
         wide = torch.float32 if result in (torch.float16, torch.bfloat16) else result
         return (sum_of_shard(local, dims, keepdim=keepdim, dtype=wide) / count).to(result)

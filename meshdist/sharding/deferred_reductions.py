@@ -52,13 +52,13 @@ def axes_of_marks(x: torch.Tensor, mesh: DeviceMesh, where: str) -> set[str]:
         ]
         if math.prod(len(ranks_along[axis]) for axis in owned) != len(together):
             raise AxisTypeError(
-                "einsum of a parameter whose wrapper averages over ranks that lie along no axes of "
-                "the einsum's mesh",
+                "einsum of a parameter whose wrapper averages over ranks that form no axes of the "
+                "einsum's mesh",
                 where=where,
                 expected=f"ranks along axes of {mesh!r}",
                 found=f"gradients are averaged over {ranks_text(owners)}",
-                fix="wrap with an axis, DDP(module, device_mesh=mesh['dp']), and give einsum the "
-                "mesh that has it",
+                fix="wrap with an axis, DDP(module, device_mesh=mesh['dp']), and pass einsum the "
+                "mesh that has the axis",
             )
         marked.update(owned)
     return marked
@@ -143,12 +143,11 @@ def _mixed(
     texts = [f"{tensor_text(leaf)}, averaged over {axis!r}" for leaf in marked[:1]]
     texts += [f"{tensor_text(leaf)}, not averaged there" for leaf in others]
     return AxisTypeError(
-        f"einsum of a tensor that is made of parameters under a wrapper over axis {axis!r}, and of "
+        f"einsum of a tensor that mixes parameters that a wrapper averages over axis {axis!r} with "
         "leaves that it does not average",
         where=where,
-        expected="leaves of one kind: einsum leaves the gradient of the operand to the wrapper, or "
-        "sums it",
+        expected="leaves of one kind, since either the wrapper or einsum sums the operand's "
+        "gradient",
         found=first_texts(texts),
-        fix="let the module that is wrapped have all of them; or multiply by each in a line of its "
-        "own",
+        fix="put all of them into the wrapped module, or call einsum once for each of them",
     )

@@ -111,7 +111,7 @@ def from_placements(
     where = f"placements {list(placements)!r} of shape {shape} on mesh ({layout.axis_text()})"
     if len(placements) != layout.ndim:
         raise LengthError(
-            "not one placement for each axis of the mesh",
+            "the number of placements does not match the number of mesh axes",
             where=where,
             expected=f"{layout.ndim} placements",
             found=str(len(placements)),
@@ -127,7 +127,7 @@ def from_placements(
             cuts[_checked_dim(placement, len(shape), where)].append((axis, int(factor)))
         elif type(placement) is not Replicate:
             raise KindError(
-                f"{placement!r} is no placement of which the meaning is known",
+                f"{placement!r} is not a supported placement",
                 where=where,
                 expected="Shard, Replicate or Partial",
                 found=f"a {type(placement).__name__}",
@@ -191,8 +191,8 @@ def _axis_order(
         ]
         if factor not in before:
             raise ShapeError(
-                f"_StridedShard over axis {layout.names and layout.names[axis]!r} does not fit the "
-                "placements after it",
+                f"_StridedShard over axis {layout.names and layout.names[axis]!r} does not match "
+                "the placements after it",
                 where=where,
                 expected=f"a split factor of {' or '.join(map(str, dict.fromkeys(before)))}",
                 found=str(factor),
@@ -202,7 +202,7 @@ def _axis_order(
     parts = math.prod(layout.sizes[axis] for axis in order)
     if order != sorted(order) and size % parts:
         raise ShapeError(
-            "_StridedShard of a dim that does not divide: a rank's shard is not one piece",
+            "_StridedShard of a dim that does not divide evenly: a rank's shard is not contiguous",
             where=where,
             expected=f"a size that is a multiple of {parts}",
             found=str(size),
@@ -224,7 +224,7 @@ def _checked_dim(placement: Any, ndim: int, where: str) -> int:
 def _check_sum(placement: Partial, where: str) -> None:
     if placement.reduce_op not in _SUMS:
         raise ArgumentError(
-            f"Partial({placement.reduce_op!r}) has no counterpart: unreduced values are partial sums",
+            f"Partial({placement.reduce_op!r}) is not supported: unreduced values are partial sums",
             where=where,
             expected="Partial('sum') or Partial('avg')",
             fix="redistribute the DTensor to Replicate or Shard first, which reduces it",
@@ -236,7 +236,7 @@ def _checked_names(layout: Layout) -> tuple[str, ...]:
         raise AxisError(
             "a sharding needs a mesh with named axes",
             where=f"mesh ({layout.axis_text()})",
-            fix="give the mesh names: mesh_dim_names=('dp', ...)",
+            fix="name the axes of the mesh: mesh_dim_names=('dp', ...)",
         )
     return layout.names
 
@@ -286,7 +286,7 @@ def from_dtensor(x: DTensor, mesh: DeviceMesh | None = None) -> ShardedArray:
     ]
     if averaged and not (x.dtype.is_floating_point or x.dtype.is_complex):
         raise DtypeError(
-            "from_dtensor cannot take an average of integers apart into partial sums",
+            "from_dtensor cannot split an average of integers into partial sums",
             expected="floating or complex numbers where a placement is Partial('avg')",
             found=f"{dtype_name(x.dtype)} with {list(x.placements)!r}",
             fix="redistribute the DTensor to Replicate or Shard first",
@@ -363,7 +363,7 @@ def _is_same_mesh(mesh: DeviceMesh, theirs: TorchMesh) -> bool:
 
 def _mesh_mismatch(call: str, mesh: DeviceMesh, theirs: TorchMesh) -> MeshError:
     return MeshError(
-        f"{call}: torch's mesh and ours are not the same",
+        f"{call}: torch's mesh and the meshdist mesh differ",
         expected=f"{mesh!r}, ranks {mesh.layout.ranks().tolist()}",
         found=f"{theirs!r}, ranks {theirs.mesh.tolist()}",
         fix="make one from the other: mesh.to_torch() or md.DeviceMesh.from_torch(theirs)",
@@ -382,10 +382,10 @@ def _warn_of_moves(x: ShardedArray, held: NamedSharding) -> None:
     places = [dim for dim, pair in enumerate(zip(here, there, strict=True)) if pair[0] != pair[1]]
     warn_caller(
         explain(
-            "to_dtensor reshards: torch holds this array otherwise",
+            "to_dtensor reshards this array, because torch shards it differently",
             expected=_cells_text(there, places, x.mesh.axis_names),
             found=_cells_text(here, places, x.mesh.axis_names),
-            fix=f"reshard before, where it is meant: x.reshard({held!r})",
+            fix=f"reshard explicitly before the call: x.reshard({held!r})",
         )
     )
 

@@ -1,4 +1,4 @@
-"""``md.einsum``: a product of sharded tensors, as a line that says how each of them lies.
+"""Multiply sharded tensors: ``md.einsum``.
 
 Each operand goes to where the work needs it (``einsum_layouts``), torch computes the product of the
 parts, and the result goes to where the text wants it. The backward is autograd's through the three.
@@ -62,7 +62,7 @@ def einsum(
     regather: bool = False,
     **sizes: int,
 ) -> torch.Tensor:
-    """Every rank holds its shard of a product of sharded tensors; collective.
+    """Multiply sharded tensors, and return this rank's shard of the product; collective.
 
     Each parallelism of a layer is a line: ``"b s d, d f@tp -> b s f@tp"`` is a column-parallel
     layer, ``"b s f@tp, f@tp d -> b s d"`` is row-parallel, ``"b@dp s d, d@dp f -> b@dp s f"``
@@ -97,7 +97,7 @@ def einsum(
         PatternError, AxisError, ShapeError: a text that does not fit the operands or the mesh.
         KindError: an operand that is no tensor. DtypeError: bool, or operands of several dtypes.
         AxisTypeError, ArgumentError: a mark, or a type, that contradicts the text.
-        MeshError: no mesh is in force. NotInGroupError: this rank is not in the mesh.
+        MeshError: there is no current mesh. NotInGroupError: this rank is not in the mesh.
         MismatchError: ranks have different plans. UnequalError: on simulated ranks, and at debug
             level DETAIL, an operand of which each rank takes a part is not the same on all.
         GradientError: with ``regather``, an operand that was written to before the backward.
@@ -285,7 +285,7 @@ def _check_operands(text: str, operands: Sequence[Any]) -> None:
     for number, x in enumerate(operands):
         if not isinstance(x, torch.Tensor):
             raise KindError(
-                f"einsum: operand {number} is no tensor",
+                f"einsum: operand {number} is not a tensor",
                 where=f"einsum {text!r}",
                 expected="this rank's shard, a torch.Tensor",
                 found=f"a {type(x).__name__}",
@@ -296,7 +296,7 @@ def _check_operands(text: str, operands: Sequence[Any]) -> None:
     dtypes = {x.dtype for x in operands}
     if torch.bool in dtypes:
         raise DtypeError(
-            "einsum: bool values have no products and sums",
+            "einsum cannot multiply and sum bool values",
             where=f"einsum {text!r}",
             expected="numbers",
             found="; ".join(map(describe, operands)),
@@ -304,7 +304,7 @@ def _check_operands(text: str, operands: Sequence[Any]) -> None:
         )
     if len(dtypes) > 1 and not torch.is_autocast_enabled(operands[0].device.type):
         raise DtypeError(
-            "einsum: the operands are of several dtypes",
+            "einsum: the operands have different dtypes",
             where=f"einsum {text!r}",
             expected="operands of one dtype",
             found=", ".join(dtype_name(x.dtype) for x in operands),
@@ -314,12 +314,12 @@ def _check_operands(text: str, operands: Sequence[Any]) -> None:
 
 def _fix_of_kind(x: object) -> str | None:
     if isinstance(x, DeviceMesh):
-        return "name the mesh: mesh=mesh"
+        return "pass the mesh by name: mesh=mesh"
     if isinstance(x, (list, tuple)):
-        return "give the tensors one after the other: einsum(text, x, w)"
+        return "pass the tensors one after the other: einsum(text, x, w)"
     if isinstance(x, np.ndarray):
-        return "make a tensor of it, which shares its memory: torch.from_numpy(x)"
-    return "take its shard: x.local" if hasattr(x, "local") else None
+        return "convert it to a tensor that shares its memory: torch.from_numpy(x)"
+    return "pass its shard: x.local" if hasattr(x, "local") else None
 
 
 def _fail_count(text: str, count: int) -> None:
@@ -333,7 +333,7 @@ def _fail_count(text: str, count: int) -> None:
         expected=f"an operand for each tensor: {count}",
         found=f"{named} operand{'s' if named != 1 else ''} in the text",
         fix=fix,
-        summary=f"einsum of {count} tensors with a text for {named}",
+        summary=f"einsum got {count} tensors for a pattern of {named}",
     )
     raise error
 

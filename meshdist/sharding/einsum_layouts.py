@@ -1,4 +1,4 @@
-"""The layout of an einsum's work: which dim each axis of the mesh divides, and what moves for it.
+"""Choose the dim of an einsum that each mesh axis divides, and the communication that this needs.
 
 An axis divides one dim of the work among its ranks: a dim that some operand or the result has cut
 over it. An operand with that dim is cut there, an operand without it is *reduced* over the axis: it
@@ -149,7 +149,7 @@ def _checked_result(pattern: Pattern) -> PatternSide:
         raise column_error(
             pattern.text,
             len(pattern.text),
-            expected='"->" and how the result shall lie',
+            expected='"->" and the sharding of the result',
             found="the end",
             summary="this einsum has no result",
         )
@@ -163,8 +163,8 @@ def _checked_result(pattern: Pattern) -> PatternSide:
                     dim.column,
                     expected=f"dims of the operands: {' '.join(named) or 'none'}",
                     found=f"{name!r}, which no operand has",
-                    summary="the result of this einsum has a dim of its own",
-                    fix=f"dims stand apart, unlike torch.einsum's: {' '.join(name)}"
+                    summary="the result of this einsum has a dim that no operand has",
+                    fix=f"separate dims by spaces, unlike in torch.einsum: {' '.join(name)}"
                     if is_joined
                     else None,
                 )
@@ -246,8 +246,8 @@ def _fix_of_sizes(
         axes = next((dim.axes for dim in side.dims if name in dim.names), ())
         is_cut |= bool(axes)
         if axes and size == other * math.prod(layout.axis_sizes[axis] for axis in axes):
-            return f"operand {number} seems to be whole: md.shard(x, {str(side)!r}, mesh)"
-    return f"where its shards are uneven, give the whole size: {name}=..." if is_cut else None
+            return f"shard operand {number} if it is global: md.shard(x, {str(side)!r}, mesh)"
+    return f"if its shards are uneven, pass the global size: {name}=..." if is_cut else None
 
 
 # -- the choice ---------------------------------------------------------------------------------
@@ -302,7 +302,7 @@ class LayoutChooser:
         return sum(num_received_by_all(*ends) for ends in moves)
 
     def choices_along(self, axis: int) -> list[Choice]:
-        """Return what ``axis`` can divide, best first: partial sum, dims, None (nothing); or raise."""
+        """Return what ``axis`` can divide, best first: partial sum, dims, None (nothing)."""
         cut = [
             name
             for names, side in self.sides
@@ -378,9 +378,10 @@ class LayoutChooser:
         raise PatternError(
             f"einsum: operands {both} are both unreduced over axis {name!r}",
             where=f"einsum {self.text!r} on mesh ({self.layout.axis_text()})",
-            expected="one unreduced operand: the product of two sums is no sum of products",
+            expected="at most one unreduced operand, since a product of two partial sums is not a "
+            "partial sum of the product",
             found=f"{len(partial_sums)} operands with {{U:{name}}}",
-            fix=f"sum one first: md.reshard(x, '... {{U:{name}}} -> ...', mesh)",
+            fix=f"reduce one first: md.reshard(x, '... {{U:{name}}} -> ...', mesh)",
         )
 
     def check_marks(self, axis: int) -> None:
@@ -393,15 +394,15 @@ class LayoutChooser:
             if axis in source.reduced and axis not in side.parts.placement.reduced:
                 name = _axis_name(self.layout, axis)
                 raise AxisTypeError(
-                    f"einsum: operand {number} is marked reduced over axis {name!r}, which the "
-                    "text leaves out",
+                    f"einsum: operand {number} is annotated as reduced over axis {name!r}, which "
+                    "the pattern leaves out",
                     where=f"einsum {self.text!r} on mesh ({self.layout.axis_text()})",
-                    expected=f"a dim that {name!r} cuts, or a result that is reduced there",
-                    found=f"operand {number} with {{R:{name}}} by its mark, as a parameter under "
-                    "DDP",
-                    fix=f"where the batch differs along it, write b@{name}; where all is equal "
-                    f"there, let the result end with {{R:{name}}}; or give the axes that the text "
-                    "names: mesh=mesh['tp']",
+                    expected=f"a dim that {name!r} cuts, or a result that is reduced over it",
+                    found=f"operand {number} with {{R:{name}}} by its annotation, as a parameter "
+                    "under DDP",
+                    fix=f"if the batch differs along it, write b@{name}; if all values are equal "
+                    f"along it, end the result with {{R:{name}}}; or pass a mesh with only the "
+                    "axes of the pattern: mesh=mesh['tp']",
                 )
 
 

@@ -1,4 +1,4 @@
-"""Operations on single elements of sharded arrays: operators, NumPy's ufuncs, torch's functions.
+"""Run elementwise operators, NumPy ufuncs and torch functions on sharded arrays.
 
 Each rank applies the operation to its shards. What works element by element is known from torch,
 whose operators carry the tag ``pointwise``, and from NumPy, whose ufuncs do by definition; what is
@@ -80,7 +80,7 @@ def join_operands(
     for _, _, other in operands[1:]:
         if other.mesh != sharding.mesh:
             raise MeshError(
-                f"{call}: the operands lie on different meshes",
+                f"{call}: the operands are on different meshes",
                 where=mesh_text(sharding.mesh),
                 expected="one mesh",
                 found=_listed(operands, with_meshes=True),
@@ -137,12 +137,12 @@ def _joined_kinds(operands: Sequence[Operand], linearity: str, call: str) -> str
         _, _, partial_sum = operands[joined.operand]
         spec = partial_sum.spec.update(unreduced=set())
         raise AxisTypeError(
-            f"{call} is not linear in what is unreduced over {joined.axis!r}: each rank holds a "
-            "partial sum",
+            f"{call} is not linear in the operand that is unreduced over {joined.axis!r}: each "
+            "rank holds a partial sum",
             where=where,
             expected=_FITTING_OPERANDS.get(linearity, "no unreduced operand"),
             found=_listed(operands),
-            fix=f"sum the partial sums first: {_letter(joined.operand)}.reshard({spec!r})",
+            fix=f"reduce the operand first: {_letter(joined.operand)}.reshard({spec!r})",
         )
     for place, lacking in enumerate(joined.missing):
         if lacking:
@@ -166,11 +166,11 @@ def _lacking(
     letter = _letter(place)
     return AxisTypeError(
         f"{call}: operand {letter} is equal on all ranks along {shown(axes)}, and another is not: "
-        f"the gradient of {letter} would be a sum over {shown(axes)}, which nothing asks for",
+        f"the gradient of {letter} would need an all-reduce over {shown(axes)}",
         where=mesh_text(operands[0][2].mesh),
         expected=f"operands of equal shardings, or {letter} reduced over {shown(axes)}",
         found=_listed(operands),
-        fix=f"{letter}.reshard({reduced!r}): nothing is sent; its gradient is then summed",
+        fix=f"call {letter}.reshard({reduced!r}), which sends nothing and sums the gradient",
     )
 
 
@@ -182,9 +182,9 @@ def _cut_otherwise(operands: Sequence[Operand], dim: int, call: str) -> AxisType
     return AxisTypeError(
         f"{call}: the operands are cut differently along dim {dim}",
         where=mesh_text(sharding.mesh),
-        expected="equal shardings: nothing is sent unasked",
+        expected="equal shardings, since operators never communicate",
         found=_listed(operands),
-        fix=fix or "reshard one of them, so that this dim is cut alike, or is whole in both",
+        fix=fix or "reshard one of them, so that both cut this dim equally or neither cuts it",
     )
 
 
@@ -280,7 +280,7 @@ class ElementwiseArray:
                 raise KindError(
                     f"numpy.{name} of a sharded array whose shards are torch tensors",
                     expected="a function of torch",
-                    fix="call torch's, or take numpy's of each rank's shard: x.local.numpy()",
+                    fix="call torch's, or apply numpy's to this rank's shard: x.local.numpy()",
                 )
         if "dtype" in kwargs or "casting" in kwargs:
             linear_as = ""  # it may round
@@ -336,8 +336,8 @@ def apply(
                 f"{call}: the shards are arrays of different libraries",
                 expected="shards of one library",
                 found=", ".join(sorted({_library(each.local) for each in operands})),
-                fix="make one of the other's, such as ShardedArray(torch.from_numpy(x.local), "
-                "x.sharding, x.shape)",
+                fix="convert one, for example ShardedArray(torch.from_numpy(x.local), x.sharding, "
+                "x.shape)",
             )
     linearity = LINEARITY.get(name, "")
     if linearity == "first" and not isinstance(args[0], ElementwiseArray):
@@ -367,7 +367,7 @@ def _local(x: Any) -> Any:
 
 
 def _check_number(x: Any, call: str, beside: ElementwiseArray, *, is_added: bool) -> None:
-    """Raise if ``x`` is an array or needs a gradient, or is a number ``is_added`` to partial sums."""
+    """Raise if ``x`` is an array, needs a gradient, or is a number added to partial sums."""
     shape = getattr(x, "shape", None)
     shape = shape if isinstance(shape, tuple) else None
     where = f"{mesh_text(beside.sharding.mesh)}, beside a sharded array " + array_type(
@@ -376,20 +376,20 @@ def _check_number(x: Any, call: str, beside: ElementwiseArray, *, is_added: bool
     if isinstance(x, (list, tuple)) or shape:
         what = "list" if shape is None else f"plain array of shape {shape_text(shape)}"
         raise ArgumentError(
-            f"{call}: nothing says how a {what} lies on the mesh",
+            f"{call}: a {what} has no sharding",
             where=where,
             expected="sharded arrays and numbers",
-            fix="say so: md.device_put(y, sharding) where y is whole on every rank, "
-            "md.ShardedArray(y, sharding) where it is this rank's shard",
+            fix="call md.device_put(y, sharding) if every rank has the global array, or "
+            "md.ShardedArray(y, sharding) if y is this rank's shard",
         )
     if getattr(x, "requires_grad", False):
         raise AxisTypeError(
-            f"{call}: the gradient of a number would be a sum over the mesh, which nothing asks "
-            "for",
+            f"{call}: cannot differentiate with respect to a number: its gradient would need an "
+            "all-reduce over the mesh",
             where=where,
             expected="a number without a gradient, or a sharded array without dims",
-            fix="md.ShardedArray(y, NamedSharding(mesh, P(reduced={...}))) with the axes over "
-            "which its gradients are summed later",
+            fix="pass md.ShardedArray(y, NamedSharding(mesh, P(reduced={...}))), with the axes "
+            "over which its gradients are summed later",
         )
     is_number = shape is not None or isinstance(x, (int, float, complex))
     if is_added and is_number:
@@ -397,8 +397,8 @@ def _check_number(x: Any, call: str, beside: ElementwiseArray, *, is_added: bool
             f"{call}: a number would be added to the partial sum of every rank",
             where=where,
             expected="operands that are all unreduced over the same axes",
-            fix="sum the partial sums first, x.reshard(...), or add to one that has the number at "
-            "one rank: x + md.full(x.shape, number, sharding=x.sharding)",
+            fix="reduce x first, x.reshard(...), or add the number on one rank only: "
+            "x + md.full(x.shape, number, sharding=x.sharding)",
         )
 
 
@@ -430,18 +430,17 @@ def _library(local: Array) -> str:
 
 def _not_elementwise(call: str) -> KindError:
     return KindError(
-        f"{call} of a sharded array would communicate, or does not work element by element",
-        expected="operators, ufuncs and torch's functions of single elements; sum and mean",
-        fix="call it on this rank's shard, x.local, where that is what is meant, or on the whole, "
-        "x.full(), which every rank then holds",
+        f"{call} of a sharded array is not supported: it would communicate or is not elementwise",
+        expected="operators, ufuncs and elementwise functions of torch; sum and mean",
+        fix="call it on this rank's shard, x.local, or on the global array, x.full()",
     )
 
 
 def _not_functional(call: str, what: str) -> KindError:
     return KindError(
-        f"{call} of a sharded array: {what} is not served",
+        f"{call} of a sharded array: {what} is not supported",
         expected="a call that returns a new sharded array",
-        fix="take the result: x = x + y; to change the shard itself, change x.local",
+        fix="assign the result: x = x + y; to change the shard itself, write to x.local",
     )
 
 
@@ -453,10 +452,10 @@ def matmul_rejected(call: str, *operands: Any) -> KindError:
         if isinstance(x, ElementwiseArray)
     ]
     return KindError(
-        f"{call} of sharded arrays is not served: what it sends depends on how its dims are cut",
-        expected="a product of the shards, and a word on how it lies",
+        f"{call} of sharded arrays is not supported: its communication depends on the shardings",
+        expected="md.einsum with the sharding of each operand and of the result",
         found="\n".join(shown),
-        fix="multiply the shards by a line that says how each of them lies: "
+        fix="multiply the shards: "
         "md.einsum('b d@tp, d@tp f -> b f', x.local, y.local, mesh=x.mesh);\n"
-        "or take x.full() @ y.full()",
+        "or call x.full() @ y.full()",
     )

@@ -1,4 +1,4 @@
-"""A plan's steps as this rank takes them: what is packed, what is called, what is unpacked.
+"""Run a plan's steps on this rank: pack, communicate, unpack.
 
 Parts of local arrays go to flat buffers and back, each by one strided copy, or by none. What is
 made here is made once for a plan; its methods then take few steps of Python. A method that returns
@@ -223,7 +223,7 @@ class _PadAction:
 
 
 class _CollectiveAction:
-    """A callable that runs one collective on ``x``, into new memory, or in place if ``x`` is new."""
+    """A callable that runs a collective on ``x``, in place if ``x`` is new memory."""
 
     def __init__(
         self, step: CollectiveStep, group: ProcessGroup, op_name: str, *, is_fresh: bool

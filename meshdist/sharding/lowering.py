@@ -1,4 +1,4 @@
-"""A change as steps: one collective, or an exchange of boxes.
+"""Lower a change of placement to steps: one collective, or an exchange of boxes.
 
 Changes in product form are collectives: equal parts move between all members of a group. Slices
 come first and cost nothing. Then the axes that move from one dim to another are one equal
@@ -23,7 +23,7 @@ Drawn case: rows on 2 ranks become columns. A 4 x 4 array is cut evenly, so one 
     >>> def change(n):
     ...     rows = Placement((2,), (n, n), (split_dim(n, (0,), (2,)), split_dim(n, (), ())))
     ...     return change_between(rows, rows.permuted((1, 0)))
-    >>> [step] = operation_steps(change(4), (0,))  # 2 rows of 2 x 2 columns are packed as 2 x (2 x 2)
+    >>> [step] = operation_steps(change(4), (0,))  # 2 rows of 2 x 2 columns, packed as 2 x (2 x 2)
     >>> step.operation, step.pack.view, step.pack.order, step.unpack.shape
     ('all_to_all_single', (2, 2, 2), (1, 0, 2), (4, 2))
 

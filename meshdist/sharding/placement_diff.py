@@ -1,4 +1,4 @@
-"""The changes between two placements: axes that gather, slice, sum, move a dim or divide boxes.
+"""Compare two placements: find the axes that gather, slice, sum, move a dim or divide boxes.
 
 A ``Change`` is the same for all ranks. It knows the exact number of elements that all ranks
 receive together, as overlaps of intervals broadcast over the mesh, and whether it has product form,
@@ -96,7 +96,7 @@ class Change:
 
     @cached_property
     def has_product_form(self) -> bool:
-        """Return whether members exchange equal parts, so that collectives like all-to-all do it."""
+        """Return whether members exchange equal parts, as in collectives like all-to-all."""
         # Each dim's axes then extend or shorten the source's, in equal cells; a dim that is padded
         # loses padded axes alone.
         equal = {*self.moving, *self.summed}

@@ -41,10 +41,10 @@ def plan(
     rank: int | None = None,
     **sizes: int,
 ) -> Any:
-    """Return what one rank does to bring an array from one sharding to another; sends nothing.
+    """Plan how one rank moves an array from one sharding to another; sends nothing.
 
-    The plan receives the fewest bytes, of all ranks together, among the ways that are known; ways
-    that receive equal bytes are chosen by time, then by steps. All ranks choose alike.
+    The plan has the fewest bytes received by all ranks together among the known routes, then the
+    shortest time, then the fewest steps. All ranks choose the same route.
 
     Args:
         src: how the array lies: a pattern with "->", such as ``"b@dp s -> b s@dp"``, or a
@@ -93,13 +93,13 @@ def plan(
     if isinstance(src, str):
         if dst is not None:
             raise ArgumentError(
-                "a pattern is source and destination in one",
+                "a pattern has both the source and the destination",
                 where="md.plan",
                 expected='one pattern with "->", or two specs',
                 found=f"{src!r} and {dst!r}",
                 fix=None
                 if isinstance(dst, (PartitionSpec, NamedSharding, str))
-                else "name the mesh: plan(pattern, mesh=mesh)",
+                else "pass the mesh by name: plan(pattern, mesh=mesh)",
             )
         given_mesh, mesh = mesh, mesh_in_force("plan") if mesh is None else mesh
         layout, pattern = get_layout(mesh, "plan"), parse(src)
@@ -116,17 +116,17 @@ def plan(
             raise with_hidden_mesh(error, given_mesh) from None
     if sizes:
         raise ArgumentError(
-            "sizes by name are for patterns, whose dims have names",
+            "sizes by name need a pattern, whose dims have names",
             where="md.plan",
             found=", ".join(f"{name}={size!r}" for name, size in sizes.items()),
-            fix="give the shape of the whole array: shape=(...)",
+            fix="pass the global shape: shape=(...)",
         )
     source, target = _sharding(src, "src", mesh), _sharding(dst, "dst", mesh)
     if shape is None:
         raise ArgumentError(
-            "a plan between specs needs the shape of the whole array",
+            "a plan between specs needs the global shape",
             where="md.plan",
-            fix="write plan(src, dst, mesh, shape)",
+            fix="call plan(src, dst, mesh, shape)",
         )
     at, speeds = mesh_rank(source.mesh, rank), mesh_links(source.mesh, links)
     return plan_move(source, target, get_shape(shape, "plan"), at, speeds)
@@ -226,11 +226,11 @@ def _sharding(given: Any, name: str, mesh: DeviceMesh | Layout | None) -> NamedS
             raise with_hidden_mesh(error, mesh) from None
     is_missing = name == "dst" and given is None
     raise KindError(
-        "a plan needs a destination" if is_missing else f"{name} is no spec",
+        "a plan needs a destination" if is_missing else f"{name} is not a spec",
         where=f"md.plan, argument {name}",
         expected="a NamedSharding or a PartitionSpec",
         found=f"{given!r}, a {type(given).__name__}",
-        fix='write a pattern alone as the first argument: plan("b@dp s -> b s@dp", mesh=mesh)',
+        fix='pass a pattern as the only positional argument: plan("b@dp s -> b s@dp", mesh=mesh)',
     )
 
 

@@ -1,4 +1,4 @@
-"""Plans: the least communication that brings an array from one placement to another.
+"""Plan the least communication that moves an array from one placement to another.
 
 A rank plans its own part without communication, and all ranks find the same route (see ``routes``).
 Integers alone: nothing here sends, or knows tensors.
@@ -158,7 +158,7 @@ class Plan:
             b@dp s@tp d -> b@dp s d@tp of shape (8, 16, 32)
               rank 0 (dp=0, tp=0) of mesh (dp=2, tp=2) holds 4 x 8 x 32
               1. all-to-all over tp, 2 ranks: 4 x 16 x 16; 2.0 KiB in, 2.0 KiB out, 6 us
-              in all: 2.0 KiB in, 2.0 KiB out, 16.0 KiB at peak, 6 us, at 4 bytes an element
+              total: 2.0 KiB in, 2.0 KiB out, 16.0 KiB at peak, 6 us, at 4 bytes an element
         """
         layout, coordinate = self.layout, self.coordinate
         rank = layout.rank_at(coordinate)
@@ -171,9 +171,9 @@ class Plan:
         for number, step in enumerate(self.steps, 1):
             lines.append(f"  {number}. {step_text(step, layout, self.links, itemsize)}")
         if not self.steps:
-            lines.append("  this rank's part stays as it is")
+            lines.append("  this rank's part does not change")
         lines.append(
-            f"  in all: {bytes_text(self.bytes_received(itemsize))} in, "
+            f"  total: {bytes_text(self.bytes_received(itemsize))} in, "
             f"{bytes_text(self.bytes_sent(itemsize))} out, "
             f"{bytes_text(self.peak_bytes(itemsize))} at peak, "
             f"{self.estimated_s(itemsize=itemsize) * 1e6:.0f} us, at {itemsize} bytes an element"

@@ -76,9 +76,10 @@ def refine(source: Layout, target: Layout) -> Refinement:
         raise MeshError(
             "two meshes order their ranks so differently that no common axes describe both",
             where=where,
-            expected="each axis of the target at fixed strides in the order of the source's ranks",
+            expected="each axis of the target to have fixed strides in the order of the source's "
+            "ranks",
             found=f"{_order_text(source)}; and {_order_text(target)}",
-            fix="make one mesh from the other by unflatten, flatten and transpose",
+            fix="derive one mesh from the other with unflatten, flatten and transpose",
         )
     own = Layout.from_shape(source.sizes).modes
     cuts = {1, source.num_ranks}
@@ -93,7 +94,8 @@ def refine(source: Layout, target: Layout) -> Refinement:
                 where=where,
                 expected="sizes whose products, from the last axis on, divide one another",
                 found=f"axes that end after {smaller} ranks and after {larger}",
-                fix="move the array to a mesh in between, such as one axis of all ranks, whole",
+                fix="reshard in two steps: first replicate the array on a mesh with one axis over "
+                "all ranks",
             )
     strides = ascending[-2::-1] or [1]
     sizes = tuple(larger // smaller for smaller, larger in pairwise(ascending))[::-1] or (1,)
@@ -112,7 +114,7 @@ def _places_in(
     order = np.argsort(ranks)
     if not np.array_equal(ranks[order], np.sort(wanted.ravel())):
         raise MeshError(
-            "an array moves between meshes over the same ranks only",
+            "cannot move an array between meshes over different ranks",
             where=where,
             expected=ranks_text(sorted(ranks.tolist())),
             found=ranks_text(sorted(wanted.ravel().tolist())),

@@ -38,11 +38,11 @@ class GatheredOperand:
         """Gather the operand again, or raise if the shard was changed; collective."""
         if self._shard._version != self._was_at:
             raise GradientError(
-                "einsum: an operand was written to before the backward, which gathers it again",
+                "einsum: an operand was modified before the backward, which gathers it again",
                 where=self._where,
-                expected=f"the tensor as it was, at version {self._was_at}",
+                expected=f"the tensor at version {self._was_at}",
                 found=f"version {self._shard._version}",
-                fix="step behind the backward, or leave out regather=True",
+                fix="call optimizer.step() after backward(), or leave out regather=True",
             )
         with torch.no_grad():
             found = self._transfer(self._shard)

@@ -300,9 +300,9 @@ class Move:
         """
         if self._is_summed and x.dtype is torch.bool:
             raise DtypeError(
-                f"{self._operation}: bool values have no sum",
+                f"{self._operation} cannot sum bool values",
                 where=self._plan.op_name,
-                expected="numbers, where ranks hold partial sums",
+                expected="numbers, since ranks hold partial sums",
                 found=describe(x),
                 fix="count in integers: x.to(torch.int32)",
             )
@@ -411,13 +411,14 @@ def check_spec(operation: str, x: torch.Tensor, source: NamedSharding, where: st
     for axis, dim in _cut_dims(carried).items():
         is_partial_sum = axis in source.spec.unreduced
         if sizes.get(axis, 1) > 1 and said.get(axis) != dim and not is_partial_sum:
-            lies = f"dim {dim} is cut over {axis!r}"
+            cut = f"dim {dim} is cut over {axis!r}"
             raise ArgumentError(
-                f"{operation}: the tensor does not lie as the left side, or the source, says",
+                f"{operation}: the tensor's annotation does not match the left side, or the source",
                 where=where,
-                expected=f"a tensor that lies as {source.spec!r}",
-                found=f"x carries {carried!r}",
-                fix=f"write how it lies: {lies}; if it lies otherwise by now, md.annotate(x, ...)",
+                expected=f"a tensor sharded as {source.spec!r}",
+                found=f"x is annotated as {carried!r}",
+                fix=f"write its sharding: {cut}; if the annotation is outdated, call "
+                "md.annotate(x, ...)",
             )
 
 

@@ -1,4 +1,4 @@
-"""The route of a plan: the stages from one placement to another, chosen by their price.
+"""Choose the route of a plan: its phases from one placement to another, by their price.
 
 Without a sum the only route is a single exchange. With a sum there are candidates: every
 destination takes all partial sums, or of the ranks that end up equal each takes a part, which they
@@ -19,10 +19,10 @@ Drawn case: each of 4 ranks holds a partial sum of 8 numbers, and all shall have
     rank 2    cccccccc  ->  ....AA..  ->  AAAAAAAA    second arrow: an all-gather
     rank 3    dddddddd      ......AA      AAAAAAAA    both at once: an all-reduce
 
-    candidate                               all ranks receive    waits for messages    collectives
-    each takes all other partial sums           4 * 3 * 8   = 96     3 * 5 us = 15 us      1, of boxes
-    an all-reduce                           2 * 4 * 3*2 = 48     6 * 5 us = 30 us      1
-    a reduce-scatter, then an all-gather    24 + 24     = 48     6 * 5 us = 30 us      2
+    candidate                               all ranks receive    waits for messages  collectives
+    each takes all other partial sums           4 * 3 * 8   = 96     3 * 5 us = 15 us    1, of boxes
+    an all-reduce                           2 * 4 * 3*2 = 48     6 * 5 us = 30 us    1
+    a reduce-scatter, then an all-gather    24 + 24     = 48     6 * 5 us = 30 us    2
 
 The first receives more, though it waits less. The others differ in their number of collectives.
 If each rank shall have its 2 sums alone, the reduce-scatter does it, and the ranks receive 24.
@@ -80,7 +80,7 @@ class Link:
     def __post_init__(self) -> None:
         if not (0 <= self.latency_s < float("inf") and self.bytes_per_s > 0):
             raise ArgumentError(
-                "a link's latency is finite and not negative, and its rate is above zero",
+                "a Link needs a finite latency of at least 0 and a rate above 0",
                 found=f"latency_s={self.latency_s}, bytes_per_s={self.bytes_per_s}",
             )
 
@@ -117,7 +117,7 @@ def links_of(
         return (links,) * layout.ndim
     if not isinstance(links, Mapping):
         raise KindError(
-            "links are one Link, or a mapping of axes to Links",
+            "links must be one Link, or a mapping from axes to Links",
             where="argument links",
             found=type(links).__name__,
         )
@@ -125,7 +125,7 @@ def links_of(
     for axis, link in links.items():
         if not isinstance(link, Link):
             raise KindError(
-                f"the link of axis {axis!r} is no Link",
+                f"the link of axis {axis!r} is not a Link",
                 where="argument links",
                 expected="md.Link(latency_s, bytes_per_s)",
                 found=repr(link),

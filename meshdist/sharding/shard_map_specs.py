@@ -92,12 +92,12 @@ def specs_of_leaves(name: str, side: str, specs: Any, tree: Any) -> list[Any]:
     is_list = side == "in_specs" and isinstance(specs, list)
     what = "the tuple of arguments" if side == "in_specs" else "the result"
     raise ArgumentError(
-        f"shard_map of {name}: {side} is no tree prefix of {what}",
-        expected=f"{side} with the structure of {what}, or one spec in place of a part of it",
+        f"shard_map of {name}: {side} is not a tree prefix of {what}",
+        expected=f"{side} with the structure of {what}, or one spec for a subtree of it",
         found=str(first(side)),
         fix="write a tuple of specs, one for each argument"
         if is_list
-        else f"give one spec where all below it lie alike: {side}=P(...)",
+        else f"pass one spec for a subtree of equally sharded arrays: {side}=P(...)",
     )
 
 
@@ -123,16 +123,16 @@ def find_argument(
             raise KindError(
                 "a number has no dims and no shards",
                 expected="an array, or the spec P() or None",
-                fix="write P(), with which a number stays what it is",
+                fix="write P(), which passes a number unchanged",
             )
         return None
     tensor = as_tensor(x, argument=path, operation="shard_map", writable=False)
     for axis, kind in sorted(kinds_in(type_of(tensor)).items()):
         if axis in mesh.axis_names:
             raise AxisTypeError(
-                f"it is {KINDS[kind]} over {axis!r}, and a whole is equal on all ranks",
+                f"it is {KINDS[kind]} over {axis!r}, and a global array is equal on all ranks",
                 expected="an array that is invariant over all axes, or a ShardedArray",
-                fix=f"pass md.ShardedArray({path}, sharding), which says how the shards lie",
+                fix=f"pass md.ShardedArray({path}, sharding) if it is this rank's shard",
             )
     shape = tuple(tensor.shape)
     sharding = _sharding(mesh, given_mesh, tensor, said)
@@ -143,7 +143,7 @@ def find_argument(
             raise ShapeError(
                 error.summary,
                 expected="a pattern whose groups of dims are cut evenly",
-                fix="say how it is cut: md.NamedSharding(mesh, spec, shard_sizes={dim: sizes})",
+                fix="pass the sizes: md.NamedSharding(mesh, spec, shard_sizes={dim: sizes})",
             ) from None
     sharding.placement(shape)  # raises unless given sizes of shards fit
     return MappedArray(x, path, sharding, shape)
@@ -155,7 +155,7 @@ def _check_lies_so(
     """Raise unless ``x`` lies on ``mesh`` as ``spec`` says."""
     if x.mesh != mesh:
         raise MeshError(
-            f"it lies on another mesh, ({x.mesh.layout.axis_text()})",
+            f"it is on another mesh, ({x.mesh.layout.axis_text()})",
             expected=f"an array on the mesh of the call, ({mesh.layout.axis_text()})",
             fix=f"pass {path}.reshard(md.NamedSharding(mesh, spec)), with the spec that it needs",
         )
@@ -167,8 +167,8 @@ def _check_lies_so(
     # A spec says nothing about sizes: those of the array may be its own.
     if here != there and (wanted.shard_sizes or _axes(here) != _axes(there)):
         raise ArgumentError(
-            f"it lies as {x.sharding.spec!r}",
-            expected="an array that lies as its spec says: nothing is moved unasked",
+            f"it is sharded as {x.sharding.spec!r}",
+            expected="an array that is sharded as its spec, since shard_map never reshards",
             fix=f"pass {path}.reshard({spec!r}); or leave in_specs out",
         )
 
@@ -196,7 +196,7 @@ def _sharding(
         raise MeshError(
             f"the sharding is on another mesh, ({spec.layout.axis_text()})",
             expected=f"a sharding on the mesh of the call, ({mesh.layout.axis_text()})",
-            fix="give its spec alone",
+            fix="pass its spec alone",
         )
     return NamedSharding(mesh, checked, shard_sizes=spec.shard_sizes)
 
@@ -221,7 +221,7 @@ def get_result(
     """
     if spec is None or spec is Infer:
         raise KindError(
-            f"{spec!r} is no spec of a result",
+            f"{spec!r} is not a spec for a result",
             expected="P(...), a pattern or a NamedSharding",
             fix="write P() for a value that is equal on all ranks",
         )
@@ -243,8 +243,8 @@ def _scalar_beside_dims(error: ShapeError) -> ShapeError:
         error.summary,
         expected=error.expected,
         found=error.found,
-        fix="return y[None], to lay the ranks' own values side by side; or write P(), for one "
-        "value that is equal on all ranks, as lax.psum(y, axis) makes it",
+        fix="return y[None] to concatenate the ranks' values; or write P() for one value that is "
+        "equal on all ranks, such as lax.psum(y, axis)",
     )
 
 
@@ -268,11 +268,11 @@ def _rejected_kind(axis: str, size: int, kind: str, wanted: str, ndim: int) -> A
     """Return the error of a result whose type over ``axis`` is ``kind`` and not ``wanted``."""
     dim = "" if ndim else ", and give the value a dim: y[None]"
     fixes = {
-        "V": f"lax.psum, lax.pmean or lax.all_gather(..., to='invarying') over {axis!r} makes one "
-        f"value; to lay the ranks' own side by side, name {axis!r} in the spec{dim}",
-        "U": f"lax.psum(y, {axis!r}) adds the partial sums; or say it: P(unreduced={{{axis!r}}})",
-        "R": f"say it: P(reduced={{{axis!r}}})",
-        "I": f"lax.pcast(y, {axis!r}, to={KINDS[wanted]!r}) first",
+        "V": "make one value with lax.psum, lax.pmean or lax.all_gather(..., to='invarying') over "
+        f"{axis!r}; or, to concatenate the ranks' values, name {axis!r} in the spec{dim}",
+        "U": f"add the partial sums: lax.psum(y, {axis!r}); or write P(unreduced={{{axis!r}}})",
+        "R": f"write P(reduced={{{axis!r}}})",
+        "I": f"call lax.pcast(y, {axis!r}, to={KINDS[wanted]!r}) first",
     }
     says = {"I": "leaves out", "V": "mentions"}.get(wanted, f"calls {KINDS[wanted]}")
     return AxisTypeError(
@@ -299,9 +299,9 @@ def with_common_shapes(
         raise ShapeError(
             f"shard_map of {name}: ranks returned different numbers of arrays",
             where=mesh_text(mesh),
-            expected="as many on every rank",
+            expected="the same number on every rank",
             found=grouped_text(((rank, f"{num} arrays") for rank, num in counts.items()), "; "),
-            fix="let f return the same structure on every rank",
+            fix="return the same structure from f on every rank",
         )
     found = []
     for place, array in enumerate(arrays):
@@ -322,15 +322,15 @@ def _no_whole(
     sizes = f"out_specs=md.NamedSharding(mesh, {spec!r}, shard_sizes={{dim: sizes}})"
     texts = ((rank, shape_text(shape)) for rank, shape in shapes.items())
     return ShapeError(
-        f"shard_map of {name}: the shards of {array.path} make no whole",
+        f"shard_map of {name}: the shards of {array.path} do not form a global array",
         where=f"{mesh_text(array.sharding.mesh)}, spec {spec!r}",
         expected="shards of one size, since all arguments are cut evenly"
         if is_even
-        else "sizes that differ along the axes of their own dim alone",
+        else "sizes that differ only along the axes that cut the dim",
         found=grouped_text(texts, "; "),
-        fix=f"say the sizes: {sizes}"
+        fix=f"pass the sizes: {sizes}"
         if is_even
-        else "let f return equal shapes along axes that do not cut the dim",
+        else "return equal shapes from f along axes that do not cut the dim",
     )
 
 

@@ -1,4 +1,4 @@
-"""``md.shard_map``: a function of shards becomes a function of whole arrays, as in JAX.
+"""Map a function of shards to a function of global arrays: ``md.shard_map``, as in JAX.
 
 Drawn case: two ranks along axis 'i' map ``f(x, w) = x * w``; x has three elements.
 
@@ -82,7 +82,7 @@ def shard_map(
     axis_names: frozenset[str] | set[str] = frozenset(),
     check_vma: bool = True,
 ) -> Callable[..., Any]:
-    """Map ``f``, which works on each rank's shards, to a function of whole arrays, as JAX does.
+    """Map ``f``, which works on each rank's shards, to a function of global arrays, as in JAX.
 
     The mapped function is called by all ranks of the mesh with equal arguments, by position. ``f``
     may call the collectives of ``md.lax``; the mesh is in force inside. Without ``f`` it is a
@@ -162,7 +162,7 @@ def shard_map(
         raise KindError(
             f"shard_map of {name}: in_specs is None",
             expected="a spec, None or shard_map.Infer for each argument",
-            fix="write in_specs=P() where all arguments are whole on every rank, or leave it out",
+            fix="write in_specs=P() if every rank gets all arguments in full, or leave it out",
         )
     options = (in_specs, out_specs, axis_names, bool(check_vma))
     mapping = _Mapping(f, name, mesh, *options, *_parameters_of(f))
@@ -171,7 +171,7 @@ def shard_map(
     def mapped(*args: Any, **by_name: Any) -> Any:
         if by_name:
             raise KindError(
-                f"shard_map of {name}: arguments are given by position",
+                f"shard_map of {name}: arguments must be passed by position",
                 found=", ".join(f"{each}=..." for each in by_name),
                 fix=f"bind the rest before: functools.partial({name}, {next(iter(by_name))}=...)",
             )
@@ -224,29 +224,29 @@ class _Mapping:
             raise MeshError(
                 f"shard_map of {self.name} needs a mesh with axis names",
                 found=repr(mesh),
-                fix="give it names: mesh_dim_names=('dp', 'tp')",
+                fix="name its axes: mesh_dim_names=('dp', 'tp')",
             )
         if mesh in _mapped_over.get():
             raise MeshError(
                 f"shard_map of {self.name} inside of a function that is mapped over the same mesh",
                 where=mesh_text(mesh),
-                expected="a call on whole arrays: there f has this rank's shards already",
+                expected="a call outside of it, since f gets this rank's shards",
                 fix=f"call {self.name} itself there",
             )
         names = self.axis_names
         if not isinstance(names, (set, frozenset)):
             raise KindError(
-                f"shard_map of {self.name}: axis_names is a set of names",
+                f"shard_map of {self.name}: axis_names must be a set of names",
                 found=f"{names!r}, a {type(names).__name__}",
                 fix="leave it out: f works on shards over all axes",
             )
         if names and names != set(mesh.axis_names):
             raise MeshError(
-                f"shard_map of {self.name} over some axes of the mesh alone",
+                f"shard_map of {self.name} over only some axes of the mesh is not supported",
                 where=mesh_text(mesh),
                 expected=f"all of {', '.join(map(repr, mesh.axis_names))}, or no axis_names",
                 found=f"axis_names={{{', '.join(map(repr, sorted(names, key=repr)))}}}",
-                fix="leave it out, and name no other axis in the specs: values are equal there",
+                fix="leave it out, and leave the other axes out of the specs",
             )
 
     @contextmanager
@@ -273,7 +273,7 @@ class _Mapping:
                 f"{len(self.in_specs)}",
                 expected=f"in_specs={self.in_specs!r}",
                 found=f"arguments {', '.join(names) or 'none'}",
-                fix="give a spec for each argument; None passes an argument as it is",
+                fix="pass a spec for each argument; None passes an argument unchanged",
             )
         specs = specs_of_leaves(self.name, "in_specs", self.in_specs, args)
         accessors, values, tree = optree.tree_flatten_with_accessor(args, none_is_leaf=True)
@@ -289,7 +289,7 @@ class _Mapping:
                 shown = f"argument {place}, {path}: {value_text(value)}, spec {spec!r}"
                 problems.append((shown, error))
         if problems:
-            reject(f"shard_map of {self.name}: arguments do not fit in_specs", mesh, problems)
+            reject(f"shard_map of {self.name}: arguments do not match in_specs", mesh, problems)
         return leaves, tree
 
     def _own(self, argument: MappedArray) -> Any:
@@ -323,7 +323,7 @@ class _Mapping:
             except MeshdistError as error:
                 problems.append((f"{path}: {value_text(value)}, spec {spec!r}", error))
         if problems:
-            reject(f"shard_map of {self.name}: results do not fit out_specs", mesh, problems)
+            reject(f"shard_map of {self.name}: results do not match out_specs", mesh, problems)
         if not is_even or is_compared(mesh.world):
             arrays = with_common_shapes(self.name, mesh, arrays, is_even=is_even)
         wrapped = iter([self._sharded(array) for array in arrays])
@@ -346,8 +346,8 @@ class _Mapping:
                     where=error.where,
                     expected="equal values along each axis that the spec leaves out",
                     found=error.found,
-                    fix="name the axis in out_specs; or lax.pvary(x, axis) before a value meets "
-                    "what types do not see: a number of this rank's own, as of lax.axis_index",
+                    fix="name the axis in out_specs; or call lax.pvary(x, axis) before x meets a "
+                    "number that differs by rank, such as lax.axis_index(axis)",
                 ) from None
         if isinstance(local, torch.Tensor):
             local = _marked(local, sharding)

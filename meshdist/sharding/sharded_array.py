@@ -1,4 +1,4 @@
-"""``ShardedArray``: a whole array, of which each rank holds its shard."""
+"""Provide ``ShardedArray``: a global array of which each rank holds its shard."""
 
 from __future__ import annotations
 
@@ -51,21 +51,21 @@ def checked_sharding(sharding: object, call: str) -> NamedSharding:
         try:
             sharding = NamedSharding(mesh_in_force(call, naming=naming), sharding)
         except AxisError as error:
-            raise with_hidden_mesh(error, None, f"name the mesh that is meant: {naming}") from None
+            raise with_hidden_mesh(error, None, f"pass the mesh: {naming}") from None
     if not isinstance(sharding, NamedSharding):
         raise KindError(
             f"{call} takes a sharding",
-            expected="a NamedSharding, or a PartitionSpec where a mesh is in force",
+            expected="a NamedSharding, or a PartitionSpec inside `with mesh:`",
             found=f"{sharding!r}, a {type(sharding).__name__}",
-            fix="write NamedSharding(mesh, P('dp'))",
+            fix="pass NamedSharding(mesh, P('dp'))",
         )
     if not isinstance(sharding.mesh, DeviceMesh):
         raise MeshError(
-            f"{call} needs a mesh of this world's ranks: a bare layout only plans",
+            f"{call} needs a DeviceMesh: a Layout has no processes",
             where=repr(sharding),
             expected="a DeviceMesh",
             found=f"a {type(sharding.mesh).__name__}",
-            fix="make one: md.DeviceMesh('cpu', layout)",
+            fix="create one: md.DeviceMesh('cpu', layout)",
         )
     coordinate_in(sharding.mesh, call)
     return sharding
@@ -80,14 +80,14 @@ def check_shard(
     if wanted == local_shape:
         return box
     raise ShapeError(
-        f"{call}: the local array is no shard of an array of shape {shape_text(shape)}",
+        f"{call}: the local array is not a shard of an array of shape {shape_text(shape)}",
         where=f"{mesh_text(sharding.mesh)}, {sharding.spec!r}",
         expected=f"shape {shape_text(wanted)}, this rank's shard",
         found=f"shape {shape_text(local_shape)}",
-        fix="md.device_put(x, sharding) if every rank has the whole: it takes this rank's shard"
+        fix="call md.device_put(x, sharding) if every rank has the global array"
         if shape == local_shape
-        else "pass the shape of the whole array, the same on every rank; or the sizes of the "
-        "shards: md.NamedSharding(mesh, spec, shard_sizes={dim: sizes})",
+        else "pass the global shape, the same on every rank, or the sizes of the shards: "
+        "md.NamedSharding(mesh, spec, shard_sizes={dim: sizes})",
     )
 
 
@@ -149,9 +149,9 @@ class ShardedArray(ElementwiseArray):
         box = check_shard("ShardedArray", sharding, shape, local_shape)
         if sharding.spec.unreduced and dtype_name(local.dtype) == "bool":
             raise ArgumentError(
-                "bool values have no partial sums",
+                "bool values cannot be partial sums",
                 where=mesh_text(sharding.mesh),
-                expected="numbers where a sharding is unreduced",
+                expected="numbers for an unreduced sharding",
                 found=array_type(local.dtype, shape, sharding),
                 fix="convert them first, for example to int32",
             )
@@ -221,24 +221,23 @@ class ShardedArray(ElementwiseArray):
     # ------------------------------------------------------------------ elsewhere: communicates
 
     def full(self) -> Array:
-        """The whole array, on every rank; collective over the mesh.
+        """Gather the global array on every rank; collective over the mesh.
 
-        Returns: an array of the local array's library: the local array itself where every rank
-            holds the whole already.
+        Returns: an array of the local array's library; the local array itself if every rank holds
+            the global array already.
 
-        Gradient: this rank's own part of the gradient, which is equal on all ranks.
+        Gradient: this rank's part of the gradient, which is equal on all ranks.
         """
         return self.reshard(PartitionSpec()).local
 
     @one_frame
     def reshard(self, dst: NamedSharding | PartitionSpec | str, **sizes: int) -> ShardedArray:
-        """The same array, lying otherwise; collective over the mesh. Itself where nothing changes.
+        """Return the array with another sharding; collective. Itself if nothing changes.
 
         Args:
-            dst: how it shall lie; a ``PartitionSpec`` on the mesh of this array, or a pattern: one
-                side that says it alone, or two, of which the left says how the array lies now: dims
-                may then be regrouped.
-            sizes: inside of a pattern's groups.
+            dst: the new sharding, a ``PartitionSpec`` on this array's mesh, or a pattern. A pattern
+                with "->" has the current sharding on its left, and may regroup dims.
+            sizes: sizes inside of a pattern's groups.
 
         Gradient: resharded back, with unreduced and reduced exchanged.
 
@@ -265,11 +264,11 @@ class ShardedArray(ElementwiseArray):
             source, dst = shardings_of_sides(pattern, self.mesh, shape, sizes)
             if source.placement(shape) != self.sharding.placement(shape):
                 raise ArgumentError(
-                    f"reshard: the array does not lie as the left side of {pattern!r} says",
+                    f"reshard: the array's sharding does not match the left side of {pattern!r}",
                     where=mesh_text(self.mesh),
                     expected=repr(self.sharding.spec),
                     found=repr(source.spec),
-                    fix="write the right side alone: the array knows how it lies",
+                    fix="write the right side alone, since the array has a sharding",
                 )
         elif isinstance(dst, str):
             dst = NamedSharding.from_pattern(dst, self.mesh, shape, sizes)
@@ -280,10 +279,10 @@ class ShardedArray(ElementwiseArray):
     # ------------------------------------------------------------------ parts and sums
 
     def __getitem__(self, index: Any) -> ShardedArray:
-        """The part that ``index`` takes of the whole: each rank keeps what it holds of it.
+        """Return a slice of the global array, of which each rank keeps its part.
 
-        A dim that is sharded takes slices with positive steps; its parts then have sizes of their
-        own. Whole dims take numbers too. The result shares this array's memory, as NumPy's does.
+        A sharded dim takes slices with positive steps, other dims take numbers too. The result
+        shares this array's memory.
         """
         placement = self.sharding.placement(self.shape)
         found = slice_shard(index, placement.dims, self._box)
@@ -305,10 +304,10 @@ class ShardedArray(ElementwiseArray):
         keepdims: bool = False,
         out: None = None,
     ) -> ShardedArray:
-        """The sum over dims, or over all; nothing is sent.
+        """Sum over dims, or over all, without communication.
 
-        Where a dim is sharded, the result is unreduced over its axes: each rank holds the sum of
-        what it has. ``reshard`` or ``full`` adds these.
+        If a dim is sharded, the result is unreduced over its axes: each rank holds a partial sum.
+        ``reshard`` or ``full`` adds the partial sums.
 
         Args:
             dim: a dim or several dims; ``axis`` is NumPy's name for it. None: all.
@@ -333,7 +332,7 @@ class ShardedArray(ElementwiseArray):
         keepdims: bool = False,
         out: None = None,
     ) -> ShardedArray:
-        """The mean over dims, or over all; nothing is sent. See ``sum``.
+        """Average over dims, or over all, without communication. See ``sum``.
 
         Each rank's sum is divided by the number of elements of the whole, so that the partial sums
         add up to the mean, also where shards have different sizes.
@@ -348,9 +347,9 @@ class ShardedArray(ElementwiseArray):
         self, call: str, dim: Any, axis: Any, keepdim: bool, out: object
     ) -> tuple[tuple[int, ...], bool]:
         if dim is not None and axis is not None:
-            raise ArgumentError(f"{call}: dim and axis are two names of one argument")
+            raise ArgumentError(f"{call}: dim and axis are the same argument: pass one of them")
         if out is not None:
-            raise ArgumentError(f"{call} of a sharded array writes into no other: out must be None")
+            raise ArgumentError(f"{call} of a sharded array does not support out=: it must be None")
         return checked_dims(axis if dim is None else dim, self.ndim, call), bool(keepdim)
 
     # ------------------------------------------------------------------ as other things
@@ -393,10 +392,10 @@ class ShardedArray(ElementwiseArray):
             raise TypeError("iteration over a 0-d array")
         if self.sharding.placement(self.shape).dims[0].axes:
             raise KindError(
-                "a sharded array whose dim 0 is sharded cannot be iterated: its elements lie on "
+                "a sharded array whose dim 0 is sharded cannot be iterated: its elements are on "
                 "some ranks only",
                 where=self._where(),
-                fix="iterate over this rank's, x.local, or over all, x.full()",
+                fix="iterate over this rank's shard, x.local, or over the global array, x.full()",
             )
         return (self[place] for place in range(self.shape[0]))
 
@@ -411,15 +410,15 @@ class ShardedArray(ElementwiseArray):
             explain(
                 f"a ShardedArray has no {name}",
                 where=self._where(),
-                expected="what computes with shards alone: operators, ufuncs, slices, sum, mean",
-                fix=f"of this rank's shard x.local.{name}; of the whole, which communicates, "
-                f"x.full().{name}",
+                expected="an operation on shards alone: operators, ufuncs, slices, sum, mean",
+                fix=f"use x.local.{name} of this rank's shard, or x.full().{name} of the global "
+                "array, which communicates",
             )
         )
 
     def __setitem__(self, index: object, value: object) -> None:
         raise KindError(
-            "a ShardedArray is not written in place",
+            "a ShardedArray cannot be written in place",
             where=self._where(),
             fix="change this rank's shard, x.local[...] = value, on every rank that holds the "
             "same part",
@@ -441,11 +440,12 @@ class ShardedArray(ElementwiseArray):
     def _check_holds_whole(self, call: str) -> None:
         if not self.is_fully_replicated:
             raise KindError(
-                f"{call} of an array that no rank holds as a whole: nothing is sent unasked",
+                f"{call} needs the global array, and no rank holds it in full",
                 where=self._where(),
                 found=f"{box_text(self._box)} on this rank"
                 + (", a partial sum" if self.sharding.spec.unreduced else ""),
-                fix="x.full() gathers the whole on every rank, and x.local is this rank's shard",
+                fix="call x.full(), which gathers it on every rank, or use x.local, this rank's "
+                "shard",
             )
 
 
@@ -469,6 +469,7 @@ def _unpickled(
             where=mesh_text(sharding.mesh),
             expected=f"the part {box_text(own)}",
             found=f"{box_text(box)} of shape {shape_text(shape)}",
-            fix="let every rank load what it has saved; to send shards elsewhere, send x.local",
+            fix="load each pickle on the rank that saved it; to send a shard to another rank, "
+            "send x.local",
         )
     return ShardedArray(local, sharding, shape)

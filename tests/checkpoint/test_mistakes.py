@@ -122,7 +122,7 @@ def test_specs_without_a_mesh(tmp_path: Path) -> None:
         md.checkpoint.save({"x": x}, tmp_path / "one")
 
     error = error_of(program, MeshError)
-    assert error.summary == "checkpoint.save: x is cut by P('tp',), and no mesh is in force"
+    assert error.summary == "checkpoint.save: x is cut by P('tp',), and there is no current mesh"
     assert error.fix == "checkpoint.save(..., mesh=mesh), or call it inside `with mesh:`"
 
 

@@ -321,5 +321,5 @@ def test_bad_arguments_are_rejected() -> None:
     frozen = rejected(ArgumentError, lambda mesh: enter([torch.ones(2)]))
     assert "no parameter that requires a gradient" in frozen and "1 tensors" in frozen
     assert "ep" in rejected(MeshError, lambda mesh: enter(leaf, "ep"))
-    with pytest.raises(MeshError, match="no mesh is in force"):
+    with pytest.raises(MeshError, match="there is no current mesh"):
         enter(leaf)

@@ -572,8 +572,8 @@ def test_refusals_of_dtensors() -> None:
     assert mixed == (
         "clip_grad_norm_ of DTensors on several meshes, or beside plain tensors: no mesh is in "
         "force\n"
-        "  expected: a mesh whose axes are named\n"
-        "  fix:      call it inside `with mesh:`, or name the mesh: clip_grad_norm_(..., mesh=mesh)"
+        "  expected: a mesh with named axes\n"
+        "  fix:      call it inside `with mesh:`, or pass the mesh: clip_grad_norm_(..., mesh=mesh)"
     )
     assert theirs == (
         "clip_grad_norm_ takes a mesh\n"
@@ -699,9 +699,9 @@ def test_parameters_that_are_cut_without_a_mesh() -> None:
     with pytest.raises(MeshError) as caught:
         md.clip_grad_norm_([parameter], 1.0)
     assert str(caught.value) == (
-        "clip_grad_norm_ of a parameter that is cut over 'tp': no mesh is in force\n"
-        "  expected: a mesh whose axes are named\n"
-        "  fix:      call it inside `with mesh:`, or name the mesh: clip_grad_norm_(..., mesh=mesh)"
+        "clip_grad_norm_ of a parameter that is cut over 'tp': there is no current mesh\n"
+        "  expected: a mesh with named axes\n"
+        "  fix:      call it inside `with mesh:`, or pass the mesh: clip_grad_norm_(..., mesh=mesh)"
     )
 
 
@@ -721,7 +721,7 @@ def test_an_axis_that_the_mesh_lacks() -> None:
             return md.clip_grad_norm_(shards(mesh), 1.0)
 
     for text in rejected(AxisError, hidden):
-        assert "an outer `with mesh:` is of DeviceMesh(dp=2, tp=2), which has 'tp'" in text
+        assert "an outer `with mesh:` of DeviceMesh(dp=2, tp=2), which has axis 'tp'" in text
 
 
 def test_ranks_that_pass_other_arguments() -> None:

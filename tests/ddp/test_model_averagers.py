@@ -272,8 +272,10 @@ def test_axes_without_a_mesh_are_rejected() -> None:
     ((of_group, without),) = md.simulate(program, 1)
     assert of_group.startswith("HierarchicalModelAverager over axes 'dp': a group has no axes\n")
     assert of_group.endswith("fix:      pass process_group=mesh")
-    assert without.startswith("HierarchicalModelAverager over axes 'dp': no mesh is in force\n")
-    assert without.endswith("call it inside `with mesh:`, or name the mesh: process_group=mesh")
+    assert without.startswith(
+        "HierarchicalModelAverager over axes 'dp': there is no current mesh\n"
+    )
+    assert without.endswith("call it inside `with mesh:`, or pass the mesh: process_group=mesh")
 
 
 def test_what_is_no_parameter_is_rejected() -> None:

@@ -199,7 +199,7 @@ def test_bad_arguments_are_rejected() -> None:
         return [*texts, str(caught.value)]
 
     no_mesh, no_axis, no_name, no_array, sparse, transform = md.simulate(program, 2)[0]
-    assert no_mesh.startswith("assert_equal over axis 'dp': no mesh is in force")
+    assert no_mesh.startswith("assert_equal over axis 'dp': there is no current mesh")
     assert "'tp'" in no_axis
     assert no_name.startswith("assert_equal cannot take 3 as axis\n")
     assert "tree['a'][0]" in no_array

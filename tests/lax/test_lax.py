@@ -166,9 +166,9 @@ def test_without_a_mesh_both_ways_to_name_one_are_told(operation: str) -> None:
     with pytest.raises(MeshError) as caught:
         called(operation, "tp")
     assert str(caught.value) == (
-        f"{operation} over axis 'tp': no mesh is in force\n"
-        "  expected: a mesh whose axes are named\n"
-        f"  fix:      call it inside `with mesh:`, or name the mesh: {operation}(..., mesh=mesh)"
+        f"{operation} over axis 'tp': there is no current mesh\n"
+        "  expected: a mesh with named axes\n"
+        f"  fix:      call it inside `with mesh:`, or pass the mesh: {operation}(..., mesh=mesh)"
     )
 
 
@@ -179,8 +179,8 @@ def test_without_a_mesh_both_ways_to_name_one_are_told(operation: str) -> None:
         for axis, summary in (
             ("mp", "no axis 'mp' in the mesh"),
             (("dp", "mp"), "no axis 'mp' in the mesh"),
-            (("tp", "tp"), "an axis is named twice"),
-            ((), "no axes named"),
+            (("tp", "tp"), "an axis is given twice"),
+            ((), "no axes given"),
         )
         for operation in OPERATIONS
         if axis or operation not in OVER_NO_AXES
@@ -207,9 +207,9 @@ def test_a_rank_outside_the_mesh_is_told_so() -> None:
         with md.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)):
             if md.get_rank() < 2:
                 return lax.psum(torch.ones(()), "tp").item()
-            with pytest.raises(NotInGroupError, match="does not hold this rank"):
+            with pytest.raises(NotInGroupError, match="does not contain this rank"):
                 lax.axis_index("tp")
-            with pytest.raises(NotInGroupError, match="does not hold this rank"):
+            with pytest.raises(NotInGroupError, match="does not contain this rank"):
                 lax.psum(torch.ones(()), "tp")
             return lax.axis_size("tp")
 

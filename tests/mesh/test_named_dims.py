@@ -124,7 +124,7 @@ def test_the_rest_and_the_kinds() -> None:
         (
             ShapeError,
             lambda: shardings_of_sides("(h k) s -> h k s", MESH, (12, 4), {}),
-            "the sizes of 'h', 'k' are not known",
+            "the sizes of 'h', 'k' are unknown",
         ),
     ],
 )

@@ -235,11 +235,13 @@ def _given_to_torch() -> None:
         for ours, fix in ((mesh["dp"], "mesh.to_torch()['dp']"), (line, "mesh.to_torch()")):
             with pytest.raises(md.MeshError) as caught:
                 call(ours)
-            assert str(caught.value).startswith("torch's code was given a mesh of meshdist\n")
+            assert str(caught.value).startswith("torch received a mesh of meshdist\n")
             where = f"rank {md.get_rank()} of 2, DeviceMesh(dp=2); read by "
             assert str(caught.value.where).startswith(where)
             assert "of torch." in str(caught.value.where)
-            assert caught.value.fix == f"pass {fix} instead, which every rank of the world makes"
+            assert (
+                caught.value.fix == f"pass {fix} instead; call to_torch() on every rank of the world"
+            )
         call(torchs)  # as the error says
 
 
@@ -254,14 +256,14 @@ def test_a_name_that_torchs_mesh_has_and_ours_lacks_is_told() -> None:
         with pytest.raises(md.errors.MeshAttributeError) as caught:
             mesh._flatten("all")  # type: ignore[attr-defined]
         assert str(caught.value).splitlines() == [
-            "a mesh of meshdist has no _flatten, as torch's DeviceMesh has",
+            "a mesh of meshdist has no _flatten, unlike torch's DeviceMesh",
             f"  where:    rank {md.get_rank()} of 2, DeviceMesh(dp=2, tp=1)",
-            "  fix:      take mesh.flatten, or mesh.to_torch()._flatten, torch's mesh, which every "
-            "rank of the world makes",
+            "  fix:      use mesh.flatten, or mesh.to_torch()._flatten; call to_torch() on every "
+            "rank of the world",
         ]
         with pytest.raises(AttributeError) as caught:
             mesh["tp"]._get_root_mesh()  # type: ignore[attr-defined]
-        assert "take mesh.to_torch()['tp']._get_root_mesh, torch's mesh" in str(caught.value)
+        assert "use mesh.to_torch()['tp']._get_root_mesh; call to_torch()" in str(caught.value)
 
     md.simulate(program, 2)
 

@@ -141,22 +141,22 @@ def test_the_words() -> None:
         join_operands([rows, whole], "add", "add")
     assert str(caught.value).splitlines() == [
         "add: operand y is equal on all ranks along 'dp', and another is not: the gradient of y "
-        "would be a sum over 'dp', which nothing asks for",
+        "would need an all-reduce over 'dp'",
         "  where:    rank 1 (dp=0, tp=1) of mesh (dp=2, tp=2)",
         "  expected: operands of equal shardings, or y reduced over 'dp'",
         "  found:    x: float32[3@dp, 4]",
         "            y: float32[4]",
-        "  fix:      y.reshard(P(reduced={'dp'})): nothing is sent; its gradient is then summed",
+        "  fix:      call y.reshard(P(reduced={'dp'})), which sends nothing and sums the gradient",
     ]
     partial_sum = ("float32", (4,), lying(P(unreduced={"tp"}), (4,)))
     with pytest.raises(AxisTypeError) as caught:
         join_operands([partial_sum], "", "exp")
     assert str(caught.value).splitlines() == [
-        "exp is not linear in what is unreduced over 'tp': each rank holds a partial sum",
+        "exp is not linear in the operand that is unreduced over 'tp': each rank holds a partial sum",
         "  where:    rank 1 (dp=0, tp=1) of mesh (dp=2, tp=2)",
         "  expected: no unreduced operand",
         "  found:    x: float32[4]{U:tp}",
-        "  fix:      sum the partial sums first: x.reshard(P())",
+        "  fix:      reduce the operand first: x.reshard(P())",
     ]
     with pytest.raises(ShapeError) as shapes:
         join_operands([rows, ("float32", (5,), lying(P(), (5,)))], "", "add")

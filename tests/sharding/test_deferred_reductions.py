@@ -113,8 +113,8 @@ def test_leaves_of_both_kinds_are_rejected() -> None:
         return str(caught.value)
 
     for text in md.simulate(program, 2):
-        assert "made of parameters under a wrapper over axis 'dp', and of leaves" in text
+        assert "mixes parameters that a wrapper averages over axis 'dp' with leaves" in text
         assert "float64[2, 2]{R:dp}, averaged over 'dp'" in text
         assert "float64[2, 2], not averaged there" in text
         assert "operand 1 of einsum 'b@dp d, d f -> b@dp f'" in text
-        assert "multiply by each in a line of its own" in text
+        assert "call einsum once for each of them" in text

@@ -263,7 +263,7 @@ def test_gathered_again_it_keeps_the_shard_alone() -> None:
 
     for kept, text in on_ranks(body, 2):
         assert kept[1] == 0
-        assert "an operand was written to before the backward" in text
+        assert "an operand was modified before the backward" in text
         assert "leave out regather=True" in text
 
 
@@ -332,8 +332,8 @@ def test_the_result_carries_its_spec_and_a_later_line_is_compared_with_it() -> N
 
     for text, message in on_ranks(body, 2):
         assert text == "float32[2, 2@dp]"
-        assert "does not lie as the left side" in message
-        assert "x carries P(None, 'dp')" in message
+        assert "the tensor's annotation does not match the left side" in message
+        assert "x is annotated as P(None, 'dp')" in message
 
 
 @pytest.mark.parametrize(
@@ -342,7 +342,11 @@ def test_the_result_carries_its_spec_and_a_later_line_is_compared_with_it() -> N
         ({"unreduced": "dp"}, "b d, d f@dp -> b f@dp", "unreduced over 'dp', and invariant there"),
         ({"varying": "dp"}, "b d, d f@dp -> b f@dp", "varying over 'dp', and invariant there"),
         ({"reduced": "dp"}, "b@dp d, d f -> b@dp f", "reduced over 'dp', and varying there"),
-        ({"reduced": "dp"}, "b d, d f -> b f", "marked reduced over axis 'dp', which the text"),
+        (
+            {"reduced": "dp"},
+            "b d, d f -> b f",
+            "annotated as reduced over axis 'dp', which the pattern",
+        ),
     ],
 )
 def test_marks_that_contradict_the_text(kinds: Any, text: str, message: str) -> None:
@@ -444,7 +448,7 @@ def test_a_wrapper_over_the_world_or_a_group_that_is_no_axis() -> None:
 
     for mean, text in on_ranks(body, 2, 2):
         assert mean == 2.5
-        assert "ranks that lie along no axes of the einsum's mesh" in text
+        assert "ranks that form no axes of the einsum's mesh" in text
         assert "DDP(module, device_mesh=mesh['dp'])" in text
 
 
@@ -455,32 +459,32 @@ BAD: dict[str, tuple[Any, type[Exception], list[str]]] = {
     "an operand too few": (
         lambda mesh: md.einsum("b d, d f -> b f", ONES(2, 4), mesh=mesh),
         PatternError,
-        ["einsum of 1 tensors with a text for 2", "found:    2 operands in the text"],
+        ["einsum got 1 tensors for a pattern of 2", "found:    2 operands in the text"],
     ),
     "no operand": (
         lambda mesh: md.einsum("->", mesh=mesh),
         PatternError,
-        ["einsum of 0 tensors with a text for 1"],
+        ["einsum got 0 tensors for a pattern of 1"],
     ),
     "a comma outside of brackets": (
         lambda mesh: md.einsum("b@dp,tp d -> b", ONES(2, 4), mesh=mesh),
         PatternError,
-        ["write b@(dp,tp) where several axes cut one dim"],
+        ["write b@(dp,tp) to cut one dim over several axes"],
     ),
     "a comma outside of brackets, in the result": (
         lambda mesh: md.einsum("b d -> b@dp,tp d", ONES(2, 4), mesh=mesh),
         PatternError,
-        ["found:    ','", "write b@(dp,tp) where several axes cut one dim"],
+        ["found:    ','", "write b@(dp,tp) to cut one dim over several axes"],
     ),
     "an operand too many": (
         lambda mesh: md.einsum("b d -> b", ONES(2, 4), ONES(4, 5), mesh=mesh),
         PatternError,
-        ["einsum of 2 tensors with a text for 1", "found:    1 operand in the text"],
+        ["einsum got 2 tensors for a pattern of 1", "found:    1 operand in the text"],
     ),
     "operands in a list": (
         lambda mesh: md.einsum("b d -> b", [ONES(2, 4)], mesh=mesh),
         KindError,
-        ["operand 0 is no tensor", "give the tensors one after the other: einsum(text, x, w)"],
+        ["operand 0 is not a tensor", "pass the tensors one after the other: einsum(text, x, w)"],
     ),
     "an array of NumPy": (
         lambda mesh: md.einsum("b d -> b", ONES(2, 4).numpy(), mesh=mesh),
@@ -490,25 +494,25 @@ BAD: dict[str, tuple[Any, type[Exception], list[str]]] = {
     "letters as torch's": (
         lambda mesh: md.einsum("bd,df->bf", ONES(2, 4), ONES(4, 5), mesh=mesh),
         PatternError,
-        ["'bf', which no operand has", "dims stand apart, unlike torch.einsum's: b f"],
+        ["'bf', which no operand has", "separate dims by spaces, unlike in torch.einsum: b f"],
     ),
     "letters as torch's, of an operand": (
         lambda mesh: md.einsum("bd->bd", ONES(2, 4), mesh=mesh),
         ShapeError,
-        ["the pattern names 1 dims, the array has 2", "unlike torch.einsum's: b d"],
+        ["the pattern names 1 dims, the array has 2", "unlike in torch.einsum: b d"],
     ),
     "a whole in place of a shard": (
         lambda mesh: md.einsum("b d@dp, d@dp f -> b f", ONES(2, 4), ONES(2, 5), mesh=mesh),
         ShapeError,
         [
             "d=8 in operand 0, a shard of shape (2, 4); d=4 in operand 1",
-            "operand 0 seems to be whole: md.shard(x, 'b d@dp', mesh)",
+            "shard operand 0 if it is global: md.shard(x, 'b d@dp', mesh)",
         ],
     ),
     "a whole in place of a shard, of a size that is given": (
         lambda mesh: md.einsum("b d@dp -> b", ONES(2, 4), mesh=mesh, d=4),
         ShapeError,
-        ["dim 1 has size 4", "give this rank its part of the whole: md.shard(x, ...)"],
+        ["dim 1 has size 4", "pass this rank's shard of the global array: md.shard(x, ...)"],
     ),
     "a text that cuts another dim than the shard": (
         lambda mesh: md.einsum(
@@ -517,7 +521,8 @@ BAD: dict[str, tuple[Any, type[Exception], list[str]]] = {
         ArgumentError,
         [
             "operand 1 of einsum 'b d, d@dp f -> b f'",
-            "write how it lies: dim 1 is cut over 'dp'; if it lies otherwise by now, md.annotate",
+            "write its sharding: dim 1 is cut over 'dp'; if the annotation is outdated, call "
+            "md.annotate",
         ],
     ),
     "two sizes": (
@@ -533,12 +538,12 @@ BAD: dict[str, tuple[Any, type[Exception], list[str]]] = {
             "b d@dp, d f -> b f", ONES(2, 2 - md.get_rank()), ONES(3, 5), mesh=mesh
         ),
         ShapeError,
-        ["dim 'd' has two sizes", "give the whole size: d=..."],
+        ["dim 'd' has two sizes", "pass the global size: d=..."],
     ),
     "a dim of the result alone": (
         lambda mesh: md.einsum("b d, d f -> b g", ONES(2, 4), ONES(4, 5), mesh=mesh),
         PatternError,
-        ["the result of this einsum has a dim of its own", "'g', which no operand has"],
+        ["the result of this einsum has a dim that no operand has", "'g', which no operand has"],
     ),
     "no result": (
         lambda mesh: md.einsum("b d, d f", ONES(2, 4), ONES(4, 5), mesh=mesh),
@@ -548,27 +553,27 @@ BAD: dict[str, tuple[Any, type[Exception], list[str]]] = {
     "unreduced times unreduced": (
         lambda mesh: md.einsum("b {U:dp}, b {U:dp} -> b", ONES(2), ONES(2), mesh=mesh),
         PatternError,
-        ["operands 0 and 1 are both unreduced over axis 'dp'", "sum one first: md.reshard"],
+        ["operands 0 and 1 are both unreduced over axis 'dp'", "reduce one first: md.reshard"],
     ),
     "bool": (
         lambda mesh: md.einsum("b, b -> ", ONES(2).bool(), ONES(2), mesh=mesh),
         DtypeError,
-        ["bool values have no products and sums", "x.to(torch.int32)"],
+        ["cannot multiply and sum bool values", "x.to(torch.int32)"],
     ),
     "two dtypes": (
         lambda mesh: md.einsum("b, b -> ", ONES(2).double(), ONES(2), mesh=mesh),
         DtypeError,
-        ["the operands are of several dtypes", "float64, float32"],
+        ["the operands have different dtypes", "float64, float32"],
     ),
     "no tensor": (
         lambda mesh: md.einsum("b, b -> ", [1.0], ONES(2), mesh=mesh),
         KindError,
-        ["operand 0 is no tensor", "found:    a list"],
+        ["operand 0 is not a tensor", "found:    a list"],
     ),
     "the mesh as an operand": (
         lambda mesh: md.einsum("b, b -> ", ONES(2), ONES(2), mesh),
         KindError,
-        ["name the mesh: mesh=mesh"],
+        ["pass the mesh by name: mesh=mesh"],
     ),
     "two numbers of whole dims": (
         lambda mesh: md.einsum("... d, ... d -> ...", ONES(2, 3), ONES(2, 2, 3), mesh=mesh),
@@ -588,7 +593,7 @@ BAD: dict[str, tuple[Any, type[Exception], list[str]]] = {
     "a shape for a plan": (
         lambda mesh: md.plan("b, b -> ", mesh=mesh, shape=(2,)),
         PatternError,
-        ["one array: a comma outside of brackets parts operands"],
+        ["one array (a comma outside of brackets separates operands)"],
     ),
 }
 

@@ -151,16 +151,21 @@ def test_arrays_of_cupy() -> None:
 @pytest.mark.parametrize(
     ("x", "root", "kind", "words"),
     [
-        (None, 1, KindError, ["the root holds no whole array", "rank 1 (dp=0, tp=1)", "root=..."]),
+        (
+            None,
+            1,
+            KindError,
+            ["the root passed no global array", "rank 1 (dp=0, tp=1)", "root=..."],
+        ),
         ([1, 2], 2, KindError, ["cannot take a list as x"]),
         (torch.zeros(()), 2, ShapeError, ["entries for 1 dims"]),
         (
             torch.zeros(4),
             4,
             NotInGroupError,
-            ["does not hold the root, rank 4", "one of ranks 0-3"],
+            ["does not contain the root, rank 4", "one of ranks 0-3"],
         ),
-        (torch.zeros(4), -1, NotInGroupError, ["does not hold the root, rank -1"]),
+        (torch.zeros(4), -1, NotInGroupError, ["does not contain the root, rank -1"]),
         (torch.zeros(4), "1", KindError, ["root must be an integer", "'1'"]),
         (torch.zeros(()), None, ShapeError, ["entries for 1 dims"]),
         (None, None, KindError, ["device_put cannot take a NoneType as x"]),
@@ -181,7 +186,7 @@ def test_bool_partial_sums_and_sharded_arrays_on_the_root_are_rejected() -> None
     def bools(mesh: DeviceMesh) -> None:
         md.device_put(torch.ones(4).bool(), md.NamedSharding(mesh, md.P(unreduced={"dp"})), root=0)
 
-    assert "bool values have no partial sums" in error_on_mesh(bools, ArgumentError)
+    assert "bool values cannot be partial sums" in error_on_mesh(bools, ArgumentError)
 
     def sharded(mesh: DeviceMesh) -> None:
         rows = md.NamedSharding(mesh, md.P("dp"))
@@ -209,4 +214,4 @@ def test_a_rank_outside_the_mesh_is_rejected() -> None:
         return str(caught.value)
 
     rejected, made = md.simulate(program, 2)
-    assert made == "(2,)" and "device_put on a mesh that does not hold this rank" in rejected
+    assert made == "(2,)" and "device_put on a mesh that does not contain this rank" in rejected

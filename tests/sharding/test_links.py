@@ -39,7 +39,7 @@ def test_a_group_is_as_slow_as_its_slowest_axis() -> None:
     "numbers", [(-1, 1), (0, 0), (0, -5), (float("nan"), 1), (float("inf"), 1)]
 )
 def test_impossible_links_are_rejected(numbers):
-    with pytest.raises(ArgumentError, match="a link's latency is finite") as caught:
+    with pytest.raises(ArgumentError, match="a Link needs a finite latency") as caught:
         Link(*numbers)
     assert caught.value.found == f"latency_s={numbers[0]}, bytes_per_s={numbers[1]}"
 
@@ -48,11 +48,11 @@ def test_other_things_are_no_links() -> None:
     with pytest.raises(KindError) as caught:
         links_of(MESH, 5, DEFAULTS)
     assert str(caught.value) == (
-        "links are one Link, or a mapping of axes to Links\n"
+        "links must be one Link, or a mapping from axes to Links\n"
         "  where:    argument links\n"
         "  found:    int"
     )
-    with pytest.raises(KindError, match="the link of axis 'tp' is no Link"):
+    with pytest.raises(KindError, match="the link of axis 'tp' is not a Link"):
         links_of(MESH, {"tp": 1e9}, DEFAULTS)
     with pytest.raises(AxisError, match="no axis 'pp' in the mesh"):
         links_of(MESH, {"pp": DEFAULT_LINK}, DEFAULTS)

@@ -143,7 +143,7 @@ def test_all_ranks_choose_one_route() -> None:
         (
             lambda: md.plan("b@dp -> b", P(), MESH, (8,)),
             ArgumentError,
-            "a pattern is source and destination in one\n"
+            "a pattern has both the source and the destination\n"
             "  where:    md.plan\n"
             '  expected: one pattern with "->", or two specs\n'
             f"  found:    'b@dp -> b' and {P()!r}",
@@ -151,33 +151,33 @@ def test_all_ranks_choose_one_route() -> None:
         (
             lambda: md.plan("b@dp -> b", MESH, b=8),  # type: ignore[arg-type]
             ArgumentError,
-            "a pattern is source and destination in one\n"
+            "a pattern has both the source and the destination\n"
             "  where:    md.plan\n"
             '  expected: one pattern with "->", or two specs\n'
             f"  found:    'b@dp -> b' and {MESH!r}\n"
-            "  fix:      name the mesh: plan(pattern, mesh=mesh)",
+            "  fix:      pass the mesh by name: plan(pattern, mesh=mesh)",
         ),
         (
             lambda: md.plan(P("dp"), P(), MESH, (8,), b=8),
             ArgumentError,
-            "sizes by name are for patterns, whose dims have names\n"
+            "sizes by name need a pattern, whose dims have names\n"
             "  where:    md.plan\n"
             "  found:    b=8\n"
-            "  fix:      give the shape of the whole array: shape=(...)",
+            "  fix:      pass the global shape: shape=(...)",
         ),
         (
             lambda: md.plan(P("dp"), P(), MESH),
             ArgumentError,
-            "a plan between specs needs the shape of the whole array\n"
+            "a plan between specs needs the global shape\n"
             "  where:    md.plan\n"
-            "  fix:      write plan(src, dst, mesh, shape)",
+            "  fix:      call plan(src, dst, mesh, shape)",
         ),
         (
             lambda: md.plan(P("dp"), P(), shape=(8,)),
             MeshError,
-            "plan: no mesh is in force\n"
-            "  expected: a mesh whose axes are named\n"
-            "  fix:      call it inside `with mesh:`, or name the mesh: plan(..., mesh=mesh)",
+            "plan: there is no current mesh\n"
+            "  expected: a mesh with named axes\n"
+            "  fix:      call it inside `with mesh:`, or pass the mesh: plan(..., mesh=mesh)",
         ),
         (
             lambda: md.plan(P("dp"), P(), "dp", (8,)),
@@ -196,17 +196,17 @@ def test_all_ranks_choose_one_route() -> None:
             "  where:    md.plan, argument dst\n"
             "  expected: a NamedSharding or a PartitionSpec\n"
             "  found:    None, a NoneType\n"
-            "  fix:      write a pattern alone as the first argument: "
+            "  fix:      pass a pattern as the only positional argument: "
             'plan("b@dp s -> b s@dp", mesh=mesh)',
         ),
         (
             lambda: md.plan(("dp",), P(), MESH, (8,)),
             KindError,
-            "src is no spec\n"
+            "src is not a spec\n"
             "  where:    md.plan, argument src\n"
             "  expected: a NamedSharding or a PartitionSpec\n"
             "  found:    ('dp',), a tuple\n"
-            "  fix:      write a pattern alone as the first argument: "
+            "  fix:      pass a pattern as the only positional argument: "
             'plan("b@dp s -> b s@dp", mesh=mesh)',
         ),
         (
@@ -231,7 +231,7 @@ def test_all_ranks_choose_one_route() -> None:
         (
             lambda: md.plan(P("dp"), P(), MESH, (8,), rank=8),
             NotInGroupError,
-            "the mesh does not hold rank 8\n"
+            "the mesh does not contain rank 8\n"
             "  where:    mesh (dp=2, tp=4)\n"
             "  expected: one of its ranks: 0, 1, 2, 3, 4, 5, 6, 7\n"
             "  fix:      skip the call on ranks outside the mesh",

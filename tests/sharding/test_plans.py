@@ -351,10 +351,10 @@ def test_a_plan_explains_itself() -> None:
         "  1. all-reduce over dp, 2 ranks: 4 x 6; 192 bytes in, 192 bytes out, 10 us\n"
         "  2. exchange boxes (1 in, 1 out) over tp, 2 ranks: 7 x 6; "
         "144 bytes in, 192 bytes out, 5 us\n"
-        "  in all: 336 bytes in, 384 bytes out, 1.0 KiB at peak, 15 us, at 8 bytes an element"
+        "  total: 336 bytes in, 384 bytes out, 1.0 KiB at peak, 15 us, at 8 bytes an element"
     )
     same = make_plan(target, target, (0, 0), layout=mesh, op_name="as it is").explain()
-    assert "  this rank's part stays as it is\n" in same
+    assert "  this rank's part does not change\n" in same
 
 
 # -- planning takes little time -----------------------------------------------------------------

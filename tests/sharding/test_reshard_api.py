@@ -224,14 +224,14 @@ def test_sharded_arrays_know_how_they_lie() -> None:
         return md.ShardedArray(torch.zeros(2, 4), md.NamedSharding(mesh, md.P("a")))
 
     text = refusal(ArgumentError, lambda mesh: md.reshard(array(mesh), "s d -> s d@a"))
-    assert "does not lie as the left side of 's d -> s d@a' says" in text
+    assert "the array's sharding does not match the left side of 's d -> s d@a'" in text
     assert "expected: P('a',)" in text
     text = refusal(ArgumentError, lambda mesh: md.reshard(array(mesh), "s d@a", shape=(4, 4)))
-    assert "a sharded array knows its mesh and its shape" in text
+    assert "reshard of a ShardedArray takes no mesh and no shape" in text
     text = refusal(ArgumentError, lambda mesh: md.unshard(array(mesh), "s d@a"))
-    assert "unshard: a ShardedArray knows how it lies" in text and "unshard(array)" in text
+    assert "unshard of a ShardedArray takes no pattern" in text and "unshard(array)" in text
     text = refusal(KindError, lambda mesh: md.unshard(X, mesh=mesh))
-    assert "a pattern is a string" in text
+    assert "a pattern must be a string" in text
 
 
 # -- uneven parts without the size of the whole ---------------------------------------------------
@@ -293,15 +293,16 @@ def test_uneven_parts_need_the_size_of_the_whole(
     for text in on_two_ranks(forgotten_size, operation):
         assert "of shape (6, 4)" in text and "of shape (8, 4)" in text
         assert (
-            "  fix:      where parts are uneven, give the size of the whole, the sum of all parts, "
+            "  fix:      if the parts are uneven, pass the global size, the sum of all parts, "
             "on every rank: b=...; else make every member call the same collectives" in text
         )
     # That size, where the larger part comes first, is right; and 7 is told to be cut so.
     assert on_two_ranks(given_size, 4, 7, operation) == [""] * 2
     for rank, text in enumerate(on_two_ranks(given_size, 3, 7, operation)):
-        assert f"rank {rank} holds no shard of the whole: dim 0 has size {3 + rank}" in text
+        assert f"rank {rank} holds no shard of the global array: dim 0 has size {3 + rank}" in text
         assert (
-            "of a whole of shape (7, 4), whose dim 0 is cut into 4, 3, larger parts first" in text
+            "of a global array of shape (7, 4), whose dim 0 is cut into 4, 3, larger parts first"
+            in text
         )
         assert "md.NamedSharding(mesh, P('dp', None), shard_sizes={0: sizes})" in text
 
@@ -347,13 +348,14 @@ def test_patterns_that_do_not_fit_the_mesh() -> None:
     text = refusal(PatternError, lambda mesh: md.shard(X, "s@a d -> s d", mesh))
     assert "this pattern has two sides" in text
     text = refusal(KindError, lambda mesh: md.reshard(X, ["s@a"], mesh))
-    assert "a pattern is a string" in text and "fix:" not in text
+    assert "a pattern must be a string" in text and "fix:" not in text
     text = refusal(KindError, lambda mesh: md.reshard(X, md.P("a", None), mesh))
-    assert "a pattern is a string" in text and "found:    P('a', None), a PartitionSpec" in text
+    assert "a pattern must be a string" in text
+    assert "found:    P('a', None), a PartitionSpec" in text
     assert text.endswith(
-        "fix:      a spec goes into a sharding, which takes a pattern's place: sharding = "
-        "md.NamedSharding(mesh, P('a', None)); then md.shard(whole, sharding), "
-        "md.unshard(x, sharding), md.reshard(x, sharding, other_sharding)"
+        "fix:      pass a sharding that has the spec: sharding = "
+        "md.NamedSharding(mesh, P('a', None)); then call md.shard(x, sharding), "
+        "md.unshard(x, sharding) or md.reshard(x, sharding, other_sharding)"
     )
 
 
@@ -393,16 +395,16 @@ def test_shards_that_are_none_of_the_whole() -> None:
         return md.reshard(X, here, there, shape=(10, 4))
 
     text = refusal(ShapeError, call)
-    assert "reshard: the local array is no shard of an array of shape (10, 4)" in text
+    assert "reshard: the local array is not a shard of an array of shape (10, 4)" in text
     assert "where:    rank 0 (a=0, b=0) of mesh (a=2, b=2), P('a',)" in text
     assert "expected: shape (5, 4), this rank's shard" in text
     assert "found:    shape (4, 4)" in text
-    assert "fix:      pass the shape of the whole array, the same on every rank; or" in text
+    assert "fix:      pass the global shape, the same on every rank, or" in text
 
 
 def test_meshes() -> None:
     text = refusal(MeshError, lambda mesh: md.reshard(X, "s@a d -> s d"))
-    assert "reshard: no mesh is in force" in text and "reshard(..., mesh=mesh)" in text
+    assert "reshard: there is no current mesh" in text and "reshard(..., mesh=mesh)" in text
     text = refusal(KindError, lambda mesh: md.reshard(X, "s@a d -> s d", mesh.layout))
     assert "reshard needs the groups of a DeviceMesh" in text and "a Layout" in text
 
@@ -419,7 +421,7 @@ def test_meshes() -> None:
 
     texts = md.simulate(program, 4)
     assert "other ranks" in texts[0] or "ranks" in texts[0]
-    assert "reshard on a mesh that does not hold this rank" in texts[3]
+    assert "reshard on a mesh that does not contain this rank" in texts[3]
 
 
 def test_ranks_outside_the_mesh() -> None:
@@ -432,7 +434,7 @@ def test_ranks_outside_the_mesh() -> None:
         return str(found.value)
 
     text = md.simulate(program, 3)[2]
-    assert "unshard on a mesh that does not hold this rank" in text
+    assert "unshard on a mesh that does not contain this rank" in text
     assert "skip the call if mesh.get_coordinate() is None" in text
 
 
@@ -441,11 +443,11 @@ def test_shardings() -> None:
         return md.NamedSharding(mesh, md.P("a"))
 
     text = refusal(KindError, lambda mesh: md.reshard(X, sharding(mesh), mesh))
-    assert "reshard from a NamedSharding needs another to go to" in text
+    assert "reshard from a NamedSharding needs a target NamedSharding" in text
     text = refusal(ArgumentError, lambda mesh: md.reshard(X, *[sharding(mesh)] * 2, s=4))
-    assert "knows no dims by name" in text and "found:    s=4" in text
+    assert "takes no sizes by name" in text and "found:    s=4" in text
     text = refusal(ArgumentError, lambda mesh: md.shard(X, sharding(mesh), mesh["a"]))
-    assert "shard: a NamedSharding has a mesh of its own" in text
+    assert "shard: mesh= is not the mesh of the NamedSharding" in text
     text = refusal(KindError, lambda mesh: md.shard(X, sharding(mesh.layout)))
     assert "shard needs the groups of a DeviceMesh" in text
 
@@ -472,7 +474,7 @@ def test_a_tensor_that_lies_otherwise_than_the_left_side_says_is_rejected(left: 
         return found
 
     for untyped, typed in md.simulate(program, 2):
-        assert untyped.startswith("reshard: the tensor does not lie as the left side")
-        assert "found:    x carries P('a', None)" in untyped
-        assert "otherwise by now, md.annotate(x, ...)" in untyped
+        assert untyped.startswith("reshard: the tensor's annotation does not match the left side")
+        assert "found:    x is annotated as P('a', None)" in untyped
+        assert "if the annotation is outdated, call md.annotate(x, ...)" in untyped
         assert (typed == untyped) == (left == "f d@a")

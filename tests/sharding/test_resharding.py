@@ -194,7 +194,7 @@ def test_bool_partial_sums_are_rejected() -> None:
         return str(found.value)
 
     text = on_pattern(body, "s {U:a} -> s")[0]
-    assert "reshard: bool values have no sum" in text
+    assert "reshard cannot sum bool values" in text
     assert "where:    s {U:a} -> s of shape (6,)" in text
     assert "found:    shape (6,), bool" in text
     assert "fix:      count in integers: x.to(torch.int32)" in text

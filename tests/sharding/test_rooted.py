@@ -88,8 +88,8 @@ def test_refusals() -> None:
     assert "unshard: root must be an integer" in message(KindError, "first")
     assert "found:    True" in message(KindError, True)
     text = message(NotInGroupError, 2)
-    assert "unshard: the mesh does not hold the root, rank 2" in text
+    assert "unshard: the mesh does not contain the root, rank 2" in text
     assert "expected: one of ranks 0-1" in text
     text = message(GradientError, 0, requires_grad=True)
     assert "unshard with a root has no gradient" in text
-    assert "fix:      pass local.detach(), or leave root out" in text
+    assert "fix:      pass local.detach(), or leave root= out" in text

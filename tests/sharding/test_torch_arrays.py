@@ -76,7 +76,7 @@ def test_sizes_of_torch(pool: Pool) -> None:
             md.to_dtensor(balanced)
         assert again.full_tensor().tolist() == list(range(9))
         text = str(caught[0].message)
-        assert "to_dtensor reshards: torch holds this array otherwise" in text
+        assert "to_dtensor reshards this array, because torch shards it differently" in text
         assert "expected: dim 0 in 3, 3, 3, 0 along dp" in text
         assert "found:    dim 0 in 3, 2, 2, 2 along dp" in text
         assert caught[0].filename == __file__
@@ -182,9 +182,9 @@ def test_refusals(pool: Pool) -> None:
     for texts in pool.run(program, 2):
         assert texts[0] == "from_dtensor takes a DTensor\n  found:    a Tensor"
         assert texts[1] == "to_dtensor takes a ShardedArray\n  found:    a Tensor"
-        assert texts[2].startswith("from_dtensor: torch's mesh and ours are not the same\n")
+        assert texts[2].startswith("from_dtensor: torch's mesh and the meshdist mesh differ\n")
         assert "fix:      make one from the other" in texts[3]
         assert "an average of integers" in texts[4]
-        assert "Partial('max') has no counterpart" in texts[5]
+        assert "Partial('max') is not supported" in texts[5]
         assert "shard" in texts[6]
         assert "(1,)" in texts[6]

@@ -460,7 +460,7 @@ def test_an_axis_of_an_outer_mesh() -> None:
 
     text = in_mesh(body)[0]
     assert "\n  where:    scale, shape (6,), float32\n" in text
-    assert "an outer `with mesh:` is of DeviceMesh(dp=2, tp=2), which has 'tp'" in text
+    assert "an outer `with mesh:` of DeviceMesh(dp=2, tp=2), which has axis 'tp'" in text
 
 
 def test_a_parameter_without_a_shape() -> None:

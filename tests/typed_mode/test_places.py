@@ -656,8 +656,8 @@ def test_meshes_that_no_context_can_have() -> None:
     unnamed, number, none, foreign = md.simulate(body, 2)[1]
     assert unnamed.startswith("typed needs a mesh with axis names\n")
     assert number.startswith("typed takes a mesh\n")
-    assert none.startswith("typed: no mesh is in force\n")
-    assert foreign.startswith("typed on a mesh that does not hold this rank\n")
+    assert none.startswith("typed: there is no current mesh\n")
+    assert foreign.startswith("typed on a mesh that does not contain this rank\n")
 
 
 def test_a_context_ends_with_an_exception() -> None:

@@ -429,7 +429,7 @@ def test_bad_arguments_are_rejected() -> None:
             md.seed(1, differ_over=1, mesh=mesh)  # type: ignore[arg-type]
         with pytest.raises(KindError, match=r"md\.seed takes a mesh"):
             md.seed(1, mesh="dp")  # type: ignore[arg-type]
-        with pytest.raises(MeshError, match="no mesh is in force"):
+        with pytest.raises(MeshError, match="there is no current mesh"):
             md.seed(1, differ_over="dp")
         with pytest.raises(AxisError, match="ep"):
             md.seed(1, differ_over="ep", mesh=mesh)
@@ -443,7 +443,7 @@ def test_a_mesh_without_this_rank_is_rejected() -> None:
     def program() -> None:
         half = md.DeviceMesh("cpu", [0], mesh_dim_names=("dp",))
         if md.get_rank() == 1:
-            with pytest.raises(NotInGroupError, match="does not hold this rank"):
+            with pytest.raises(NotInGroupError, match="does not contain this rank"):
                 md.seed(1, differ_over="dp", mesh=half)
 
     md.simulate(program, 2)
