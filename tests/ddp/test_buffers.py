@@ -118,7 +118,7 @@ def test_a_hook_that_cannot_be_called_is_rejected() -> None:
     assert (
         md.simulate(program, 2)
         == [
-            "the buffers' hook is of type str\n"
+            "the buffer communication hook is of type str\n"
             "  expected: a function of the state and a dict of buffers by name"
         ]
         * 2

@@ -342,15 +342,15 @@ def test_a_second_hook_and_a_late_one_are_rejected() -> None:
         return told
 
     assert md.simulate(program, 2)[1] == [
-        "a communication hook is registered already\n"
+        "a communication hook is already registered\n"
         "  where:    rank 1, in the world\n"
-        "  expected: register_comm_hook at most once for each wrapper\n"
+        "  expected: register_comm_hook() at most once per wrapper\n"
         "  found:    hook average\n"
-        "  fix:      call both in one hook, or wrap the model anew",
-        "a communication hook was registered after the first backward\n"
+        "  fix:      call both in one hook, or wrap the model again",
+        "cannot register a communication hook after the first backward\n"
         "  where:    rank 1, in the world\n"
-        "  expected: register_comm_hook before gradients are first averaged\n"
-        "  fix:      register it right after the model is wrapped",
+        "  expected: register_comm_hook() before gradients are first averaged\n"
+        "  fix:      register it right after you wrap the model",
     ]
 
 
@@ -454,7 +454,8 @@ def test_a_future_that_nothing_completes(pool: Pool) -> None:
 
     (told, _), (simulated, _) = pool.run(program, 2), md.simulate(program, 2)
     assert told.splitlines()[2:] == [
-        "  expected: a Future that a callback of the hook's collectives completes, or another thread "
+        "  expected: a Future that a callback of the hook's collectives completes, or another "
+        "thread "
         "within 0.2 s",
         "  found:    all collectives that the hook has started are done",
         "  fix:      look for a callback that raises before it calls set_result; return what "
