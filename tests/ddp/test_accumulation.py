@@ -260,7 +260,7 @@ def test_a_parameter_that_is_not_invariant_is_rejected() -> None:
     assert "axis 'dp' (size 2)" in text
     assert "test_accumulation.py:" in text
     assert "parameter 1: float32[3]{V:dp}" in text
-    assert "leave it out of the parameters" in text
+    assert "do not pass this parameter" in text
 
 
 def test_a_parameter_is_accumulated_once() -> None:
@@ -283,7 +283,7 @@ def test_a_parameter_of_ddps_is_rejected() -> None:
 
     text = rejected(AxisTypeError, named)
     assert text.startswith("accumulate_gradients over 'dp' of a parameter that DDP reduces there\n")
-    assert "one owner of the gradients over an axis" in text
+    assert "gradients that are reduced once over each axis" in text
     assert "parameter 0: float64[5, 3]{R:dp}" in text
     assert "ddp.no_sync()" in text
 

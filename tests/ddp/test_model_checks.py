@@ -233,7 +233,7 @@ REFUSED: list[tuple[Callable[[], nn.Module], dict[str, Any], type[Exception], st
         lambda: nn.LazyLinear(1),
         {},
         GradientError,
-        "weight has no shape yet\n"
+        "convert_sync_batchnorm() cannot convert an uninitialized weight\n"
         "  expected: parameters that are initialized\n"
         "  fix:      run one forward on the module before it is wrapped",
     ),

@@ -288,7 +288,7 @@ def test_a_copied_shard_is_rejected_by_a_wrapper_over_its_axis() -> None:
 
     assert all(
         text.startswith(
-            ("DDP cannot replicate mlp.up.weight: it is annotated as varying over 'tp'\n")
+            "DDP cannot replicate mlp.up.weight: it is annotated as varying over 'tp'\n"
         )
         for text in in_mesh(body)
     )
@@ -466,7 +466,7 @@ def test_a_parameter_without_a_shape() -> None:
     with pytest.raises(ArgumentError) as caught:
         md.annotate(nn.LazyLinear(3), {"weight": "f@tp d"})
     assert str(caught.value) == (
-        "annotate: weight has no shape yet\n"
+        "convert_sync_batchnorm() cannot convert an uninitialized annotate: weight\n"
         "  expected: a parameter that is made\n"
         "  found:    a UninitializedParameter\n"
         "  fix:      run the module once, then annotate it"
