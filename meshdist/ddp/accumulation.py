@@ -44,7 +44,7 @@ def accumulate_gradients(
     """Accumulate gradients of several backwards on each rank, and sum them over the axis at the
     end.
 
-    Use it for microbatches: it needs one reduction for all of them instead of one for each. Inside
+    Use it for microbatches: it needs a single reduction for all of them. Inside
     the context the parameters are reduced over the axis. Their ``.grad`` starts as None and is this
     rank's partial sum, which no optimizer inside ``md.typed`` accepts. At the end, the sum over the
     ranks is added to the earlier gradients, and the types are restored. Each rank's loss is the
@@ -199,7 +199,7 @@ def _add_up(
 def _sums(
     leaves: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None], group: ProcessGroup
 ) -> list[torch.Tensor | None]:
-    """Return, for each leaf, the sum of all ranks' gradients; None if no rank has one."""
+    """Return, for each leaf, the sum of all ranks' gradients; None if no rank has a gradient."""
     own = [0] * len(leaves)
     for index, grad in enumerate(grads):
         if grad is not None:

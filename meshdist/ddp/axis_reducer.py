@@ -69,7 +69,7 @@ class AxisReducer:
 
     @property
     def has_reduced(self) -> bool:
-        """Whether the user has annotated a parameter as reduced."""
+        """Return whether the user has annotated a parameter as reduced."""
         return any(self._reduced.values())
 
     @untraced

@@ -1,4 +1,4 @@
-"""Decide whether a gradient belongs to the current synchronized backward or to a local one.
+"""Decide whether a gradient belongs to the current synchronized backward or a local backward.
 
 In ``model(x).sum() + w.square().sum()`` the gradient of the second term is computed first. It is
 kept until its backward reaches an output, and counts then. If the backward reaches no output, it is

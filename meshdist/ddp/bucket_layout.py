@@ -162,12 +162,12 @@ class ReductionOptions:
 
     @property
     def may_lack(self) -> bool:
-        """Whether a backward may lack gradients without an error."""
+        """Return whether a backward may lack gradients without an error."""
         return self.finds_unused or self.is_static
 
     @property
     def may_move(self) -> bool:
-        """Whether parameters may still move between early and deferred buckets."""
+        """Return whether parameters may still move between early and deferred buckets."""
         return self.finds_unused and not (self.is_static or self.skips_unused)
 
 
@@ -188,7 +188,7 @@ class BucketLayout:
 
     Args:
         deferred: the parameters whose gradient some rank may lack.
-        is_learned: whether the order is the one in which gradients were computed.
+        is_learned: whether the buckets are in the order in which gradients were computed.
         buckets: in the order in which they are sent.
         unsent: the parameters without a bucket, since no rank had their gradient at first.
         status_flags: averaged over the union of all groups.

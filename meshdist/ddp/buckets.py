@@ -55,7 +55,7 @@ class Pending(Protocol):
 
 
 class Averaging(NamedTuple):
-    """How to average over one group.
+    """The method of averaging over one group.
 
     Args:
         scale: the factor applied to gradients as they are copied; None if the backend averages, and
@@ -115,7 +115,7 @@ class Bucket:
         is_deferred: bool,
         gradient_errors: GradientErrors,
     ) -> Bucket:
-        """Return a bucket with its gradients contiguous in ``sent``, large ones before small ones.
+        """Return a bucket with its gradients contiguous in ``sent``, the large before the small.
 
         Args:
             indices: of the parameters, in the order in which their gradients are expected.

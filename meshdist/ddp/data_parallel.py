@@ -412,7 +412,7 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
         Args:
             state: the hook's first argument; None passes the wrapper's group.
             hook: takes a ``GradBucket`` and returns a torch Future of the averaged tensor: a hook
-                of ``meshdist.distributed.comm_hooks`` or of torch, or a custom one.
+                of ``meshdist.distributed.comm_hooks`` or of torch, or a custom hook.
 
         Raises:
             KindError, ArgumentError: the hook is invalid, is a second hook, or is registered after

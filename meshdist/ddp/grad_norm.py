@@ -242,7 +242,7 @@ def _checked_numbers(max_norm: Any, norm_type: Any) -> tuple[float, float]:
 
 
 def _find_mesh(given: Sequence[torch.Tensor], mesh: DeviceMesh | None) -> DeviceMesh | None:
-    """Return ``mesh`` or the current mesh; without any, None, or raise if gradients need one."""
+    """Return ``mesh`` or the current mesh; without any, None, or raise if gradients need a mesh."""
     if mesh is not None and not isinstance(mesh, DeviceMesh):
         raise mesh_kind_error(
             "clip_grad_norm_ requires a mesh as mesh=",

@@ -71,7 +71,7 @@ class GradientHooks:
             parameter.requires_grad_(is_trained)
 
     def move_to_end(self) -> None:
-        """Register the hooks again if the user added later ones, so that these run last."""
+        """Register the hooks again if the user added later hooks, so that these run last."""
         for parameter, handle in zip(self._parameters, self._handles, strict=True):
             if next(reversed(parameter._post_accumulate_grad_hooks or {}), None) != handle.id:
                 self.register()

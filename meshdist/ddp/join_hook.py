@@ -67,7 +67,7 @@ class JoinMethods(Joinable):
     _divides_by_all = True
 
     def announce_forward(self) -> None:
-        """Announce a forward in a join context; outside of one, average over all ranks again."""
+        """Announce a forward in a join context; outside of it, average over all ranks again."""
         if not config_of(self).enable:
             if self.reducer.reducer_state.active_ranks.is_joining:
                 self.reducer.reducer_state.active_ranks = ActiveRanks(self.process_group.size())

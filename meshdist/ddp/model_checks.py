@@ -183,16 +183,18 @@ def check_module(module: object, *, with_buffers: bool = True) -> frozenset[str]
     """Raise unless a module, with its buffers if asked, can be wrapped; return ignored names."""
     if not isinstance(module, nn.Module):
         raise KindError(
-            f"module is of type {type(module).__name__}", expected="a torch.nn.Module to train"
+            f"module is of type {type(module).__name__}",
+            expected="a torch.nn.Module to train",
+            fix="pass the model as the first argument",
         )
     ignored = ignored_names(module)
     for name, child in module.named_modules():
         if isinstance(child, nn.SyncBatchNorm) and not torch.distributed.is_initialized():
             raise KindError(
-                f"{name or 'the module'} is torch's SyncBatchNorm, which sees no ranks but those "
-                "of torch's world",
+                f"{name or 'the module'} is torch's SyncBatchNorm, which requires torch's process "
+                "groups",
                 expected="meshdist's SyncBatchNorm",
-                fix="convert with "
+                fix="convert it: module = "
                 "md.distributed.SyncBatchNorm.convert_sync_batchnorm(module, mesh['dp'])",
             )
     reject_wrapped(module, ignored)
@@ -201,17 +203,17 @@ def check_module(module: object, *, with_buffers: bool = True) -> frozenset[str]
             continue
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise GradientError(
-                f"{name} has no shape yet",
+                f"cannot wrap a module whose parameter {name} is uninitialized",
                 expected="parameters that are initialized",
-                fix="run one forward on the module before it is wrapped",
+                fix="run one forward of the module before you wrap it",
             )
         if is_traceable_wrapper_subclass(parameter):
             is_dtensor = type(parameter).__name__ == "DTensor"
             raise KindError(
-                f"{name} is a {type(parameter).__name__}",
-                expected="plain parameters: each rank's own shard as an ordinary tensor",
-                fix="let torch's fully_shard(module, mesh=mesh.to_torch()['dp']), or replicate, "
-                "take it"
+                f"cannot wrap a module whose parameter {name} is a {type(parameter).__name__}",
+                expected="plain tensors as parameters, such as each rank's local shard",
+                fix="use torch's fully_shard(module, mesh=mesh.to_torch()['dp']), or replicate, "
+                "instead of DDP"
                 if is_dtensor
                 else "wrap a module whose parameters are local shards",
             )
@@ -227,7 +229,7 @@ def check_module(module: object, *, with_buffers: bool = True) -> frozenset[str]
 
 
 def reject_wrapped(module: nn.Module, ignored: frozenset[str]) -> None:
-    """Raise if a wrapper already averages gradients of ``module``, except ignored ones."""
+    """Raise if a wrapper already averages gradients of ``module``, except ignored parameters."""
     for name, parameter in module.named_parameters():
         if name in ignored:
             continue

@@ -131,7 +131,7 @@ class Reducer:
 
     @property
     def has_final_buckets(self) -> bool:
-        """Whether buckets are laid out as learned and stay so; equal on every rank."""
+        """Return whether buckets are laid out as learned and stay so; equal on every rank."""
         return self.layout.is_learned and self.layout.fits(self.reducer_state.expected_gradients)
 
     def close(self) -> None:
@@ -190,7 +190,7 @@ class Reducer:
     # -- buckets ----------------------------------------------------------------------------------
 
     def _lay(self, terms: ReductionTerms, before: Sequence[Bucket]) -> None:
-        """Replace the buckets ``before`` with new ones for ``terms``; gradients move along."""
+        """Replace the buckets ``before`` with new buckets for ``terms``; gradients move along."""
         for group in (terms.group, *terms.extra_groups.groups.values()):
             group.world.averaged.add(frozenset(group.ranks))
         has_hook = self.reducer_state.hook is not None
@@ -327,7 +327,7 @@ class Reducer:
 
     @untraced
     def _gradient_came(self, index: int, _: torch.Tensor) -> None:
-        """Count a gradient in the running averaged backward; without one, keep it for later."""
+        """Count a gradient in the running averaged backward; without it, keep it for later."""
         backward = self.backward
         if backward is None or current_task() != backward.task:
             self._reject_engine()
@@ -339,7 +339,7 @@ class Reducer:
         backward.arrived(index)
 
     def _find_running(self) -> Backward | None:
-        """Return the running averaged backward, begun now if this gradient may begin one, or
+        """Return the running averaged backward, begun now if this gradient may begin it, or
         None."""
         # Reentrant checkpoints run tasks inside the backward's task. A gradient of any other task
         # counts once that task reaches an output. If the wrapper cannot see the loss, such as in

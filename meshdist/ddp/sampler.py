@@ -209,7 +209,7 @@ class DistributedSampler(data.DistributedSampler[T]):
 
 
 def _find_reader() -> dict[str, Any] | None:
-    """Return the attributes of the DataLoader iterator in a frame above; None without one."""
+    """Return the attributes of the DataLoader iterator in a frame above, or None."""
     frame: Any = sys._getframe(1)
     while frame and not isinstance(reader := frame.f_locals.get("self"), _BaseDataLoaderIter):
         frame = frame.f_back

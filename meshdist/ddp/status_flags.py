@@ -15,7 +15,7 @@ from .device_streams import reader_for
 
 
 class Ending(IntEnum):
-    """How a rank's backward ended; the index of its flag in ``StatusFlags.numbers``."""
+    """The ways in which a rank's backward ends, and the indices of their flags."""
 
     WHOLE = 0
     PARTIAL = 1

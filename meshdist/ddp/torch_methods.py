@@ -56,7 +56,7 @@ class TorchMethods:
 
     @property
     def _has_rebuilt_buckets(self) -> bool:
-        """Whether the buckets are in the order in which gradients are computed."""
+        """Return whether buckets are in the order in which gradients are computed."""
         return self.reducer.has_final_buckets  # type: ignore[no-any-return]
 
     def _set_static_graph(self) -> None:

@@ -1,4 +1,4 @@
-"""Send gradients outside flat buckets: large ones in place, sparse ones by rows."""
+"""Send gradients outside flat buckets: large gradients in place, sparse gradients by rows."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Sparse(_Single):
     """Averages a sparse gradient; each rank sends the rows that it has."""
 
     def buffer(self, bucket_state: BucketState) -> torch.Tensor:
-        """Return a copy of this rank's gradient; without one, a sparse tensor without rows."""
+        """Return a copy of this rank's gradient, or a sparse tensor without rows."""
         mine, like = bucket_state.read[0], bucket_state.bucket.views[0]
         bucket_state.average = _no_rows(like) if mine is None else mine.detach().clone()
         return bucket_state.average
@@ -94,7 +94,7 @@ class _SparseReduction(NamedTuple):
         self.bucket_state.average = self._average()
 
     def _average(self) -> torch.Tensor | None:
-        """Return the average: dense if any rank's gradient is, None if no rank has one."""
+        """Return the average: dense if any rank's gradient is, None if no rank has any."""
         mine, like, group = self.bucket_state.read[0], self.bucket_state.bucket.views[0], self.group
         rows = None if mine is None or mine.layout is torch.strided else mine.detach().coalesce()
         count = _NONE if mine is None else _DENSE if rows is None else rows._nnz()

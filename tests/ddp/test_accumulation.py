@@ -312,10 +312,10 @@ def test_another_axis_than_ddps_is_free() -> None:
 
 def test_bad_arguments_are_rejected() -> None:
     leaf = torch.ones(2, requires_grad=True)
-    assert "takes parameters" in rejected(KindError, lambda mesh: enter(3))
+    assert "requires parameters" in rejected(KindError, lambda mesh: enter(3))
     assert "a str among them" in rejected(KindError, lambda mesh: enter([leaf, "weight"]))
     text = rejected(ArgumentError, lambda mesh: enter([leaf * 2]))
-    assert "takes leaves" in text and "made by MulBackward0" in text
+    assert "requires leaves" in text and "computed by MulBackward0" in text
     frozen = rejected(ArgumentError, lambda mesh: enter([torch.ones(2)]))
     assert "no parameter that requires a gradient" in frozen and "1 tensors" in frozen
     assert "ep" in rejected(MeshError, lambda mesh: enter(leaf, "ep"))

@@ -407,7 +407,9 @@ def test_a_parameter_that_differs_between_the_ranks() -> None:
         varying(net.weight, "tp")
         md.DDP(net)(torch.ones(1, 1))
 
-    assert "weight is varying over 'tp'" in refusal(AxisTypeError, at_the_forward)
+    assert "cannot replicate weight: it is annotated as varying over 'tp'" in refusal(
+        AxisTypeError, at_the_forward
+    )
 
 
 @pytest.mark.parametrize("how", ["neither", "group", "new group", "flat", "turned"])
@@ -456,7 +458,9 @@ def test_a_group_that_is_set_later_is_looked_at_too() -> None:
         assert ddp.process_group.size() == 2 and ddp.device_mesh == mesh["dp"]
         return str(caught.value)
 
-    assert in_mesh(body)[0].startswith("weight is varying over 'tp', over which DDP keeps")
+    assert in_mesh(body)[0].startswith(
+        "DDP cannot replicate weight: it is annotated as varying over 'tp'"
+    )
 
 
 def test_shards_along_an_axis_of_one_rank_and_of_another_mesh_are_none() -> None:

@@ -510,6 +510,7 @@ def test_the_warning_names_the_line_and_the_way() -> None:
         "  expected: a loss computed from the outputs of the synchronized forward\n"
         "  fix:      add terms of parameters alone, such as a penalty, to that loss; if the "
         "local gradient is intended, differentiate before the forward, or with "
+        "torch.autograd.grad"
     )
 
 

@@ -119,7 +119,8 @@ def test_a_hook_that_cannot_be_called_is_rejected() -> None:
         md.simulate(program, 2)
         == [
             "the buffer communication hook is of type str\n"
-            "  expected: a function of the state and a dict of buffers by name"
+            "  expected: a function of the state and a dict of buffers by name\n"
+            "  fix:      pass the state first, then the hook"
         ]
         * 2
     )

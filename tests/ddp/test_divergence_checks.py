@@ -151,7 +151,7 @@ def test_the_option_is_checked_and_must_be_equal_on_every_rank() -> None:
             "verify_every is -1",
             *["verify_every must be an integer"] * 3,
         ]
-        assert "0 for never" in texts[0]
+        assert "0 to never compare" in texts[0]
         assert "verify_every: rank 0: 0; rank 1: 10" in texts[4]
 
 

@@ -413,7 +413,9 @@ def test_what_is_ready_already_is_rejected_and_changes_nothing() -> None:
             assert "the gradient tree['layer'][1] is already ready" in text
             assert f"rank {md.get_rank()}, GradientBuckets on the world" in text
             assert "between two calls of wait()" in text
-        with pytest.raises(ArgumentError, match=r"ready: the tree has no leaf at path \('layer', 2\)"):
+        with pytest.raises(
+            ArgumentError, match=r"ready: the tree has no leaf at path \('layer', 2\)"
+        ):
             gradients.ready(("layer", 2))
         gradients.views["layer"][0][:] = md.get_rank()
         gradients.ready(("layer", 0))

@@ -215,7 +215,7 @@ def test_without_any_gradient_nothing_changes_and_it_warns() -> None:
 @pytest.mark.parametrize(
     ("arguments", "kind", "told"),
     [
-        ((0,), ArgumentError, "a period is 0\n  expected: 1 step at least"),
+        ((0,), ArgumentError, "a period is 0\n  expected: at least 1 step"),
         ((True,), KindError, "True, a bool"),
         ((2.0,), KindError, "2.0, a float"),
         ((2, -1), ArgumentError, "warmup_steps is -1"),
@@ -238,7 +238,7 @@ def test_a_periodic_averager_rejects(arguments: Any, kind: type, told: str) -> N
     [
         (None, ArgumentError, "HierarchicalModelAverager has no periods"),
         ({}, ArgumentError, "a period for each axis, or a group size for each period"),
-        ({0: 4}, ArgumentError, "a period is 0\n  expected: 1 step at least"),
+        ({0: 4}, ArgumentError, "a period is 0\n  expected: at least 1 step"),
         ({4: 2, 2: 4}, ArgumentError, "the periods [4, 2] do not increase"),
         ({2: 4, 4: 2}, ArgumentError, "the group sizes [4, 2] do not increase"),
         ({2: 2}, ArgumentError, "has only 2 ranks"),

@@ -233,17 +233,17 @@ REFUSED: list[tuple[Callable[[], nn.Module], dict[str, Any], type[Exception], st
         lambda: nn.LazyLinear(1),
         {},
         GradientError,
-        "convert_sync_batchnorm() cannot convert an uninitialized weight\n"
+        "cannot wrap a module whose parameter weight is uninitialized\n"
         "  expected: parameters that are initialized\n"
-        "  fix:      run one forward on the module before it is wrapped",
+        "  fix:      run one forward of the module before you wrap it",
     ),
     (
         lambda: nn.Sequential(nn.Linear(1, 1), nn.SyncBatchNorm(1)),
         {},
         KindError,
-        "1 is torch's SyncBatchNorm, which sees no ranks but those of torch's world\n"
+        "1 is torch's SyncBatchNorm, which requires torch's process groups\n"
         "  expected: meshdist's SyncBatchNorm\n"
-        "  fix:      convert with "
+        "  fix:      convert it: module = "
         "md.distributed.SyncBatchNorm.convert_sync_batchnorm(module, mesh['dp'])",
     ),
     (
@@ -278,7 +278,7 @@ REFUSED: list[tuple[Callable[[], nn.Module], dict[str, Any], type[Exception], st
     ),
     (Net, {"device_ids": [None]}, KindError, "device_ids[0] is None"),
     (Net, {"bucket_cap_mb_list": [1, -1]}, ArgumentError, "bucket_cap_mb_list[1] is -1"),
-    (Net, {"param_to_hook_all_reduce": 1}, ArgumentError, "given without delay_all_reduce_named"),
+    (Net, {"param_to_hook_all_reduce": 1}, ArgumentError, "requires delay_all_reduce_named"),
     (Net, {"mixed_precision": 1}, KindError, "mixed_precision is 1"),
 ]
 

@@ -110,7 +110,7 @@ def test_what_the_refusal_proposes() -> None:
         given = parameters(mesh)
         if mesh.get_local_rank("dp") == 1:
             given[0].grad = None
-        fix = refusal(mesh, given).rpartition("zeros stand in: ")[2]
+        fix = refusal(mesh, given).rpartition("set zeros: ")[2]
         for p in given:
             if p.grad is None:
                 exec(fix, {"p": p, "torch": torch})

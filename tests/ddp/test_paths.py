@@ -71,7 +71,9 @@ def test_a_path_to_nothing_is_rejected_with_the_keys_that_there_are(path: Any, f
         leaves_at(TREE, path)
     assert error.value.summary == f"ready: the tree has no leaf at path {path!r}"
     assert str(error.value.found).startswith(found)
-    assert "optree.tree_paths(tree, namespace='meshdist') lists" in str(error.value.fix)
+    assert "pass a path listed by optree.tree_paths(tree, namespace='meshdist')" in str(
+        error.value.fix
+    )
 
 
 def test_one_key_that_leads_to_nothing_is_rejected() -> None:

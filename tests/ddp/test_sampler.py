@@ -164,6 +164,7 @@ def test_to_drop_samples_and_to_read_each_is_rejected() -> None:
         md.DistributedSampler(range(4), 2, 0, drop_last=True, pad=False)
     assert str(error.value) == (
         "drop_last=True and pad=False cannot be combined\n"
+        "  expected: at most one of them\n"
         "  fix:      pass pad=False only, to evaluate; or drop_last=True only, to train"
     )
 
@@ -368,7 +369,7 @@ def test_a_state_of_another_order_is_rejected(changed: dict[str, Any], found: st
     assert "expected: length=23, seed=0, shuffle=True\n" in text
     assert found in text.partition("found:")[2]
     assert "fix:      create the sampler with the data set, seed" in text
-    with pytest.raises(ArgumentError, match="another order"):
+    with pytest.raises(ArgumentError, match="a different order"):
         sampler.load_state_dict({"yielded": 4})
 
 

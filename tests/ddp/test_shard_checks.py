@@ -141,9 +141,11 @@ def test_a_bare_wrapper_names_axes_while_a_mesh_of_several_is_open() -> None:
         assert f"rank {rank}, while DeviceMesh(dp=2, tp=2) is open" in text
         assert "not annotated: weight, bias" in text
         assert "pass device_mesh=mesh['dp']; if all parameters are replicas, pass " in text
-        assert "process_group=md.distributed.group.WORLD says so" in text
+        assert "pass process_group=md.distributed.group.WORLD; or annotate shards" in text
         assert "md.annotate(module, {name: pattern}, mesh=mesh)" in text
-        assert marked.startswith("weight is varying over 'tp'")
+        assert marked.startswith(
+            "DDP cannot replicate weight: it is annotated as varying over 'tp'"
+        )
         assert row == WHOLE.chunk(2)[rank % 2][0].tolist()
 
 

@@ -466,7 +466,7 @@ def test_a_parameter_without_a_shape() -> None:
     with pytest.raises(ArgumentError) as caught:
         md.annotate(nn.LazyLinear(3), {"weight": "f@tp d"})
     assert str(caught.value) == (
-        "convert_sync_batchnorm() cannot convert an uninitialized annotate: weight\n"
+        "annotate: weight has no shape yet\n"
         "  expected: a parameter that is made\n"
         "  found:    a UninitializedParameter\n"
         "  fix:      run the module once, then annotate it"

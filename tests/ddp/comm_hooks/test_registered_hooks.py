@@ -249,6 +249,7 @@ SIGNATURE = "hook(state, bucket: GradBucket) -> torch.futures.Future[torch.Tenso
                 "  where:    rank 0",
                 f"  expected: {SIGNATURE}",
                 "  found:    of_nothing() -> None",
+                f"  fix:      define it as {SIGNATURE}",
             ],
         ),
         (
