@@ -27,8 +27,8 @@ WARNED: dict[str, Callable[[], object]] = {
     "check_reduction": lambda: md.DDP(torch.nn.Linear(2, 2), check_reduction=True),
     "names no devices": lambda: md.Backend.register_backend("nothing_here", print),
     "averaging parameters at every": lambda: md.PeriodicModelAverager(period=1, warmup_steps=0),
-    "no step of an averager": lambda: stepped().load_state_dict(STATE),
-    "static_graph is True already": lambda: model(static_graph=True)._set_static_graph(),
+    "no averager step": lambda: stepped().load_state_dict(STATE),
+    "static_graph is already True": lambda: model(static_graph=True)._set_static_graph(),
     "no effect beside": lambda: model(find_unused_parameters=True)._set_static_graph(),
     "reduce_op is the old spelling": lambda: md.reduce_op.SUM,
 }

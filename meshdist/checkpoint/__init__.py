@@ -1,7 +1,8 @@
-"""Checkpoints that any mesh loads: files of safetensors and a manifest, whole or not there.
+"""Save and load checkpoints that any mesh can load: safetensors files and a manifest.
 
-``save``, ``load`` and ``open`` take dicts of arrays; ``State`` is that of a training program, and a
-``Checkpointer`` keeps its last few steps.
+A checkpoint folder appears only when it is complete. ``save``, ``load`` and ``open`` take dicts of
+arrays. ``State`` collects the state of a training program, and a ``Checkpointer`` keeps its last
+few steps.
 """
 
 from .checkpointer import Checkpointer

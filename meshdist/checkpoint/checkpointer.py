@@ -1,4 +1,4 @@
-"""``md.checkpoint.Checkpointer``: the last few steps of a run, under one folder."""
+"""Keep the last few checkpoints of a run in one folder: ``md.checkpoint.Checkpointer``."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ __all__ = ["Checkpointer"]
 
 
 class Checkpointer:
-    """Saves steps as ``root/step-10``, keeps the newest, and loads the newest whole step.
+    """Save steps as ``root/step-10``, keep the newest, and load the newest complete step.
 
     Args:
-        root: the folder of the run. One run saves there at a time.
-        keep: how many steps stay; None keeps all.
-        mesh: of the ranks that take part; None finds them at each call, as ``save`` does.
+        root: the folder of the run. Only one run may save there at a time.
+        keep: the number of steps to keep; None keeps all.
+        mesh: the mesh of the participating ranks; None finds them at each call, as ``save`` does.
 
     Example:
         >>> import tempfile, torch, meshdist as md
@@ -54,16 +54,16 @@ class Checkpointer:
         self._pending = PendingSave("")
 
     def save(self, state: Any, step: int, wait: bool = True) -> PendingSave | None:
-        """Save a state as ``step-<step>``, and remove what is older than the newest ``keep``.
+        """Save a state as ``step-<step>`` and remove steps older than the newest ``keep``.
 
-        Collective, as ``md.checkpoint.save``. A step that this object has saved or loaded last is
-        not written again. If that step is still being saved, ``wait=True`` waits for it.
+        Collective, as ``md.checkpoint.save``. The step that this object saved or loaded last is not
+        written again. If that step is still being saved, ``wait=True`` waits for it.
 
         Args:
             wait: False returns a pending save, as ``md.checkpoint.save_async``.
 
         Raises:
-            CheckpointError: as ``save``; another run saves under this root.
+            CheckpointError: as ``save``; or another run saves under this root.
         """
         step = get_integer(step, "Checkpointer.save: step", 0)
         path = os.path.join(self._root, f"step-{step}")
@@ -92,13 +92,13 @@ class Checkpointer:
         missing: str = "error",
         verify: bool = False,
     ) -> int | None:
-        """Load the newest whole step into a state; return its number, None where there is none.
+        """Load the newest complete step into a state; return its number, or None if there is none.
 
-        Collective; other arguments as for ``md.checkpoint.load``. Waits for a pending
-        save, and raises its failure once.
+        Collective; for the other arguments see ``md.checkpoint.load``. Waits for a pending save,
+        and raises its failure once.
 
         Args:
-            step: which step; None: the newest.
+            step: the step to load; None for the newest.
         """
         if not self._pending.has_failed:
             self._pending.wait()
@@ -114,23 +114,25 @@ class Checkpointer:
         return step
 
     def latest(self) -> int | None:
-        """The number of the newest whole step here, None where there is none; nothing is sent."""
+        """Return the number of the newest complete step, or None; no communication."""
         return max(files.find_steps(self._root), default=None)
 
     def steps(self) -> list[int]:
-        """The numbers of all steps here, the newest last; nothing is sent."""
+        """Return the numbers of all complete steps, newest last; no communication."""
         return sorted(files.find_steps(self._root))
 
     def _begin(self) -> None:
-        """Take the root's lock, at the first save, and remove what an earlier save left over."""
+        """Lock the root at the first save, and remove leftovers of earlier saves."""
         if self._lock is None:
             self._lock = files.lock_folder(self._root)
             if self._lock is None:
                 raise CheckpointError(
-                    "Checkpointer: another run, or another Checkpointer, saves under this root",
+                    "Checkpointer.save failed because another run or Checkpointer saves under this "
+                    "root",
                     where=self._root,
-                    expected="one Checkpointer that saves under a root, as long as it lives",
-                    fix="end the other run, drop the other object, or give each its own root",
+                    expected="at most one Checkpointer that saves under a root",
+                    fix="stop the other run, delete the other object, or use a separate root for "
+                    "each",
                 )
             weakref.finalize(self, files.close_lock, self._lock)
         self._remove_old()

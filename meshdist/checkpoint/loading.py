@@ -1,10 +1,10 @@
-"""``md.checkpoint.load``: each byte leaves the disk once, and plans bring it to where it belongs.
+"""Load a checkpoint so that each byte is read from disk once: ``md.checkpoint.load``.
 
-1. The first rank reads the manifest, or the headers of files that lack it, and tells the others.
+1. The first rank reads the manifest, or file headers if there is no manifest, and broadcasts it.
 2. All ranks check names, shapes, dtypes and files; nothing has changed yet if they differ.
-3. Arrays come in batches: each rank reads its target's part. Processes of one host copy it from the
-   mapped files, whose pages they share. Between hosts it is cut further where replicas share it,
-   and a plan brings the parts together. Small arrays come in one message for all.
+3. Arrays are loaded in batches: each rank reads its target's part. Processes of one host copy it
+   from memory-mapped files, whose pages they share. Between hosts, parts shared by replicas are
+   split further, and a reshard plan combines them. Small arrays are sent in one message.
 """
 
 from __future__ import annotations
@@ -55,34 +55,37 @@ def load(
     missing: str = "error",
     verify: bool = False,
 ) -> S:
-    """Every rank's arrays and leaves of a state have the values of a checkpoint; returns the state.
+    """Load a checkpoint into the arrays and leaves of a state; return the state.
 
-    Collective as ``save``. The mesh, the number of ranks and the specs may be others than those
-    of the save. Arrays are filled in place, leaves are replaced. Files of torch's
-    HuggingFaceStorageWriter, of Hugging Face, or a single file of safetensors are read as well.
-    Waits for a save that is under way, and raises its failure, as the next save does.
+    Collective as ``save``. The mesh, the number of ranks and the specs may differ from those of the
+    save. Arrays are filled in place; leaves are replaced. It also reads files of torch's
+    HuggingFaceStorageWriter and of Hugging Face, and single safetensors files. It waits for a
+    running save and raises its failure, as the next save does.
 
     Args:
-        state: as for ``save``: it says which names are loaded, and how each array lies here.
+        state: as for ``save``; it determines the loaded names and the sharding of each array.
         path: the folder of a checkpoint, or a file.
         mesh: as for ``save``.
-        only: a pattern of names, ``"model.*"``, or several; others stay as they are.
-        missing: "error", or "keep": names that the checkpoint lacks stay as they are.
-        verify: whether all checksums are compared first, each rank's share by itself.
+        only: a name pattern, ``"model.*"``, or several; other names are not loaded.
+        missing: "error", or "keep" to leave names unchanged that the checkpoint lacks.
+        verify: whether to compare all checksums first; each rank compares a share of them.
 
-    Returns: ``state``.
+    Returns:
+        ``state``.
 
-    Cost: each byte leaves the disk once for each host, as long as memory keeps it for the other
-        ranks there. Where replicas span hosts, it leaves the disk once for all: they gather whole
-        arrays, and receive (p - 1) / p of their bytes. Small arrays, of less than 64 KiB, are
-        summed in batches.
+    Cost: each byte is read from disk once per host, as long as memory caches it for the host's
+        other ranks. If replicas span hosts, each byte is read once: ranks gather global arrays and
+        receive (p - 1) / p of their bytes. Small arrays, of less than 64 KiB, are summed in
+        batches.
 
     Raises:
-        CheckpointError: no checkpoint, or it is damaged; names that it lacks; tied arrays that have
-            different values there; a disk that fails: then the state is undefined, as where an
-            object's ``load_state_dict`` raises on a rank.
-        ShapeError: an array has another shape there. DtypeError: another dtype.
-        MismatchError: ranks call otherwise. ArgumentError: ``only`` fits no name.
+        CheckpointError: the path has no checkpoint, or it is damaged; it lacks names; it has
+            different values of tied arrays; or the disk fails: then the state is undefined, as if
+            an object's ``load_state_dict`` raised.
+        ShapeError: an array has another shape in the checkpoint.
+        DtypeError: an array has another dtype in the checkpoint.
+        MismatchError: ranks' arguments differ.
+        ArgumentError: ``only`` matches no name.
 
     Example:
         >>> import tempfile, torch, meshdist as md
@@ -131,7 +134,7 @@ def load(
 
 
 class _ArrayReader:
-    """A load of a state's arrays from the files of a checkpoint."""
+    """Loads a state's arrays from the files of a checkpoint."""
 
     def __init__(
         self, members: Members, source: OpenArrays, entries: dict[str, StateArray]
@@ -154,7 +157,7 @@ class _ArrayReader:
 
     def _find_shared(self) -> dict[str, NamedSharding]:
         """Return, by name, shardings that split the reading of large arrays among replicas."""
-        # Simulated ranks read as those of several hosts do, so that one process tries their plans.
+        # Simulated ranks read like ranks on several hosts, so that one process tests their plans.
         world, ranks = self._members.world, tuple(self._members.ranks)
         if world is None or not (world.is_simulated or world.spans_hosts(ranks)):
             return {}
@@ -178,25 +181,27 @@ class _ArrayReader:
         return entry.box(rank) if shared is None else shared.box(rank, entry.shape)
 
     def check(self) -> None:
-        """Raise unless the files have all that this rank reads, in equal shapes and dtypes."""
+        """Raise unless the files have everything that this rank reads, in equal shapes and
+        dtypes."""
         manifest = self._source.manifest
         files.check_manifest(self._source.folder, manifest)
         for name, entry in self._entries.items():
             saved = manifest.arrays[name]
             if saved.shape != entry.shape:
                 raise ShapeError(
-                    f"{self._members.call}: {name} has another shape in the checkpoint",
+                    f"{self._members.call}: {name} has a different shape in the checkpoint",
                     where=self._source.folder,
-                    expected=f"shape {entry.shape}, of the state",
+                    expected=f"shape {entry.shape}, as in the state",
                     found=f"shape {saved.shape}, in the checkpoint",
+                    fix=f"create {name} with shape {saved.shape}, or exclude it with only=",
                 )
             if saved.dtype != entry.dtype:
                 raise DtypeError(
-                    f"{self._members.call}: {name} has another dtype in the checkpoint",
+                    f"{self._members.call}: {name} has a different dtype in the checkpoint",
                     where=self._source.folder,
-                    expected=f"{entry.dtype}, of the state",
+                    expected=f"{entry.dtype}, as in the state",
                     found=f"{saved.dtype}, in the checkpoint",
-                    fix=f"load it as {saved.dtype} and convert it; or md.checkpoint.open(path)"
+                    fix=f"load it as {saved.dtype} and convert it; or call md.checkpoint.open(path)"
                     f".read({name!r})",
                 )
         for name, box in self._boxes.items():
@@ -205,14 +210,14 @@ class _ArrayReader:
             self._check_tied(names)
 
     def _check_tied(self, names: Sequence[str]) -> None:
-        """Raise if arrays whose memory overlaps cannot all have the checkpoint's values."""
+        """Raise if arrays with overlapping memory cannot all have the checkpoint's values."""
         tensors = [self._entries[name].tensor for name in names]
         arrays = self._source.manifest.arrays
         sums = [[(piece.box, piece.crc32) for piece in arrays[name].pieces] for name in names]
         are_one = all(tensor.is_set_to(tensors[0]) for tensor in tensors)
         if are_one and all(each == sums[0] for each in sums) and None not in dict(sums[0]).values():
             return
-        # They are read into other memory that overlaps likewise: nothing has changed yet.
+        # Read them into other memory with the same overlaps, so that nothing changes yet.
         first = min(tensor.data_ptr() for tensor in tensors) // 16 * 16
         memory = torch.empty(max(map(_end, tensors)) - first, dtype=torch.uint8, device="cpu")
         filled = []
@@ -224,12 +229,12 @@ class _ArrayReader:
         lost = [name for name, (view, saved) in pairs if not torch.equal(_bits(view), _bits(saved))]
         if lost:
             raise CheckpointError(
-                f"{self._members.call}: arrays of the state share memory, and have different "
+                f"{self._members.call}: arrays share memory in the state, but have different "
                 "values in the checkpoint",
                 where=self._source.folder,
                 expected="equal values of tied arrays",
                 found=f"{first_texts(names, ', ')}; loading would overwrite {lost[0]}",
-                fix=f"untie them before the load, or leave {lost[0]} out: only=",
+                fix=f"untie them before the load, or exclude {lost[0]} with only=",
             )
 
     def verify(self) -> None:
@@ -244,9 +249,10 @@ class _ArrayReader:
                 continue
             if piece.crc32 is None:
                 raise CheckpointError(
-                    f"{self._members.call}: no checksums are here, verify=True needs them",
+                    f"{self._members.call}: verify=True requires checksums, which the files lack",
                     where=self._source.folder,
-                    fix="load it without verify=True; md.checkpoint.save writes checksums",
+                    fix="load without verify=True, or save with md.checkpoint.save, which writes "
+                    "checksums",
                 )
             self._source.verify(piece, name)
 
@@ -312,17 +318,17 @@ class _ArrayReader:
                 read()
             except files.FAILURES as error:
                 raise CheckpointError(
-                    f"{call}: a file could not be read; the state is undefined now",
+                    f"{call}: cannot read a file; the values of the state are undefined",
                     where=self._source.folder,
                     found=f"{type(error).__name__}: {first_line(error)}",
-                    fix="load again, or another checkpoint, before the state is used",
+                    fix="load again, or load another checkpoint, before you use the state",
                 ) from error
 
         self._members.all_do(read_here)
 
 
 def _end(x: torch.Tensor) -> int:
-    """Return the address behind the last element of ``x``, which has elements."""
+    """Return the address after the last element of ``x``, which must not be empty."""
     last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
     return x.data_ptr() + (last + 1) * x.dtype.itemsize
 
@@ -363,15 +369,17 @@ def _batches(entries: Mapping[str, StateArray]) -> Iterator[dict[str, StateArray
 
 
 def _select(tree: Tree, only: str | Sequence[str] | None, call: str) -> None:
-    """Remove from ``tree`` the names that no pattern of ``only`` fits; raise for bad patterns."""
+    """Remove from ``tree`` the names that no pattern of ``only`` matches; raise for bad
+    patterns."""
     if only is None:
         return
     patterns = [only] if isinstance(only, str) else only
     if not isinstance(patterns, Sequence) or not all(isinstance(each, str) for each in patterns):
         raise KindError(
-            f"{call}: only= names what is loaded",
-            expected='a pattern of names, such as "model.*", or a list of patterns',
+            f"{call}: only= must be a name pattern",
+            expected='a name pattern, such as "model.*", or a list of patterns',
             found=f"{only!r}, a {type(only).__name__}",
+            fix='pass for example only="model.*"',
         )
     names, meant = [*tree.arrays, *tree.leaves], set[str]()
     for pattern in patterns:
@@ -380,17 +388,17 @@ def _select(tree: Tree, only: str | Sequence[str] | None, call: str) -> None:
         if not fitting:
             near = difflib.get_close_matches(pattern, names, 1, 0)
             raise ArgumentError(
-                f"{call}: only={pattern!r} fits no name of the state",
-                expected='a pattern of names, such as "model.*"',
+                f"{call}: only={pattern!r} matches no name of the state",
+                expected='a name pattern, such as "model.*"',
                 found=first_texts(names, ", "),
-                fix=f"write {near[0]!r}" if near else None,
+                fix=f"pass {near[0]!r}" if near else "pass a pattern of one of these names",
             )
     tree.arrays = {name: x for name, x in tree.arrays.items() if name in meant}
     tree.leaves = {name: leaf for name, leaf in tree.leaves.items() if name in meant}
 
 
 def _leave_rows_of_others(tree: Tree, manifest: Manifest, members: Members) -> None:
-    """Remove from ``tree`` the per-rank arrays that another mesh, or number of ranks, saved."""
+    """Remove per-rank arrays from ``tree`` that another mesh, or number of ranks, saved."""
     here = None if members.mesh is None else axes_told(members.mesh)
     there = manifest.leaves.get("rng.mesh")
     is_other = None not in (here, there) and here != there
@@ -409,19 +417,23 @@ def _values_of(tree: Tree, manifest: Manifest, folder: str, call: str) -> dict[s
             values[name] = leaf.converted(value)
         except (OverflowError, ValueError) as error:
             raise CheckpointError(
-                f"{call}: {name} does not fit into the state",
+                f"{call}: the value of {name} does not fit the state's type",
                 where=folder,
-                expected=f"a {type(leaf.value).__name__}, of the state",
+                expected=f"a {type(leaf.value).__name__}, as in the state",
                 found=f"{value!r}, in the checkpoint",
-                fix=f"make {name} a plain number of Python",
+                fix=f"use a Python number for {name}",
             ) from error
     return values
 
 
 def _match(tree: Tree, manifest: Manifest, missing: str, folder: str, call: str) -> None:
-    """Raise if the checkpoint lacks names of ``tree``; with missing="keep" drop these from it."""
+    """Raise if the checkpoint lacks names of ``tree``; with missing="keep", remove them from it."""
     if missing not in ("error", "keep"):
-        raise ArgumentError(f"{call}: missing={missing!r}", expected='"error" or "keep"')
+        raise ArgumentError(
+            f"{call}: missing={missing!r} is not supported",
+            expected='"error" or "keep"',
+            fix='pass missing="error" or missing="keep"',
+        )
     names = manifest.names
     has_none = not {*tree.arrays, *tree.leaves} & {*names}
     pairs = (tree.arrays, manifest.arrays, "a leaf"), (tree.leaves, manifest.leaves, "an array")
@@ -432,7 +444,7 @@ def _match(tree: Tree, manifest: Manifest, missing: str, folder: str, call: str)
             raise CheckpointError(
                 f"{call}: {swapped[0]} is {other} in the checkpoint",
                 where=folder,
-                fix=f"load it as {other}, or leave it out",
+                fix=f"load it as {other}, or exclude it with only=",
             )
         if lacking and (missing == "error" or has_none):
             near = difflib.get_close_matches(lacking[0], names, 1)
@@ -442,12 +454,12 @@ def _match(tree: Tree, manifest: Manifest, missing: str, folder: str, call: str)
                 f"{call}: the checkpoint lacks {len(lacking)} names of the state",
                 where=folder,
                 expected=first_texts(lacking, ", "),
-                found=f"{near[0]!r} is nearest to {lacking[0]!r}"
+                found=f"{near[0]!r}, the name most similar to {lacking[0]!r}"
                 if near
                 else first_texts(names, ", ") or "no names",
-                fix=f"names there lack {prefix!r}: load dict(model.state_dict(keep_vars=True))"
+                fix=f"remove the prefix {prefix!r}: load dict(model.state_dict(keep_vars=True))"
                 if {*bare} <= {*saved}
-                else 'missing="keep" leaves them as they are, only= names those that are meant',
+                else 'pass missing="keep" to leave them unchanged, or only= to select names',
             )
         for name in lacking:
             del mine[name]

@@ -1,7 +1,8 @@
-"""The manifest: which arrays and leaves a checkpoint has, and which file holds which piece.
+"""Parse, check and write the manifest: the arrays and leaves of a checkpoint, and the files of
+pieces.
 
-``manifest.json`` is the last file that a save writes. Its text may come from anywhere: what is read
-is checked whole before it is used, and an array's pieces make the whole.
+``manifest.json`` is the last file that a save writes. It may come from an untrusted source, so it
+is fully checked before use: an array's pieces must cover it exactly.
 
     {"format": "meshdist", "version": 1,
      "leaves": {"step": 5}, "tree": {"step": 0, "model": {"up.weight": 1}},
@@ -10,7 +11,7 @@ is checked whole before it is used, and an array's pieces make the whole.
          {"offsets": [0, 0], "shape": [4, 6], "crc32": 1234}}}},
      "crc32": 5678}
 
-The last number is the CRC-32 of the text before it, since leaves stand nowhere else.
+The last number is the CRC-32 of the text before it, since leaves are stored nowhere else.
 """
 
 from __future__ import annotations
@@ -38,18 +39,18 @@ _FILE_NAME = re.compile(r"[\w.-]+\.safetensors")
 _MOST = 1 << 62
 _SUM = ', "crc32": '
 MOST_LEVELS = 100
-"""How deep dicts and lists of a state lie in each other at most; some readers take few more."""
+"""The maximum nesting of dicts and lists in a state; some JSON readers support few more."""
 MALFORMED = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError)
-"""The exceptions that reading a text meets where it is not what a save writes."""
+"""The exceptions that parsing a malformed text may raise."""
 _LONGEST = 300
 
 DTYPES_IN_FILES = {facts.name: facts for facts in DTYPES.values() if facts.in_files}
-"""The facts of the dtypes that files can have, by name."""
+"""The dtypes that files support, by name."""
 _BY_FILE_NAME = {facts.in_files: name for name, facts in DTYPES_IN_FILES.items()}
 
 
 FingerprintFacts = tuple[str, tuple[int, ...], tuple[int, ...]]
-"""The facts of an array in a file: the dtype's name there, the shape, the offsets."""
+"""An array in a file: the dtype's name in the file, the shape, the offsets."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ class SavedArray:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """The array's dtype of torch."""
+        """The array's torch dtype."""
         return DTYPES_IN_FILES[self.dtype].dtype
 
 
@@ -81,9 +82,9 @@ class Manifest:
 
     Args:
         arrays: by name.
-        leaves: all that is no array, by name, as JSON.
+        leaves: all values that are not arrays, by name, as JSON.
         file_bytes: the size of each file.
-        ending: the end of the text that it was read from, with the checksum; "" of files alone.
+        ending: the end of the manifest's text, with the checksum; "" if built from file headers.
     """
 
     arrays: dict[str, SavedArray]
@@ -98,14 +99,15 @@ class Manifest:
             found = json.loads(text, object_pairs_hook=_without_twins)
             if found["format"] != _FORMAT or found["version"] != _VERSION:
                 raise CheckpointError(
-                    "this version of meshdist cannot read the checkpoint",
+                    "this version of meshdist cannot read the checkpoint's format",
                     where=where,
                     expected=f"format {_FORMAT!r}, version {_VERSION}",
                     found=_shortened(f"format {found['format']!r}, version {found['version']!r}"),
+                    fix="load it with the version of meshdist that saved it",
                 )
             summed, _, told = text.rpartition(_SUM)
             if told != f"{_sum_of(summed)}}}":
-                raise ValueError("its text has another checksum, it has changed")
+                raise ValueError("the text does not match its checksum")
             arrays = {
                 name: SavedArray(str(facts["dtype"]), sizes_in(facts["shape"]))
                 for name, facts in found["arrays"].items()
@@ -113,7 +115,7 @@ class Manifest:
             file_bytes = {}
             for file, facts in found["files"].items():
                 if not _FILE_NAME.fullmatch(file):
-                    raise ValueError(f"{file!r} is no name of a file in the folder")
+                    raise ValueError(f"{file!r} is not the name of a file in the folder")
                 (file_bytes[file],) = sizes_in([facts["bytes"]])
                 for name, piece in facts["pieces"].items():
                     starts, shape = sizes_in(piece["offsets"]), sizes_in(piece["shape"])
@@ -124,7 +126,7 @@ class Manifest:
                     arrays[name].pieces.append(Piece(file, box, crc32))
             leaves = dict(found["leaves"])
             if not is_plain(leaves, MOST_LEVELS + 1):
-                raise ValueError("leaves are nested too deep")
+                raise ValueError("leaves are nested too deeply")
             manifest = cls(arrays, leaves, file_bytes, _SUM + told)
             manifest.check()
         except CheckpointError:
@@ -134,21 +136,23 @@ class Manifest:
         return manifest
 
     def check(self) -> None:
-        """Raise ValueError unless pieces cover each array exactly, and fit their files."""
+        """Raise ValueError unless pieces cover each array exactly and fit their files."""
         bytes_in = dict.fromkeys(self.file_bytes, 0)
         for name, array in self.arrays.items():
             if array.dtype not in DTYPES_IN_FILES:
-                raise ValueError(f"{name}: no dtype {array.dtype!r} in files")
+                raise ValueError(f"{name}: unsupported dtype {array.dtype!r}")
             boxes = [piece.box for piece in array.pieces]
             if any(len(box) != len(array.shape) for box in boxes):
-                raise ValueError(f"{name}: a piece has another number of dims than {array.shape}")
+                raise ValueError(
+                    f"{name}: a piece has a different number of dims than {array.shape}"
+                )
             if fault := find_fault(array.shape, boxes):
                 raise ValueError(f"{name}: {fault}")
             for piece in array.pieces:
                 bytes_in[piece.file] += volume(piece.box) * array.torch_dtype.itemsize
         for file, size in self.file_bytes.items():
             if bytes_in[file] > size:
-                raise ValueError(f"{file} has {size} bytes, its pieces {bytes_in[file]}")
+                raise ValueError(f"{file} has {size} bytes, but its pieces have {bytes_in[file]}")
 
     @property
     def names(self) -> list[str]:
@@ -165,10 +169,10 @@ def manifest_text(
     """Return the text of a manifest, which ``Manifest.from_json`` reads.
 
     Args:
-        leaves: what is no array, by name, as JSON values.
-        tree: nested dicts, by the keys of which names are made; a leaf is 0, an array 1.
+        leaves: all values that are not arrays, by name, as JSON values.
+        tree: nested dicts by the keys that form names; a leaf is 0, an array 1.
         arrays: dtype and shape by name.
-        files: by name, as they stand in the text.
+        files: by name, as in the text.
     """
     found = {
         "format": _FORMAT,
@@ -185,11 +189,11 @@ def manifest_text(
 
 
 def sizes_in(given: Any) -> tuple[int, ...]:
-    """Return a list of JSON as a tuple of sizes; raise ValueError if it is none."""
+    """Return a JSON list as a tuple of sizes; raise ValueError if it is not a list of sizes."""
     if not isinstance(given, list) or {*map(type, given)} - {int}:
-        raise ValueError(f"{given!r} is no list of integers")
+        raise ValueError(f"{given!r} is not a list of integers")
     if given and not 0 <= min(given) <= max(max(given), math.prod(given)) < _MOST:
-        raise ValueError(f"{given!r} is too large, or below 0")
+        raise ValueError(f"{given!r} is too large or negative")
     return tuple(given)
 
 
@@ -206,7 +210,7 @@ def headers_as_manifest(
             known = SavedArray(_BY_FILE_NAME.get(dtype, dtype), shape)
             array = arrays.setdefault(name, known)
             if array.dtype != known.dtype or len(array.shape) != len(box):
-                raise damaged(where, f"{name} has other dtypes or dims in two files")
+                raise damaged(where, f"{name} has different dtypes or dims in two files")
             array.pieces.append(Piece(file, box))
             array.shape = tuple(map(max, array.shape, [stop for _, stop in box]))
     manifest = Manifest(arrays, {}, dict(file_bytes))
@@ -218,7 +222,7 @@ def headers_as_manifest(
 
 
 def is_plain(value: Any, levels: int = MOST_LEVELS) -> bool:
-    """Return whether JSON restores ``value``: text keys, at most ``levels`` levels."""
+    """Return whether JSON restores ``value``: string keys, at most ``levels`` levels."""
     if isinstance(value, dict):
         return all(isinstance(key, str) for key in value) and is_plain([*value.values()], levels)
     if isinstance(value, (list, tuple)):
@@ -229,24 +233,24 @@ def is_plain(value: Any, levels: int = MOST_LEVELS) -> bool:
 def damaged(where: str, found: str) -> CheckpointError:
     """Return the error of a checkpoint whose files contradict each other or themselves."""
     return CheckpointError(
-        "the checkpoint is damaged, or was not written by a save",
+        "the checkpoint is damaged, or was not written by md.checkpoint.save",
         where=where,
-        expected="files as a save leaves them",
+        expected="unmodified files of one save",
         found=_shortened(found),
         fix="load an older checkpoint",
     )
 
 
 def _shortened(text: str) -> str:
-    """Return ``text``, cut at a limit for messages."""
+    """Return ``text``, truncated for messages."""
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
 def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the pairs as a dict; raise ValueError if a name is there twice."""
+    """Return the pairs as a dict; raise ValueError for a duplicate name."""
     found = dict(pairs)
     if len(found) != len(pairs):
-        raise ValueError(f"names that stand twice among {_shortened(str([*found]))}")
+        raise ValueError(f"duplicate names among {_shortened(str([*found]))}")
     return found
 
 

@@ -1,4 +1,4 @@
-"""The ranks that save or load together: what they tell each other, and how all raise one error."""
+"""Coordinate the ranks that save or load together, so that all raise the same error."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from ..mesh.device_mesh import DeviceMesh, coordinate_in
 from .files import FAILURES
 
 RANKS = "ranks"
-"""The axis of the mesh of all members, where the program has no mesh."""
+"""The axis name of the mesh of all ranks, if the program has no mesh."""
 
 
 class Members:
-    """The ranks that take part in a save or load: a mesh's, the world's, or this process."""
+    """The ranks that take part in a save or load: a mesh's, all ranks, or this process."""
 
     def __init__(self, mesh: DeviceMesh | None, call: str) -> None:
         self.call = call
@@ -31,15 +31,16 @@ class Members:
         self.group: ProcessGroup | None = None
         if mesh is not None and not isinstance(mesh, DeviceMesh):
             raise KindError(
-                f"{call}: mesh= is the mesh of the ranks that take part",
+                f"{call}: mesh= must be a DeviceMesh",
                 expected="a DeviceMesh, or None",
                 found=f"{mesh!r}, a {type(mesh).__name__}",
+                fix="pass mesh=mesh, or leave it out to use the current mesh",
             )
         if mesh is not None:
             coordinate_in(mesh, call)
         if find_world() is not None or find_unjoined_place() is not None:
-            # A mesh of all ranks is that of the arrays, maybe, which a rank may lack that fails:
-            # it meets the others all the same, in the group of the world.
+            # A mesh of all ranks may come from the arrays, which a failing rank may lack. So use
+            # the group of all ranks, which that rank also uses.
             self.group = resolve_group(None)
             if mesh is not None and set(mesh.layout.ranks().flat) != set(self.group.ranks):
                 self.group = mesh.open_group()
@@ -50,34 +51,34 @@ class Members:
 
     @property
     def world(self) -> World | None:
-        """The members' world, None for a process without a world."""
+        """The participants' world, None for a process without a world."""
         return None if self.group is None else self.group.world
 
     def any_mesh(self) -> DeviceMesh | None:
-        """Return the members' mesh, made of their group if they have none; None without a world."""
+        """Return the mesh, made of the group if there is none; None without a world."""
         if self.mesh is None and self.group is not None:
             device_type = self.group.first_device_type()
             self.mesh = DeviceMesh.from_group(self.group, device_type, mesh_dim_names=(RANKS,))
         return self.mesh
 
     def all_do(self, step: Callable[[], Any]) -> Any:
-        """Return ``step()`` of this member; raise on all members what any raises; collective."""
+        """Return ``step()`` of this rank; raise on all ranks what any raises; collective."""
         return self.all_agree(lambda: (step(), {}, {}))
 
     def all_agree(
         self, read: Callable[[], tuple[Any, Mapping[str, str], Mapping[str, torch.Tensor]]]
     ) -> Any:
-        """Return the value that ``read`` returns here; raise on all members what it raises on any.
+        """Return what ``read`` returns on this rank; raise on all ranks what it raises on any.
 
         Args:
-            read: returns a value, and texts and tensors, by label, equal on all members, else
-                MismatchError.
+            read: returns a value, and texts and tensors by label; raises MismatchError if these are
+                not equal on all ranks.
         """
-        found: Any = (None, {"error": f"on rank {self.rank}"}, {})  # unlike all other members'
+        found: Any = (None, {"error": f"on rank {self.rank}"}, {})  # different from all other ranks
         error: Exception | None = None
         try:
             found = read()
-        except Exception as raised:  # whatever an object of the state raises
+        except Exception as raised:  # an object of the state may raise anything
             error = raised
         value, texts, tensors = found
         if self.group is None and error is not None:
@@ -93,15 +94,16 @@ class Members:
             raise told_again(failures, self.ranks) from error
         assert difference is not None
         raise MismatchError(
-            f"{self.call}: ranks have other names, arrays or values",
+            f"{self.call}: names, arrays or values differ between ranks",
             expected="the same on every rank",
             found=difference.found,
-            fix="give all ranks the same, as by md.distributed.broadcast_object_list; a part of a "
-            "global array needs a spec: md.checkpoint.State(model=model), or md.annotate(x, spec)",
+            fix="pass the same state on all ranks, for example with "
+            "md.distributed.broadcast_object_list; shards of a global array need a spec: "
+            "md.checkpoint.State(model=model), or md.annotate(x, spec)",
         )
 
     def first_does(self, step: Callable[[], Any]) -> Any:
-        """Return on all members the first's ``step()``; raise its error on all; collective."""
+        """Return the first rank's ``step()`` on all ranks; raise its error on all; collective."""
         box: list[Any] = [None]
         if self.is_first:
             try:
@@ -116,7 +118,7 @@ class Members:
         return result
 
     def is_last(self, name: str) -> bool:
-        """Count this member under ``name``; return whether it is the last; no member waits."""
+        """Count this rank under ``name``; return whether it is the last; no rank waits."""
         if self.group is None:
             return True
         store = self.group.world.store
@@ -128,7 +130,7 @@ class Members:
 
 @contextmanager
 def errors_as_ours(call: str) -> Iterator[None]:
-    """Raise the block's file errors as CheckpointErrors of ``call``."""
+    """Raise file errors of the block as CheckpointErrors of ``call``."""
     try:
         yield
     except FAILURES as error:
@@ -141,9 +143,10 @@ def as_ours(error: Exception, call: str) -> Exception:
         return error
     path = getattr(error, "filename", None)
     found = CheckpointError(
-        f"{call}: the disk or the file system failed",
+        f"{call} failed because of a disk or file system error",
         where=None if path is None else str(path),
         found=f"{type(error).__name__}: {first_line(error)}",
+        fix="correct the path, its permissions or the free space, then try again",
     )
     found.__cause__ = error
     return found
@@ -161,7 +164,7 @@ def told_error(error: Exception, call: str) -> dict[str, Any]:
 def told_again(
     failures: Sequence[tuple[int, dict[str, Any]]], ranks: Sequence[int]
 ) -> MeshdistError:
-    """Return the first error of ``failures``, (rank, error) pairs, naming the ranks that had it."""
+    """Return the first error of ``failures``, (rank, error) pairs, with the ranks that had it."""
     _, told = failures[0]
     fields = dict(told["fields"])
     if len(ranks) > 1:

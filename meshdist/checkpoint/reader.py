@@ -1,4 +1,4 @@
-"""A checkpoint that is open to be read, and ``md.checkpoint.open``, which needs no world."""
+"""Open a checkpoint for reading, without a world: ``md.checkpoint.open``."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["Checkpoint"]
 
 
 def read_manifest(path: str) -> tuple[str, Manifest]:
-    """Return a checkpoint's folder and manifest, made of file headers if it has none; or raise."""
+    """Return a checkpoint's folder and manifest, built from file headers if it has none."""
     folder, sizes, text = files.find_files(path)
     if text is None:
         opened = files.OpenFiles(folder)
@@ -35,19 +35,19 @@ def read_manifest(path: str) -> tuple[str, Manifest]:
     for file, size in manifest.file_bytes.items():
         if sizes.get(file) != size:
             found = "no such file" if file not in sizes else f"{sizes[file]} bytes"
-            raise damaged(path, f"{file}: {found}; the manifest says {size} bytes")
+            raise damaged(path, f"{file}: {found}; in the manifest {size} bytes")
     return folder, manifest
 
 
 class OpenArrays:
-    """The arrays of a checkpoint opened for reading, box by box."""
+    """The arrays of a checkpoint opened for reading, block by block."""
 
     def __init__(self, folder: str, manifest: Manifest) -> None:
         self.folder, self.manifest = folder, manifest
         self._files = files.OpenFiles(folder)
 
     def check(self, name: str, box: Box) -> None:
-        """Raise CheckpointError unless the files have pieces in ``box`` as the manifest says."""
+        """Raise CheckpointError unless the files have the pieces in ``box`` of the manifest."""
         for piece, _ in self._pieces_in(name, box):
             self._files.check(piece, name, self.manifest.arrays[name].dtype)
 
@@ -59,7 +59,7 @@ class OpenArrays:
             target[index_of(within(common, box))].copy_(part)
 
     def read(self, name: str, box: Box) -> torch.Tensor:
-        """Return the part ``box`` of an array, on the CPU; raise if files break the manifest."""
+        """Return the part ``box`` of an array on the CPU; raise if files and manifest conflict."""
         self.check(name, box)
         part = torch.empty(
             shape_of(box), dtype=self.manifest.arrays[name].torch_dtype, device="cpu"
@@ -81,7 +81,7 @@ class OpenArrays:
 
 
 class Checkpoint:
-    """A checkpoint that is open to be read: what ``md.checkpoint.open`` returns."""
+    """A checkpoint opened for reading, returned by ``md.checkpoint.open``."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = checked_path("checkpoint.open", path)
@@ -91,29 +91,29 @@ class Checkpoint:
 
     @property
     def names(self) -> list[str]:
-        """The names of its arrays."""
+        """The names of the arrays."""
         return list(self._manifest.arrays)
 
     @property
     def leaves(self) -> dict[str, Any]:
-        """All that is no array, by name."""
+        """All values that are not arrays, by name."""
         return dict(self._manifest.leaves)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of an array."""
+        """Return the shape of an array."""
         return self._array(name).shape
 
     def dtype(self, name: str) -> torch.dtype:
-        """The dtype of an array."""
+        """Return the dtype of an array."""
         return self._array(name).torch_dtype
 
     def read(
         self, name: str, sharding: NamedSharding | PartitionSpec | None = None
     ) -> torch.Tensor | ShardedArray:
-        """Return an array whole, on the CPU; or this rank's part of it, read from disk alone.
+        """Return a global array on the CPU; or read only this rank's shard from disk.
 
         Args:
-            sharding: how it shall lie; a ``PartitionSpec`` alone takes the mesh in force.
+            sharding: the sharding of the result; a ``PartitionSpec`` alone uses the current mesh.
         """
         shape, call = self._array(name).shape, "checkpoint.read"
         where = None if sharding is None else checked_sharding(sharding, call)
@@ -135,22 +135,26 @@ class Checkpoint:
             raise CheckpointError(
                 f"the checkpoint has no array {name!r}",
                 where=self._path,
-                expected=f"a name of {len(self.names)} arrays",
-                found="a leaf of this name: .leaves" if name in self._manifest.leaves else None,
-                fix=f"write {near[0]!r}" if near else None,
+                expected=f"one of the names of the {len(self.names)} arrays",
+                found="a leaf of this name" if name in self._manifest.leaves else None,
+                fix=f"read checkpoint.leaves[{name!r}]"
+                if name in self._manifest.leaves
+                else f"read {near[0]!r}"
+                if near
+                else "read one of checkpoint.names",
             )
         return found
 
 
 @hidden_from_modes
 def open(path: str | os.PathLike[str]) -> Checkpoint:
-    """Return a checkpoint open to be read: ``names``, ``shape``, ``dtype``, ``leaves``, ``read``.
+    """Open a checkpoint for reading: ``names``, ``shape``, ``dtype``, ``leaves``, ``read``.
 
-    It needs no world, and reads what ``load`` reads: our folders, torch's, Hugging Face's, and
-    single files of safetensors.
+    It needs no world, and reads the formats that ``load`` reads: folders of meshdist, torch and
+    Hugging Face, and single safetensors files.
 
     Raises:
-        CheckpointError: no checkpoint is there, or it is damaged.
+        CheckpointError: the path has no checkpoint, or it is damaged.
 
     Example:
         >>> import tempfile, torch, meshdist as md

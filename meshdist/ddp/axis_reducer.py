@@ -1,10 +1,9 @@
-"""A wrapper as typed contexts see it: the owner of the axes over which it reduces gradients.
+"""Annotate the parameters of a DDP wrapper as reduced over its axes inside ``md.typed``.
 
-Its parameters are marked reduced there, so that no cast sums their gradients a second time, and
-their ``.grad`` counts as complete there. A wrapper of a group knows no axes: its parameters keep
-the group's ranks, of which ``md.einsum`` finds the axes on its own mesh. A forward inside a context
-claims the axes: from then on each rank's loss must be its own over them, since the wrapper takes
-the mean.
+The annotations keep casts from summing their gradients a second time, and mark ``.grad`` as
+complete over these axes. A wrapper of a group knows no axes: its parameters store the group's
+ranks, in which ``md.einsum`` finds the axes of its own mesh. A forward inside a context claims the
+axes: each rank's loss must then vary over them, since the wrapper computes the mean.
 """
 
 from __future__ import annotations
@@ -38,14 +37,14 @@ from ..typed_mode.context import find_context
 from ..typed_mode.type_errors import mesh_text, tensor_text, where
 
 OWNER = "DDP"
-"""As messages call it."""
+"""The wrapper's name in messages."""
 
 
 class AxisReducer:
-    """Marker of the types of a wrapper's parameters: with ``axes``, or with the group's ranks.
+    """Annotates the types of a wrapper's parameters: with ``axes``, or with the group's ranks.
 
     Args:
-        further: the axes beside the wrapper's over which it reduces gradients, by parameter.
+        further: the additional axes over which it reduces gradients, by parameter.
     """
 
     def __init__(
@@ -57,7 +56,7 @@ class AxisReducer:
     ) -> None:
         self._parameters = parameters
         self._further = further
-        # Which the program has marked: they stay when the wrapper goes.
+        # These are the user's annotations, which outlive the wrapper.
         self._reduced = {name: axes_of_kind(type_of(x), "R") for name, x in parameters.items()}
         self._untyped = {name for name, x in parameters.items() if find_type(x) is None}
         self._axes: tuple[str, ...] = ()
@@ -70,16 +69,16 @@ class AxisReducer:
 
     @property
     def has_reduced(self) -> bool:
-        """Return whether the program, not the wrapper, has marked a parameter as reduced."""
+        """Return whether the user has annotated a parameter as reduced."""
         return any(self._reduced.values())
 
     @untraced
     def claim(self, group: ProcessGroup, axes: DeviceMesh | None, *, is_reduced: bool) -> None:
-        """Mark the parameters, and own the group's axes in the open typed context, if any.
+        """Annotate the parameters, and own the group's axes in the open typed context, if any.
 
         Args:
-            axes: the mesh of axes that the wrapper was given; None if it was given a group.
-            is_reduced: whether the wrapper averages the backward of the forward that begins.
+            axes: the wrapper's ``device_mesh``; None if it has a group.
+            is_reduced: whether the wrapper averages the backward of this forward.
         """
         mode = find_context()
         if mode is None or not torch.is_grad_enabled():
@@ -94,7 +93,7 @@ class AxisReducer:
 
     @untraced
     def close(self) -> None:
-        """Remove the wrapper's marks from the parameters."""
+        """Remove the wrapper's annotations from the parameters."""
         for name, parameter in self._parameters.items():
             kinds = type_of(parameter)
             if find_owner_axes(parameter) is not None:
@@ -132,21 +131,21 @@ class AxisReducer:
 
 
 def of_a_shard(name: str, tensor: torch.Tensor, axis: str, where: str) -> AxisTypeError:
-    """Return a wrapper's error for ``tensor``, which by its type is not equal along ``axis``."""
+    """Return the error for a ``tensor`` whose type is not equal along ``axis``."""
     kind = KINDS[kinds_in(type_of(tensor))[axis]]
     return AxisTypeError(
-        f"{name} is {kind} over {axis!r}, over which {OWNER} keeps it equal",
+        f"{OWNER} cannot replicate {name}: it is annotated as {kind} over {axis!r}",
         where=where,
         expected=f"a tensor that is equal on all ranks along {axis!r}",
         found=f"{name}: {tensor_text(tensor)}",
-        fix=f"give {OWNER} the axes alone along which the model is replicated, such as "
-        "device_mesh=mesh['dp']; or leave the tensor alone and average it by hand: "
+        fix=f"pass {OWNER} only the axes along which the model is replicated, such as "
+        "device_mesh=mesh['dp']; or exclude the tensor and average it yourself: "
         f"md.DDP._set_params_and_buffers_to_ignore_for_model(module, [{name!r}])",
     )
 
 
 def _axes_of(mesh: DeviceMesh, group: ProcessGroup, given: Sequence[str]) -> tuple[str, ...]:
-    """Return the axes of ``mesh`` whose group is ``group``, ``given`` first; raise without any."""
+    """Return the axes of ``mesh`` whose group is ``group``, ``given`` first; raise if none."""
     choices: list[tuple[str, ...]] = [
         names for count in range(1, mesh.ndim + 1) for names in combinations(mesh.axis_names, count)
     ]
@@ -156,10 +155,10 @@ def _axes_of(mesh: DeviceMesh, group: ProcessGroup, given: Sequence[str]) -> tup
         if tuple(mesh[names].layout.ranks().ravel().tolist()) == tuple(group.ranks):
             return names
     raise AxisTypeError(
-        f"{OWNER} averages over ranks that lie along no axes of the context's mesh",
+        f"{OWNER} averages over ranks that form no axes of the context's mesh",
         where=where(mesh),
         expected=f"the ranks along one or several of {shown(mesh.axis_names)} of {mesh_text(mesh)}",
         found=f"{group.name}, {ranks_text(group.ranks)}",
         fix=f"wrap with an axis, {OWNER}(module, device_mesh=mesh['dp']); or open the context with "
-        "the mesh that has it",
+        "a mesh that has this axis",
     )

@@ -1,8 +1,8 @@
-"""One backward: its reductions are started in bucket order, and waited for in bucket order.
+"""Run one backward: start its reductions and wait for them, both in bucket order.
 
-A ``Backward`` is made at its first sign, when outputs have their gradients, and dropped once every
-rank's part is averaged: nothing of it is reset for the next backward. A backward that raised midway
-is still there afterwards; the next forward, or check, completes it with zeros.
+A ``Backward`` is created when outputs first get gradients, and dropped once all ranks' gradients
+are averaged, so nothing is reset for the next backward. A backward that raised is kept; the next
+forward, or check, completes it with zeros.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from .status_flags import Ending
 
 
 class Phase(Enum):
-    """The state of a reducer: idle, awaiting a backward, past its end, or closed for good."""
+    """The state of a reducer: idle, awaiting a backward, after its end, or closed."""
 
     IDLE = auto()
     AWAITED = auto()
-    """A synchronised forward has come, and its backward has not ended."""
+    """A synchronized forward has run, and its backward has not ended."""
     ENDED = auto()
     CLOSED = auto()
     """Gradients stay local."""
@@ -45,9 +45,9 @@ class ActiveRanks(NamedTuple):
     """The ranks that have data, in a join context.
 
     Args:
-        source: the member whose buffers and order of buckets the others take.
-        share: multiplies averages over all members: 1, or their number divided by ``num``.
-        num: how many members have data.
+        source: the group rank whose buffers and bucket order the others use.
+        share: the factor of averages over all ranks: 1, or their number divided by ``num``.
+        num: the number of ranks with data.
         is_joining: whether the model is in a join context.
     """
 
@@ -58,19 +58,19 @@ class ActiveRanks(NamedTuple):
 
 
 class ReducerState:
-    """State of a reducer across backwards: the hook, failures, futures, a lock."""
+    """A reducer's state across backwards: the hook, failures, futures, a lock."""
 
     def __init__(self, expected_gradients: ExpectedGradients, active_ranks: ActiveRanks) -> None:
-        self.expected_gradients = expected_gradients  # what is expected of a backward
+        self.expected_gradients = expected_gradients
         self.active_ranks = active_ranks
-        self.hook: RegisteredHook | None = None  # averages buckets in place of an all-reduce
-        self.failure: Exception | None = None  # since which the members are not in step
-        self.awaited: list[Any] = []  # futures, by the end of the next backward
-        self.lock = threading.RLock()  # a module on several devices has a thread on each
+        self.hook: RegisteredHook | None = None  # averages buckets instead of an all-reduce
+        self.failure: Exception | None = None  # after it, ranks are out of step
+        self.awaited: list[Any] = []  # futures to wait for at the end of the next backward
+        self.lock = threading.RLock()  # autograd uses one thread per device
 
 
 _UNCOME = DeadlockError, MismatchError, CollectiveTimeoutError
-"""Errors of a rank whose others do not come to its backward."""
+"""Errors of a rank whose backward other ranks do not reach."""
 
 _JOIN = "if ranks have unequal numbers of batches, loop over md.uneven, or use `with ddp.join():`"
 
@@ -78,7 +78,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def adds_join_fix(method: F) -> F:
-    """Decorate a reducer's method: errors of ranks that do not call it name ``join()``."""
+    """Decorate a reducer's method to suggest ``join()`` if other ranks do not call it."""
 
     @functools.wraps(method)
     def with_fix(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -86,22 +86,22 @@ def adds_join_fix(method: F) -> F:
             return method(self, *args, **kwargs)
         except MeshdistError as error:
             has_left = any(how in str(error) for how in IN_GOOD_ORDER)
-            # A communication hook's own errors are not of ranks that do not come.
+            # Errors of a communication hook have other causes.
             if (isinstance(error, _UNCOME) or has_left) and self.reducer_state.hook is None:
                 error.add_fix(_JOIN)
             __tracebackhide__ = True
             end_here(error)
             raise
 
-    # Untraced, since parts of a backward run inside a compiled step, too.
+    # Untraced, since parts of a backward also run inside a compiled step.
     return cast(F, untraced(with_fix))
 
 
 class Backward:
-    """A backward that is averaged, or zeros in place of a backward.
+    """A backward whose gradients are averaged, or zeros that replace it.
 
     Args:
-        task: the number that autograd has given it; ``NO_TASK`` where zeros stand in.
+        task: autograd's number of the backward; ``NO_TASK`` for zeros.
         has_graph: whether its gradients could be differentiated again.
     """
 
@@ -118,20 +118,21 @@ class Backward:
         self.task = task
         self.has_graph = has_graph
         self.bucket_states = [*map(BucketState, layout.buckets)]  # in the order of sending
-        # How often each gradient has come.
+        # How often each gradient was computed.
         self.counts = [0] * len(layout.terms.parameters)
-        # Reductions of buckets that have gone, in order; then of the tail, if it goes alone.
+        # Reductions of sent buckets, in order; then of the status flags, if they are sent alone.
         self.works: list[Pending] = []
-        self.is_open = False  # whether a gradient has come
-        self.is_running: Callable[[], bool] = bool  # whether it has not ended, nor raised
-        self.outcome: BackwardOutcome | None = None  # until it has ended
-        self._late: list[int] = []  # parameters whose gradient came after its bucket had gone
-        self._places = layout.places
+        self.is_open = False  # whether a gradient was computed
+        self.is_running: Callable[[], bool] = bool  # whether it has neither ended nor raised
+        self.outcome: BackwardOutcome | None = None  # None until its end
+        # Parameters whose gradient was computed after its bucket was sent.
+        self._late: list[int] = []
+        self._places, self._is_learned = layout.places, layout.is_learned
 
-    # -- gradients come ---------------------------------------------------------------------------
+    # -- gradients --------------------------------------------------------------------------------
 
     def open(self) -> None:
-        """Note that a first gradient came; raise if the backward has create_graph=True."""
+        """Record that a first gradient was computed; raise for create_graph=True."""
         if self.has_graph:
             raise self.layout.terms.gradient_errors.with_graph()
         self.is_open = True
@@ -142,7 +143,7 @@ class Backward:
             self.open()
         count = self.counts[index] = self.counts[index] + 1
         place = self._places.get(index)
-        if place is None:  # it is never sent
+        if place is None:  # never sent
             return
         number, slot = place
         bucket_state = self.bucket_states[number]
@@ -155,7 +156,7 @@ class Backward:
         if more < 0:
             return
         is_scaled = slot in bucket_state.taken and bucket_state.bucket.averaging.scale is not None
-        if number < len(self.works) or is_scaled:  # nothing may be added to it
+        if number < len(self.works) or is_scaled:  # too late to add to it
             self._late.append(index)
             return
         if slot < bucket_state.bucket.num_at_once:
@@ -166,7 +167,7 @@ class Backward:
                 self._start_full()
 
     def _start_full(self) -> None:
-        """Start the reduction of each full bucket, up to the first that is not full."""
+        """Start the reductions of full buckets, up to the first that is not full."""
         with self.reducer_state.lock, torch.no_grad():
             for bucket_state in self.rest():
                 if bucket_state.bucket.is_deferred or bucket_state.num_pending:
@@ -175,13 +176,13 @@ class Backward:
                 self._start(bucket_state)
 
     def find_came(self) -> list[bool]:
-        """Return for each parameter whether the backward, which has ended, brought its gradient."""
-        # A backward of its own may have left a gradient undefined.
+        """Return for each parameter whether this ended backward computed its gradient."""
+        # A custom autograd function may leave a gradient undefined.
         rows = zip(self.counts, self.layout.terms.parameters, strict=True)
         return [count > 0 and parameter.grad is not None for count, parameter in rows]
 
     def find_unexpected(self, came: Sequence[bool]) -> list[str]:
-        """Return error lines of gradients too late for their bucket, or that options exclude."""
+        """Return error lines for gradients too late for their bucket or excluded by options."""
         expected_gradients = self.reducer_state.expected_gradients
         options, gradient_errors = self.layout.terms.options, self.layout.terms.gradient_errors
         lines = [gradient_errors.came_late(index) for index in dict.fromkeys(self._late)]
@@ -200,14 +201,14 @@ class Backward:
     # -- averages ---------------------------------------------------------------------------------
 
     def rest(self) -> Sequence[BucketState]:
-        """Return the fillings of the buckets that have not been sent."""
+        """Return the states of buckets that have not been sent."""
         return self.bucket_states[len(self.works) :]
 
     def reduce(self, outcome: BackwardOutcome, *, has_local_sums: bool = False) -> None:
-        """Send the remaining buckets, zeros if no gradient came, and wait for all averages.
+        """Send the remaining buckets (zeros without gradients), and wait for all averages.
 
         Args:
-            has_local_sums: whether unaveraged backwards have added to ``.grad`` since the last.
+            has_local_sums: whether local backwards have added to ``.grad`` since the last average.
         """
         reducer_state, layout, rest = self.reducer_state, self.layout, self.rest()
         for bucket_state in rest:
@@ -229,10 +230,10 @@ class Backward:
     def _find_gradients(
         self, outcome: BackwardOutcome, *, has_local_sums: bool
     ) -> list[bool] | None:
-        """Return for each parameter if this rank adds a new gradient; None if all or none came.
+        """Return for each parameter if this rank adds a new gradient; None if all or none.
 
         Args:
-            has_local_sums: whether ``.grad`` holds sums of backwards that were not averaged.
+            has_local_sums: whether ``.grad`` holds sums of local backwards.
         """
         if outcome.ending is Ending.WHOLE or not outcome.came:
             return None
@@ -240,31 +241,31 @@ class Backward:
         for bucket in self.layout.buckets:
             rows = zip(bucket.indices, bucket.members, bucket.views, strict=True)
             for index, member, view in rows:
-                # A gradient in its bucket that did not come is an average that all ranks have had,
-                # unless sums have been kept apart since.
+                # A gradient in its bucket that was not computed now is an earlier average, unless
+                # local sums were kept elsewhere since.
                 is_new = has[index] or has_local_sums or member.grad is not view
                 has[index] = member.grad is not None and is_new
         return has
 
     def _start(self, bucket_state: BucketState) -> None:
-        """Start the reduction of a bucket, by a hook that serves it; add it to ``works``."""
+        """Start a bucket's reduction, by the hook if it serves the bucket; add it to ``works``."""
         number, reducer_state = len(self.works), self.reducer_state
         bucket = bucket_state.bucket
         if reducer_state.hook is None or not self.layout.is_hooked(bucket):
             self.works.append(bucket.copy_mode.start(bucket_state))
             return
-        behind = self.layout.buckets[number + 1 :]
-        is_last = not any(map(self.layout.is_hooked, behind))
+        later = self.layout.buckets[number + 1 :]
+        is_last = not any(map(self.layout.is_hooked, later))
         args = bucket.members, bucket.views, number, is_last
         given = GradBucket(bucket.copy_mode.buffer(bucket_state), *args, self.layout.terms.group)
         try:
             self.works.append(reducer_state.hook.start(given))
-        except Exception as failure:  # after which collectives of the hook's, no other rank knows
+        except Exception as failure:  # other ranks cannot know which collectives the hook started
             reducer_state.failure = without_frames(failure)
             raise
 
     def give(self, outcome: BackwardOutcome) -> None:
-        """Write averages into ``.grad`` of each parameter of which any rank had a gradient."""
+        """Write averages into ``.grad`` of each parameter that any rank has a gradient of."""
         is_complete = outcome.ending is Ending.WHOLE
         is_used = outcome.find_used(is_complete=is_complete)
         share = (

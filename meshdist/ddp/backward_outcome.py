@@ -1,30 +1,31 @@
-"""How a backward ended on each rank, and which gradients it had: what all ranks learn and raise.
+"""Exchange how a backward ended on each rank, and raise the same error on all ranks.
 
-The averages of the tail say on every rank whether any rank set a flag, and which gradients no rank,
-some ranks or all ranks had. So all ranks raise the same error: on the CPU as soon as the reduction
-has ended; on an accelerator, where reading then would make the CPU wait for the device, at the next
-forward.
+The averaged status flags tell every rank whether any rank set a flag, and whether none, some or all
+ranks had each gradient. So all ranks raise the same error: on the CPU once the reduction ends; on
+an accelerator, where reading would make the CPU wait for the device, at the next forward.
 
-Drawn case: a model has parameters v and w; rank 1 of 2 lacks the gradient of w, and may.
+Worked example: a model has parameters v and w; rank 1 of 2 may lack the gradient of w, and does.
 
               flags: whole, partial, lacking, interrupted, absent, unexpected    map: v   w
     rank 0           1      0        0        0            0       0                  1   1
     rank 1           0      1        0        0            0       0                  1   0
     average          0.5    0.5      0        0            0       0                  1   0.5
 
-Both ranks read the average. No flag above 0 means an error; but "partial" does say: read the map.
-Both gradients had a rank, so both ranks' ``.grad`` get both averages. And w had 0.5 * 2 ranks, not
-2: it trails from now on. Had rank 1 raised midway, "whole" and "interrupted" would be 0.5, and both
-ranks would raise the same error.
+Both ranks read the average. No error flag is above 0, but "partial" is, so they read the map. Some
+rank had each gradient, so both averages are written to ``.grad`` on both ranks. As w had 0.5 * 2
+ranks, not 2, it is deferred from now on. If rank 1 had raised, "whole" and "interrupted" would be
+0.5, and both ranks would raise the same error.
 
-    >>> from types import SimpleNamespace as Stand
+    >>> from types import SimpleNamespace as Fake
     >>> from .bucket_layout import ReductionOptions; from .status_flags import StatusFlags
-    >>> status_flags, other = StatusFlags(torch.empty(8), unit=1 / 2), StatusFlags(torch.empty(8), unit=1 / 2)
+    >>> status_flags = StatusFlags(torch.empty(8), unit=1 / 2)
+    >>> other = StatusFlags(torch.empty(8), unit=1 / 2)
     >>> status_flags.write(Ending.WHOLE, None); other.write(Ending.PARTIAL, [True, False])
     >>> status_flags.numbers.add_(other.numbers).tolist()
     [0.5, 0.5, 0.0, 0.0, 0.0, 0.0, 1.0, 0.5]
-    >>> options, pair = ReductionOptions((8,), finds_unused=True), Stand(size=lambda: 2)
-    >>> layout = Stand(status_flags=status_flags, terms=Stand(options=options, extra_groups=Stand(all_ranks=pair)))
+    >>> options, pair = ReductionOptions((8,), finds_unused=True), Fake(size=lambda: 2)
+    >>> terms = Fake(options=options, extra_groups=Fake(all_ranks=pair))
+    >>> layout = Fake(status_flags=status_flags, terms=terms)
     >>> outcome, expected_gradients = BackwardOutcome(layout, num_active=2), ExpectedGradients(2)
     >>> outcome.note_flags(), outcome.find_used(is_complete=True)
     (True, [True, True])
@@ -50,14 +51,14 @@ _HAD_BACKWARD = (Ending.WHOLE, Ending.PARTIAL, Ending.LACKING, Ending.UNEXPECTED
 
 
 class BackwardOutcome:
-    """The end of one backward: on this rank at once, on all ranks once the tail is read.
+    """The outcome of one backward: on this rank at first, on all ranks once the flags are read.
 
     Args:
         ending: on this rank; None if it has no data.
-        num_active: how many ranks have data; the others add nothing to the map of used parameters.
-        came: for each parameter, whether its gradient came here.
-        lacking: the parameters that have had none since the forward, and must.
-        unexpected: a line for each gradient that should not have come.
+        num_active: the number of ranks with data; others add nothing to the used-parameter map.
+        came: for each parameter, whether this rank computed its gradient.
+        lacking: the parameters that require a gradient and got none since the forward.
+        unexpected: an error line for each unexpected gradient.
     """
 
     def __init__(
@@ -75,20 +76,20 @@ class BackwardOutcome:
         self._lacking = lacking
         self._unexpected = unexpected
         self._num_active = num_active
-        self._counts: list[float] | None = None  # the averaged flags, until all is raised
+        self._counts: list[float] | None = None  # the averaged flags, until errors are raised
         self._shares: list[float] | None = None  # the averaged map, if it was needed
         self._someone_lacks = False  # equal on every rank
-        self._is_noted = False  # and not read
+        self._is_noted = False  # flags are stored but not read
 
     def followed_by(
         self, came: Sequence[bool], unexpected: Sequence[str], num_active: int
     ) -> BackwardOutcome:
-        """Return the verdict of the next backward, with the arguments of ``BackwardOutcome``."""
+        """Return the outcome of the next backward, with the arguments of ``BackwardOutcome``."""
         is_complete = False not in came
         lacking: Sequence[int] = ()
         if not (is_complete or self._layout.terms.options.may_lack):
             parameters = self._layout.terms.parameters
-            # Of several backwards behind a forward each brings some.
+            # Several backwards after one forward may each compute some gradients.
             lacking = [i for i in self._lacking if not came[i] and parameters[i].requires_grad]
         ending = Ending.WHOLE if is_complete else Ending.PARTIAL
         if unexpected or lacking:
@@ -96,12 +97,12 @@ class BackwardOutcome:
         return BackwardOutcome(self._layout, ending, num_active, came, lacking, unexpected)
 
     def followed_by_none(self, ending: Ending | None, num_active: int) -> BackwardOutcome:
-        """Return the next verdict if no gradient came here; ``ending`` is None without data."""
+        """Return the next outcome without gradients; ``ending`` is None without data."""
         lacking = () if ending is None else self._lacking
         return BackwardOutcome(self._layout, ending, num_active, lacking=lacking)
 
     def expect_all(self) -> None:
-        """Expect a gradient of every parameter, as a synchronised forward begins."""
+        """Expect a gradient of every parameter, at the start of a synchronized forward."""
         self._lacking = range(len(self._layout.terms.parameters))
 
     def reject_lacking(self) -> None:
@@ -110,21 +111,21 @@ class BackwardOutcome:
             self._someone_lacks = False
             raise self._layout.terms.gradient_errors.lacking(self._gather(self._lacking))
 
-    # -- what all ranks learn ---------------------------------------------------------------------
+    # -- outcome on all ranks ----------------------------------------------------------------------
 
     def note_flags(self) -> bool:
-        """Keep the reduced tail for reading, return True; return False in a graph's capture."""
+        """Store the reduced flags for reading and return True; return False in a graph capture."""
         status_flags = self._layout.status_flags
         self._is_noted = status_flags.reader.note(status_flags.numbers)
         return self._is_noted
 
     def find_used(self, *, is_complete: bool) -> list[bool] | None:
-        """Return for each parameter whether any rank had a gradient; None: all, or unknown.
+        """Return for each parameter whether any rank had a gradient; None if all, or if unknown.
 
         Args:
-            is_complete: whether all came here, so that no device is waited for to read the answer.
+            is_complete: whether this rank has all, so that it need not wait for the device.
         """
-        # The device's work is awaited only where this rank lacks gradients, and may.
+        # Wait for the device only if this rank lacks gradients, and may.
         is_deferred = self._layout.status_flags.reader.is_deferred
         if is_deferred and (is_complete or not self._layout.terms.options.finds_unused):
             return None
@@ -132,13 +133,13 @@ class BackwardOutcome:
         return None if self._shares is None else [share > 0 for share in self._shares]
 
     def _look(self) -> None:
-        """Read the averaged tail unless read, or in a graph capture; raise for a broken group."""
+        """Read the averaged flags once; raise if the group can no longer be used."""
         status_flags = self._layout.status_flags
         found = status_flags.reader.take() if self._is_noted else None
         if found is None:
             return
         self._is_noted = False
-        if status_flags.reader.is_deferred:  # a reduction that was cut off has left any numbers
+        if status_flags.reader.is_deferred:  # an aborted reduction leaves arbitrary numbers
             device_group = self._layout.terms.extra_groups.all_ranks.open_device_group(
                 status_flags.numbers.device.type
             )
@@ -148,10 +149,10 @@ class BackwardOutcome:
         self._shares = found[len(Ending) :].tolist() if is_partial else None
 
     def raise_or_learn(self, expected_gradients: ExpectedGradients, *, stays: bool) -> None:
-        """Read once how the backward ended on all ranks: teach the history, or raise on all.
+        """Read once how the backward ended on all ranks; update ``expected_gradients`` or raise.
 
         Args:
-            stays: whether the buckets stay once they are laid, as a hook's state knows them.
+            stays: whether buckets stay fixed once built, since a hook's state refers to them.
         """
         if self._is_noted:
             self._look()
@@ -170,7 +171,7 @@ class BackwardOutcome:
                 self._layout.terms.extra_groups.all_ranks.size(),
             )
             if any(0.5 < share * num_ranks < most for share in self._shares):
-                # Frozen on some ranks.
+                # The parameter is frozen on some ranks.
                 self._someone_lacks = True
                 self._lacking = [index for index, has_come in enumerate(self.came) if not has_come]
         is_cut = Ending.INTERRUPTED in has or (
@@ -185,9 +186,9 @@ class BackwardOutcome:
             return
         for parameter in parameters:  # no rank keeps gradients of an interrupted backward
             parameter.grad = None
-        if has.isdisjoint(_HAD_BACKWARD):  # each rank has raised an error of its own, or had none
+        if has.isdisjoint(_HAD_BACKWARD):  # each rank raised its error, or had none
             return
-        self._someone_lacks = False  # the error below says it
+        self._someone_lacks = False  # the error below reports it
         found = self._gather((self.ending, self._unexpected))
         if not is_cut:
             expected_gradients.forget()
@@ -199,22 +200,22 @@ class BackwardOutcome:
         raise gradient_errors.interrupted(cut, absent)
 
     def _teach(self, expected_gradients: ExpectedGradients, *, stays: bool) -> None:
-        """Settle in the history which parameters trail: those whose gradient some rank lacked.
+        """Defer the parameters whose gradient some rank lacked.
 
         Args:
-            stays: whether the set stays as it is, once it has been learned.
+            stays: whether the set is final once learned.
         """
         options, num_ranks = (
             self._layout.terms.options,
             self._layout.terms.extra_groups.all_ranks.size(),
         )
-        # In half precision the sum may fall short of what all have: the parameter trails then, on
-        # every rank alike, which costs overlap and nothing else.
+        # In half precision a sum of ones may be too small. The parameter is then deferred on every
+        # rank, which only costs overlap.
         limit = 0.5 if options.skips_unused else self._num_active - 0.5
         shares = enumerate(self._shares or ())
         deferred = [index for index, share in shares if share * num_ranks < limit]
         may_move = not expected_gradients.is_learned or (options.may_move and not stays)
-        expected_gradients.settle(deferred, may_move=may_move and options.may_lack)
+        expected_gradients.update_deferred(deferred, may_move=may_move and options.may_lack)
 
     def _gather(self, mine: T) -> dict[int, T]:
         """Return the values of all ranks, by rank; collective."""

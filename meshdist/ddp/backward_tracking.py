@@ -1,7 +1,8 @@
-"""Which backward is meant: gradients that come before outputs have theirs, and those beside them.
+"""Decide whether a gradient belongs to the current synchronized backward or a local backward.
 
-Of ``model(x).sum() + w.square().sum()`` the gradient of the second term comes first: it is kept
-until its backward reaches an output, and counts then. Where none is reached the backward is local.
+In ``model(x).sum() + w.square().sum()`` the gradient of the second term is computed first. It is
+kept until its backward reaches an output, and counts then. If the backward reaches no output, it is
+local.
 """
 
 from __future__ import annotations
@@ -17,33 +18,33 @@ from .gradient_errors import GradientErrors
 _NUM_FORWARDS = 64
 
 _MANY = 8
-"""So many local backwards, and none between them that is averaged, are warned of."""
+"""The number of local backwards, with no averaged one between them, that triggers a warning."""
 
 
 class LocalBackwards:
-    """The gradients of backwards that have reached no output yet, and may never do."""
+    """The gradients of backwards that have not reached an output yet, and may never."""
 
     def __init__(self) -> None:
-        self.is_averaged_expected = False  # a synchronised forward waits for its backward
-        self.takes_any = False  # the next backward counts, as nothing tells which is meant
+        self.is_averaged_expected = False  # a synchronised forward awaits its backward
+        self.takes_any = False  # count the next backward, since its outputs are unknown
         self.has_sums = False  # a backward since the last average was local
-        self._early: list[int] = []  # indices of gradients, by arrival
-        self._early_task: int | None = None  # which may yet reach an output
+        self._early: list[int] = []  # indices of gradients, in order of computation
+        self._early_task: int | None = None  # a task that may still reach an output
         self._num_local = 0  # since the last backward that was averaged
         self._local_task: int | None = None  # the backward that reached an output under no_sync
         self._is_local_running: Callable[[], bool] = bool  # whether that backward has not ended
         self._has_warned = False
         self._has_warned_of_complete = False
         self._first_number = 0
-        # The numbers of the nodes that the last synchronised forwards made.
+        # The numbers of the nodes created by the last synchronised forwards.
         self._forwards: deque[range] = deque(maxlen=_NUM_FORWARDS)
 
     def forward_begins(self) -> None:
-        """Note the first node of a synchronised forward."""
+        """Record the first node of a synchronized forward."""
         self._first_number = next_number()
 
     def passes_forward(self) -> bool:
-        """Return whether this backward passes a synchronised forward, until a gradient is kept."""
+        """Return whether this backward passes a synchronized forward, until a gradient is kept."""
         return self._early_task != current_task() and is_made_within(self._forwards)
 
     def forward_ends(self, *, sees_outputs: bool) -> None:
@@ -54,13 +55,13 @@ class LocalBackwards:
             self._forwards.append(range(self._first_number, next_number()))
 
     def output_is_reached(self, ends: Callable[[], None]) -> None:
-        """Note that this backward reached a ``no_sync`` output; call ``ends`` as it ends."""
+        """Record that this backward reached a ``no_sync`` output; call ``ends`` at its end."""
         if self._local_task != current_task():
             self._local_task = current_task()
             self._is_local_running = at_end_of_task(ends)
 
     def keep(self, index: int, gradient_errors: GradientErrors) -> None:
-        """Keep gradient ``index`` until its backward reaches an output, or ends without."""
+        """Keep gradient ``index`` until its backward reaches an output or ends."""
         self.has_sums = True
         task = current_task()
         if task != self._early_task:
@@ -70,7 +71,7 @@ class LocalBackwards:
         self._early.append(index)
 
     def backward_begins(self, task: int) -> list[int]:
-        """Reset counts for averaged backward ``task``; return its gradients that came already."""
+        """Reset counts for averaged backward ``task``; return the gradients it computed already."""
         self.takes_any = self.is_averaged_expected = False
         self._num_local = 0
         if task != self._early_task:
@@ -79,7 +80,7 @@ class LocalBackwards:
         return early
 
     def warn(self, gradient_errors: GradientErrors, num_local: int = 0) -> None:
-        """Warn, once, of ``num_local`` local backwards in a row, 0 if a forward awaits its own."""
+        """Warn once of ``num_local`` local backwards in a row; 0 if a forward awaits its own."""
         if not self._has_warned:
             self._has_warned = True
             gradient_errors.warn_of_local(num_local=num_local)
@@ -87,7 +88,7 @@ class LocalBackwards:
     def warn_of_complete(
         self, task: int, group: ProcessGroup, gradient_errors: GradientErrors
     ) -> None:
-        """Warn, once, if the loss of autograd task ``task`` was reduced over ``group`` before."""
+        """Warn once if the loss of autograd task ``task`` was already reduced over ``group``."""
         noted, ranks, group_and_line = group.world.complete
         if noted == task and group_and_line and not self._has_warned_of_complete:
             self._has_warned_of_complete = len({*ranks} & {*group.ranks}) > 1
@@ -100,11 +101,11 @@ class LocalBackwards:
             return
         self._early_task = None  # it reached no output
         self._early.clear()
-        # It reached an output made under ``no_sync``, or so did the backward around it.
+        # It, or the backward around it, reached an output computed under ``no_sync``.
         if current_task() == self._local_task or self._is_local_running():
             return
         self._num_local += 1
         if self.is_averaged_expected:
             self.warn(gradient_errors)
-        elif self._num_local == _MANY:  # the program trains so: it does not look only
+        elif self._num_local == _MANY:  # repeated, so the program trains this way
             self.warn(gradient_errors, _MANY)

@@ -1,8 +1,8 @@
-"""How gradients are reduced, and which travel together: parameters in buckets, laid in memory.
+"""Assign parameters to buckets and lay the buckets out in memory.
 
-A bucket holds parameters of one dtype and device, so that it can be one flat tensor and one
-all-reduce. Small buckets start early, large buckets need fewer calls: hence a small first bucket,
-which is ready while most of the backward is still to come.
+A bucket holds parameters of one dtype and device, so it can be one flat tensor and one all-reduce.
+Small buckets start early; large buckets need fewer calls. So the first bucket is small: it is ready
+while most of the backward still has to run.
 """
 
 from __future__ import annotations
@@ -32,20 +32,21 @@ from .unbucketed_gradients import InPlace, Sparse
 
 _MIB = 1024 * 1024
 
-# From here on a message of its own costs less than to copy the gradient.
+# From this size on, a separate message costs less than the copy of the gradient.
 _IN_PLACE_BYTES = 8 * 1024 * 1024
 
 
 def bucket_caps(
     bucket_cap_mb: float | None, bucket_cap_mb_list: Sequence[float] | None = None
 ) -> tuple[int, ...]:
-    """Return the checked caps in bytes, bucket by bucket; all further buckets have the last."""
+    """Return the checked caps in bytes, bucket by bucket; the last applies to all further
+    buckets."""
     if bucket_cap_mb_list is not None and (
         isinstance(bucket_cap_mb_list, str) or not isinstance(bucket_cap_mb_list, Sequence)
     ):
         raise KindError(
             f"bucket_cap_mb_list is of type {type(bucket_cap_mb_list).__name__}",
-            expected="a list of numbers of MiB, or None",
+            expected="a list of sizes in MiB, or None",
             fix="pass for example bucket_cap_mb_list=[1, 25]",
         )
     if bucket_cap_mb_list:
@@ -59,19 +60,19 @@ def bucket_caps(
 
 
 def _cap_bytes(what: str, cap_mb: float) -> int:
-    expected, fix = "a number of MiB, or None", "pass for example bucket_cap_mb=25"
+    expected, fix = "a size in MiB, or None", "pass for example bucket_cap_mb=25"
     cap_mb = get_number(cap_mb, what, expected=expected, fix=fix)
     if not cap_mb > 0 or not math.isfinite(cap_mb):
         raise ArgumentError(
             f"{what} is {cap_mb}",
-            expected="a number of MiB above zero, or None for 25 with a first bucket of 1",
-            fix="pass a small number such as 0.001 for one parameter a bucket",
+            expected="a size in MiB above 0, or None for 25 with a first bucket of 1",
+            fix="pass a small number such as 0.001 for one parameter per bucket",
         )
     return max(1, int(cap_mb * _MIB))
 
 
 class LaidBucket(NamedTuple):
-    """The parameters of a bucket, in expected order; if trailing, it goes at a backward's end."""
+    """A bucket's parameters, in expected order; if deferred, sent at the end of a backward."""
 
     indices: tuple[int, ...]
     is_deferred: bool = False
@@ -84,19 +85,19 @@ def lay_out(
     *,
     deferred: Collection[int] = (),
     delayed: Collection[int] = (),
-    delayed_behind: int | None = None,
+    delayed_after: int | None = None,
 ) -> tuple[LaidBucket, ...]:
     """Return all buckets in the order in which they are sent, equal on every rank.
 
     Args:
         items, order, caps: as in ``assign_buckets``; every index is in ``order``.
-        deferred: indices that some rank may lack: in buckets of their own, sent last.
-        delayed: indices whose gradients are sent together, as soon as
-        delayed_behind: this one's has come, so behind its bucket.
+        deferred: indices that some rank may lack: in separate buckets, sent last.
+        delayed: indices whose gradients are sent together, right after the bucket of
+        delayed_after: this index.
 
     Example:
         >>> items = [(4, "f32")] * 4
-        >>> lay_out(items, [3, 2, 1, 0], (8,), deferred={3}, delayed={0}, delayed_behind=2)
+        >>> lay_out(items, [3, 2, 1, 0], (8,), deferred={3}, delayed={0}, delayed_after=2)
         ... # doctest: +NORMALIZE_WHITESPACE
         (LaidBucket(indices=(2, 1), is_deferred=False),
          LaidBucket(indices=(0,), is_deferred=False), LaidBucket(indices=(3,), is_deferred=True))
@@ -105,7 +106,7 @@ def lay_out(
     early = list(assign_buckets(items, [i for i in order if i not in apart], caps))
     if delayed:
         together = assign_buckets(items, [i for i in order if i in delayed], (sys.maxsize,))
-        before = [number for number, bucket in enumerate(early) if delayed_behind in bucket]
+        before = [number for number, bucket in enumerate(early) if delayed_after in bucket]
         number = before[0] + 1 if before else len(early)
         early[number:number] = together
     last = assign_buckets(items, [i for i in order if i in deferred and i not in delayed], caps)
@@ -117,15 +118,15 @@ class ReductionOptions:
     """Options of a reduction of gradients.
 
     Args:
-        caps: of the first bucket, of the second, ..., in bytes; the last repeats.
+        caps: the sizes of the first bucket, the second, ..., in bytes; the last repeats.
         as_views: whether ``.grad`` is a view into its bucket, or a copy.
         finds_unused: whether a rank may lack any gradient in any backward.
-        is_static: whether all backwards are promised to bring what the first brought.
+        is_static: whether all backwards compute the gradients of the first backward.
         skips_unused: whether gradients that no rank had in the first backward are never sent.
-        delayed: indices of the parameters that are sent together, behind the bucket of
-            ``delayed_behind``.
+        delayed: indices of the parameters that are sent together, after the bucket of
+            ``delayed_after``.
         sparse: indices of the parameters whose gradients are sparse.
-        dtype: in which gradients are sent; None for the parameters' own.
+        dtype: the dtype in which gradients are sent; None for the parameters' own.
     """
 
     caps: tuple[int, ...]
@@ -134,27 +135,27 @@ class ReductionOptions:
     is_static: bool = False
     skips_unused: bool = False
     delayed: frozenset[int] = frozenset()
-    delayed_behind: int | None = None
+    delayed_after: int | None = None
     sparse: frozenset[int] = frozenset()
     dtype: torch.dtype | None = None
 
     def shared(self, names: Sequence[str]) -> dict[str, object]:
-        """Return the settings that must be equal on every rank, by the wrapper's arguments.
+        """Return the settings that must be equal on every rank, by DDP's argument names.
 
         Example:
             >>> options = ReductionOptions(caps=(1 << 20,), delayed=frozenset({1}))
-            >>> shared = options.shared(["head", "status_flags"])
+            >>> shared = options.shared(["head", "tail"])
             >>> shared["bucket_cap_mb"], shared["delay_all_reduce_named_params"]
             ([1.0], ['status_flags'])
         """
-        behind = self.delayed_behind
+        after = self.delayed_after
         return {
             "bucket_cap_mb": [cap / (1 << 20) for cap in self.caps],
             "find_unused_parameters": self.finds_unused,
             "static_graph": self.is_static,
             "skip_all_reduce_unused_params": self.skips_unused,
             "delay_all_reduce_named_params": [names[index] for index in sorted(self.delayed)],
-            "param_to_hook_all_reduce": None if behind is None else names[behind],
+            "param_to_hook_all_reduce": None if after is None else names[after],
             "mixed_precision.reduce_dtype": None if self.dtype is None else dtype_name(self.dtype),
             "sparse gradients": [names[index] for index in sorted(self.sparse)],
         }
@@ -166,7 +167,7 @@ class ReductionOptions:
 
     @property
     def may_move(self) -> bool:
-        """Return whether parameters may move between early and trailing buckets later on."""
+        """Return whether parameters may still move between early and deferred buckets."""
         return self.finds_unused and not (self.is_static or self.skips_unused)
 
 
@@ -183,15 +184,15 @@ class ReductionTerms(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class BucketLayout:
-    """The division of gradients into buckets, with their memory; any change makes a new layout.
+    """The assignment of gradients to buckets, with their memory; a change makes a new layout.
 
     Args:
         deferred: the parameters whose gradient some rank may lack.
-        is_learned: whether the order is that in which gradients came.
+        is_learned: whether the buckets are in the order in which gradients were computed.
         buckets: in the order in which they are sent.
         unsent: the parameters without a bucket, since no rank had their gradient at first.
         status_flags: averaged over the union of all groups.
-        flags_average: starts its average; None where it is sent with the last bucket.
+        flags_average: starts their average; None if they are sent with the last bucket.
     """
 
     terms: ReductionTerms
@@ -203,7 +204,7 @@ class BucketLayout:
     flags_average: Callable[[torch.Tensor], Pending] | None
 
     def fits(self, expected_gradients: ExpectedGradients) -> bool:
-        """Return whether the layout's order and trailing parameters match the history's."""
+        """Return whether the order and deferred parameters match ``expected_gradients``."""
         return (self.is_learned, self.deferred) == (
             expected_gradients.is_learned,
             expected_gradients.deferred,
@@ -211,7 +212,7 @@ class BucketLayout:
 
     @cached_property
     def places(self) -> dict[int, tuple[int, int]]:
-        """The bucket's number, and the slot in it, of each parameter that is sent."""
+        """The bucket number, and the slot in the bucket, of each parameter that is sent."""
         return {
             index: (number, slot)
             for number, bucket in enumerate(self.buckets)
@@ -223,7 +224,7 @@ class BucketLayout:
         return bucket.averaging.group is self.terms.group
 
 
-# Collective once arrivals are learned: then the buckets lie in memory that the group shares.
+# Collective once the order is learned: the buckets are then in memory shared by the group.
 @torch.no_grad()
 def lay(
     terms: ReductionTerms,
@@ -235,7 +236,7 @@ def lay(
     """Return a layout in new memory; gradients in buckets of ``before`` move with their values.
 
     Args:
-        has_hook: whether a communication hook averages, so that gradients travel unscaled.
+        has_hook: whether a communication hook averages, so that gradients are sent unscaled.
     """
     parameters, group, options, _, order, extra_groups = terms
     old_views = {
@@ -255,7 +256,7 @@ def lay(
         averagings[extra_groups.groups.get(index, group)] for index in range(len(parameters))
     ]
     unsent = expected_gradients.deferred if options.skips_unused else frozenset[int]()
-    # Where the backend shares memory, or divides by itself, buckets cost less than they save.
+    # If the backend shares memory or divides itself, buckets save more than they cost.
     in_place = {
         index
         for index, parameter in enumerate(parameters)
@@ -263,7 +264,7 @@ def lay(
         and options.dtype is None
         and parameter.nbytes >= _IN_PLACE_BYTES
     }
-    # Parameters of another group share no bucket with the others, and are sent behind them.
+    # Parameters of other groups are in separate buckets, sent after the rest.
     items = [
         (num_bytes, (kind, extra_groups.groups.get(index)))
         for index, (num_bytes, kind) in enumerate(
@@ -271,7 +272,7 @@ def lay(
         )
     ]
     own = [index for index in order if index not in extra_groups.groups]
-    # The tail travels with the last bucket, if that goes over all ranks.
+    # The status flags are sent with the last bucket if its group has all ranks.
     others = sorted(
         extra_groups.groups,
         key=lambda index: (extra_groups.groups[index] is extra_groups.all_ranks, index),
@@ -282,9 +283,9 @@ def lay(
         options.caps,
         deferred=(expected_gradients.deferred | {*extra_groups.groups}) - unsent,
         delayed=options.delayed - {*extra_groups.groups},
-        delayed_behind=options.delayed_behind,
+        delayed_after=options.delayed_after,
     )
-    num_behind = len(Ending) + len(parameters)
+    num_flags = len(Ending) + len(parameters)
     buckets = []
     for indices, is_deferred in laid:
         is_last = indices is laid[-1].indices
@@ -296,7 +297,7 @@ def lay(
             bucket = Bucket.of_one(index, first, copy_mode, averaging, is_deferred=is_deferred)
             buckets.append(bucket)
             continue
-        num = num_behind * is_last
+        num = num_flags * is_last
         bucket = _flat_bucket(
             terms, expected_gradients, indices, averaging, num, is_deferred=is_deferred
         )
@@ -313,7 +314,7 @@ def lay(
     numbers = (
         last.sent[len(last.flat) :]
         if isinstance(last.copy_mode, Flat)
-        else torch.empty(num_behind, device=last.sent.device)
+        else torch.empty(num_flags, device=last.sent.device)
     )
     status_flags = StatusFlags(numbers, 1.0 if of_flags.scale is None else of_flags.scale)
     if isinstance(last.copy_mode, Flat):
@@ -336,15 +337,15 @@ def _flat_bucket(
     expected_gradients: ExpectedGradients,
     indices: Sequence[int],
     averaging: Averaging,
-    num_behind: int,
+    num_flags: int,
     *,
     is_deferred: bool,
 ) -> Bucket:
-    """Return a bucket in new memory, with ``num_behind`` numbers behind its gradients."""
+    """Return a bucket in new memory, with ``num_flags`` numbers after its gradients."""
     parameters, options, gradient_errors = terms.parameters, terms.options, terms.gradient_errors
     first, is_learned = parameters[indices[0]], expected_gradients.is_learned
     dtype, device = options.dtype or first.dtype, first.device
-    count = sum(parameters[index].numel() for index in indices) + num_behind
+    count = sum(parameters[index].numel() for index in indices) + num_flags
     return Bucket.of_several(
         indices,
         parameters,

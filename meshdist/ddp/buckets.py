@@ -1,12 +1,12 @@
-"""Buckets: gradients that travel together, how a backward takes them in, and gives averages out.
+"""Copy gradients into buckets, send each bucket as one message, and write averages back.
 
-A bucket is one flat tensor, and its gradients are views into it; or it is a single gradient
-(``single_gradients``). What a bucket is does not change; what one backward knows of it stands in a
+A bucket is one flat tensor with gradients as views, or a single gradient
+(``unbucketed_gradients``). A bucket does not change; its state in one backward is a
 ``BucketState``.
 
-A hook on every parameter costs more than to copy a small gradient. So of the small gradients of a
-bucket only the last has a hook; that the others have come is seen by their ``.grad``, which is
-another tensor than when the backward began, or has another version.
+A hook per parameter costs more than the copy of a small gradient. So only the last of a bucket's
+small gradients has a hook. The others are known to be computed if their ``.grad`` is a different
+tensor than when the backward began, or has a different version.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from .device_streams import GradientStreams, is_capturing, streams_for
 from .gradient_errors import GradientErrors
 from .status_flags import StatusFlags
 
-# A gradient of this size or more is copied at once, while it is in the cache, and its memory is
-# free again; smaller gradients wait for the bucket and go by one call together.
+# Gradients of at least this size are copied immediately, while they are in the cache, which frees
+# their memory; smaller gradients are copied together once the bucket is full.
 _AT_ONCE_BYTES = 64 * 1024
 
-# So much is scaled while it is in the cache, just after it was copied.
+# At most this much is scaled together, while it is still in the cache after the copy.
 _SCALED_TOGETHER_BYTES = 512 * 1024
 
 _grad_of = attrgetter("grad")
 
 _NUM_ALONE = max(map(sys.getrefcount, [torch.empty(0)]))
-"""The reference count, looked at like this, of a tensor that one list alone refers to."""
+"""The reference count, measured in this way, of a tensor referenced by one list only."""
 
 _COUNTS_ARE_EXACT = getattr(sys, "_is_gil_enabled", lambda: True)()
 
@@ -51,16 +51,16 @@ class Pending(Protocol):
     """A reduction in flight."""
 
     def wait(self) -> object:
-        """Wait until the bucket holds the result of the reduction."""
+        """Wait until the bucket holds the result."""
 
 
 class Averaging(NamedTuple):
-    """A way to average over one group.
+    """The method of averaging over one group.
 
     Args:
-        scale: a factor of gradients as they are copied; None where the backend averages, and for a
-            communication hook.
-        start: starts the average of a tensor in place.
+        scale: the factor applied to gradients as they are copied; None if the backend averages, and
+            for a communication hook.
+        start: starts to average a tensor in place.
     """
 
     group: ProcessGroup
@@ -70,19 +70,19 @@ class Averaging(NamedTuple):
 
 @dataclass(eq=False)
 class Bucket:
-    """Parameters whose gradients are averaged by one message.
+    """Parameters whose gradients are averaged in one message.
 
     Args:
-        indices: of the parameters, in the order in which their gradients lie.
+        indices: of the parameters, in the order of their gradients in memory.
         members: these parameters.
-        copy_mode: how gradients get in, and averages out.
-        views: of each gradient, where it lies in ``flat``; or a tensor of its shape.
-        flat: memory for the gradients; empty where a gradient lies in its own.
-        sent: that memory, and behind it that of the tail.
-        is_deferred: whether it waits for the end of a backward, since some rank may lack a
-            gradient of it.
-        averaging: over which group they are averaged, and how.
-        num_at_once: so many gradients, the first, are taken as soon as they have come.
+        copy_mode: how gradients are copied in and averages out.
+        views: each gradient's view into ``flat``; or a tensor of its shape.
+        flat: memory for the gradients; empty if the gradient keeps its own.
+        sent: that memory, followed by that of the status flags.
+        is_deferred: whether the bucket waits for the end of a backward, since some rank may lack a
+            gradient.
+        averaging: the group and method of averaging.
+        num_at_once: the number of leading gradients that are copied as soon as they are computed.
     """
 
     indices: tuple[int, ...]
@@ -96,9 +96,10 @@ class Bucket:
     num_at_once: int = 0
 
     def __post_init__(self) -> None:
-        self.new_streams: Callable[[], GradientStreams] | None = None  # None on the CPU, too
-        self.status_flags: StatusFlags | None = None  # which lies behind the gradients in ``sent``
-        self.num_users = 0  # of the memory, if the program has none; 0 if ``.grad`` are no views
+        self.new_streams: Callable[[], GradientStreams] | None = None  # also None on the CPU
+        self.status_flags: StatusFlags | None = None  # stored after the gradients in ``sent``
+        # Tensors in the memory, not counting the user's; 0 if ``.grad`` are not views.
+        self.num_users = 0
         if isinstance(self.copy_mode, Flat):
             self.new_streams = streams_for(self.sent.device)
 
@@ -114,12 +115,12 @@ class Bucket:
         is_deferred: bool,
         gradient_errors: GradientErrors,
     ) -> Bucket:
-        """Return a bucket with its gradients in a row in ``sent``, the large before the small.
+        """Return a bucket with its gradients contiguous in ``sent``, the large before the small.
 
         Args:
             indices: of the parameters, in the order in which their gradients are expected.
             parameters: all parameters of the model.
-            sent: memory for the gradients and the tail behind them.
+            sent: memory for the gradients and the status flags after them.
             as_views: whether ``.grad`` become views into ``sent``.
             is_deferred: whether the bucket waits for the end of a backward.
         """
@@ -130,7 +131,7 @@ class Bucket:
         laid = (*sorted(indices, key=is_small.__getitem__),)
         members = [parameters[index] for index in laid]
         flat = sent.zero_()[: sum(member.numel() for member in members)]
-        # A view taken through ``.data`` has a version counter of its own.
+        # A view taken through ``.data`` has a separate version counter.
         views = [view.data for view in views_into(flat, members)]
         is_cast = sent.dtype != members[0].dtype
         small = flat[sum(member.numel() for member in members[:num_large]) :]
@@ -169,13 +170,14 @@ class Bucket:
         return cls((index,), [parameter], copy_mode, [like], none, none, is_deferred, averaging)
 
     def note_users(self) -> None:
-        """Count the tensors in the memory that the library itself has, once all of them exist."""
+        """Count the library's tensors in the memory, once all of them exist."""
         if isinstance(self.copy_mode, Flat) and self.copy_mode.as_views:
             self.num_users = storage_uses(self.sent)
 
     def release_kept(self) -> None:
-        """Leave gradients that the program has kept to it: a backward will fill the bucket."""
-        # What still is ``.grad`` is added to in place, as on one device, with all that shares it.
+        """Leave gradients that the user kept in their memory, since a backward will fill the
+        bucket."""
+        # A tensor that still is ``.grad`` is accumulated in place, as on one device.
         if not self.num_users or is_capturing(self.sent.device):
             return
         is_shared = not _COUNTS_ARE_EXACT or storage_uses(self.sent) > self.num_users
@@ -185,7 +187,7 @@ class Bucket:
         pairs = zip(self.members, self.views, strict=True)
         apart = [slot for slot, (member, view) in enumerate(pairs) if member.grad is not view]
         is_shared = is_shared or any(uses[slot] > 1 for slot in apart)
-        if is_shared and apart:  # ``kept = p.grad.detach()``, or an array: of an unknown gradient
+        if is_shared and apart:  # such as ``kept = p.grad.detach()``: of an unknown gradient
             self._move()
             return
         counts = [*map(sys.getrefcount, self.views)]
@@ -211,19 +213,20 @@ class Bucket:
 
 
 class BucketState:
-    """A bucket's state in one backward: gradients awaited, and gradients copied in."""
+    """A bucket's state in one backward: gradients pending, and gradients copied in."""
 
     def __init__(self, bucket: Bucket) -> None:
         bucket.release_kept()
         self.bucket = bucket
         self.num_pending = len(bucket.members)
         self.streams = None if bucket.new_streams is None else bucket.new_streams()
-        self.taken: set[int] = set()  # slots whose gradient has moved in
-        self.read: Grads = ()  # of a gradient that is sent alone: what is sent
-        self.average: torch.Tensor | None = None  # of a gradient that is sent alone, if any has it
+        self.taken: set[int] = set()  # slots whose gradient was copied in
+        self.read: Grads = ()  # the sent tensor of a gradient without a flat bucket
+        # The average of such a gradient, if any rank has one.
+        self.average: torch.Tensor | None = None
 
     def take(self, *, is_zero: bool = False) -> None:
-        """Copy all gradients into the bucket, zeros for missing gradients or with ``is_zero``."""
+        """Copy all gradients into the bucket; zeros if missing, or for ``is_zero``."""
         bucket, first = self.bucket, self.bucket.num_at_once
         if self.streams is not None:
             pairs = zip(bucket.members[first:], bucket.views[first:], strict=True)
@@ -236,15 +239,15 @@ class BucketState:
 
 
 class GradientCopy(ABC):
-    """A way in which gradients get into a bucket, are sent, and come out as averages."""
+    """Copies gradients into a bucket, sends them, and writes averages back."""
 
     @abstractmethod
     def take(self, bucket_state: BucketState, slot: int | None = None) -> None:
-        """Take the gradient at ``slot``, or all gradients for None, in order to send it."""
+        """Copy the gradient at ``slot`` for sending, or all gradients for None."""
 
     @abstractmethod
     def clear(self, bucket_state: BucketState) -> None:
-        """Let this rank contribute zeros in place of its gradients."""
+        """Make this rank contribute zeros instead of its gradients."""
 
     @abstractmethod
     def buffer(self, bucket_state: BucketState) -> torch.Tensor:
@@ -252,7 +255,7 @@ class GradientCopy(ABC):
 
     @abstractmethod
     def start(self, bucket_state: BucketState) -> Pending:
-        """Start the bucket's average, without a communication hook; return it in flight."""
+        """Start the bucket's average without a communication hook; return the reduction."""
 
     @abstractmethod
     def give(
@@ -263,14 +266,14 @@ class GradientCopy(ABC):
         is_complete: bool,
         share: float,
     ) -> None:
-        """Let ``.grad`` hold the averages, times ``share``.
+        """Write the averages, times ``share``, to ``.grad``.
 
         Args:
-            is_used: whether some rank had a gradient, for each parameter of the model: if so, a
-                parameter without a gradient here gets the average, and else stays without. None
-                where that is not known, as on accelerators, where looking would make the CPU wait:
-                all get the average then.
-            is_complete: whether all gradients came here.
+            is_used: for each parameter of the model, whether some rank had a gradient: if so, a
+                parameter without a gradient here gets the average; if not, it stays without. None
+                if unknown, as on accelerators, where reading would make the CPU wait: then all get
+                the average.
+            is_complete: whether this rank computed all gradients.
         """
 
 
@@ -278,11 +281,11 @@ class Flat(GradientCopy):
     """Copies of gradients in one flat tensor.
 
     Args:
-        small: the views of the gradients that move together, once the bucket is full.
-        small_flat: the memory of these.
-        scale: a factor of gradients as they move in, or None.
+        small: the views of gradients that are copied together, once the bucket is full.
+        small_flat: the memory of these views.
+        scale: the factor applied to gradients as they are copied in, or None.
         as_views: whether ``.grad`` becomes the view.
-        is_cast: whether the bucket has another dtype than its parameters.
+        is_cast: whether the bucket's dtype differs from that of its parameters.
     """
 
     def __init__(
@@ -308,7 +311,7 @@ class Flat(GradientCopy):
         self.move_to(small_flat)
 
     def move_to(self, flat: torch.Tensor) -> None:
-        """Let gradients move into ``flat`` from now on; those that move together are its end."""
+        """Copy gradients into ``flat`` from now on; those copied together are its end."""
         self._small_flat = flat[len(flat) - sum(self._sizes) :]
         self._runs = list(zip(self._cuts, self._small_flat.split(self._sizes), strict=True))
 
@@ -353,7 +356,7 @@ class Flat(GradientCopy):
                 for run, target in self._runs:
                     size = target.shape
                     torch.cat(parts[run], out=target)
-                    if target.shape != size:  # ``cat`` makes it fit gradients of other shapes
+                    if target.shape != size:  # ``cat`` resizes it for gradients of other shapes
                         target.resize_(size)
                         raise RuntimeError
                     self._multiply(target)
@@ -372,11 +375,12 @@ class Flat(GradientCopy):
                 if grads:
                     torch._foreach_copy_(views, grads)
                 self._multiply(self._small_flat)
-        # Checked only now: checking costs as much as copying. ``cat`` warns before it resizes.
+        # Check only after a failure: a check costs as much as the copy. ``cat`` warns before it
+        # resizes.
         except (RuntimeError, UserWarning):
             for slot, grad in enumerate(read[first:], first):
                 self._reject_mismatched(bucket, slot, grad)
-            # A gradient may lie in its place already, as another tensor: ``grad = grad.detach()``.
+            # A gradient may already be in the bucket as another tensor: ``grad = grad.detach()``.
             torch._foreach_copy_(views, grads)
             self._multiply(self._small_flat)
         if self.as_views:
@@ -404,7 +408,7 @@ class Flat(GradientCopy):
         return bucket_state.bucket.flat
 
     def start(self, bucket_state: BucketState) -> Pending:
-        """Start to average the gradients, and the tail behind them; return it in flight."""
+        """Start to average the gradients and the status flags after them; return the reduction."""
         return bucket_state.bucket.averaging.start(bucket_state.bucket.sent)
 
     def give(
@@ -429,7 +433,7 @@ class Flat(GradientCopy):
                 member.grad = view if self.as_views else torch.empty_like(view, dtype=member.dtype)
             if member.grad is None or self.as_views:
                 continue
-            if member.grad.is_conj() or member.grad.is_neg():  # ``_foreach_copy_`` writes none such
+            if member.grad.is_conj() or member.grad.is_neg():  # not supported by ``_foreach_copy_``
                 member.grad.copy_(view)
             else:
                 apart.append((member.grad, view))

@@ -1,4 +1,4 @@
-"""Data parallelism: one replica of the model on each rank of an axis, gradients averaged."""
+"""Train one replica of a model on each rank of a mesh axis and average their gradients."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from .model_checks import (
     WrappedModel,
     check_module,
     check_period,
+    close_all,
     delayed_indices,
     find_devices,
-    let_go,
     module_state,
     reject_both,
     reject_unfrozen,
@@ -52,77 +52,78 @@ from .torch_methods import TorchMethods
 
 __all__ = ["DDP", "DistributedDataParallel"]
 
-_ALWAYS_CHECKED = "check_reduction has no effect: whether gradients are missing is always checked"
+_ALWAYS_CHECKED = "check_reduction has no effect: missing gradients are always detected"
 
 
 class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
-    """Every rank of an axis trains a replica of ``module``; ``.grad`` is the mean over the axis.
+    """Train a replica of ``module`` on every rank of an axis; ``.grad`` is the mean over the axis.
 
-    Making it, each forward that synchronises buffers, and each backward are collective over the
-    axis: each of its ranks must come to them, in the same order. On construction the ranks
-    compare their parameters and buffers, and take those of the axis's first rank. Before each
-    forward, in eval mode too, buffers come from that rank again.
+    The constructor, each forward that synchronizes buffers, and each backward are collective: all
+    ranks of the axis must call them in the same order. The constructor compares the parameters and
+    buffers of all ranks and broadcasts those of the axis's first rank. Before each forward, also in
+    eval mode, the wrapper broadcasts that rank's buffers again.
 
-    Gradients are averaged while ``backward()`` runs and lie in ``.grad`` when it returns.
-    ``torch.autograd.grad`` does not go through ``.grad``, so what it returns is not averaged. Where
-    the loss is a *mean* over each rank's samples, equal numbers of samples per rank give the
-    gradient of the whole batch; where it is a *sum*, gradients are smaller than the whole batch's
-    by the number of ranks. Inputs are not split: see ``DistributedSampler``.
-    Inside ``md.typed`` the wrapper owns the axis: each rank's loss varies over it, without a pmean.
+    DDP averages gradients during ``backward()``; when it returns, ``.grad`` holds the averages.
+    ``torch.autograd.grad`` does not use ``.grad``, so its results are not averaged. If the loss is
+    a *mean* over each rank's samples and all ranks have equally many, the gradient is that of the
+    global batch. If it is a *sum*, gradients are smaller by the number of ranks. DDP does not split
+    inputs: see ``DistributedSampler``. Inside ``md.typed`` the wrapper reduces over the axis: each
+    rank's loss varies over it, without a pmean.
 
-    A backward is averaged if and only if it reaches outputs of a forward through the wrapper that
-    was synchronised, also a second on a retained graph. Every other backward is local.
-    Unless ``find_unused_parameters`` or ``static_graph`` says so, every parameter must get a
-    gradient on every rank before the next forward, which raises otherwise; ``check_gradients``
-    raises before. Do not add, remove, replace or convert parameters afterwards.
+    DDP averages a backward if and only if it reaches outputs of a synchronized forward through the
+    wrapper, also a second backward on a retained graph. Every other backward is local. Unless you
+    pass ``find_unused_parameters`` or ``static_graph``, every parameter must get a gradient on
+    every rank before the next forward; if not, that forward raises (``check_gradients`` raises
+    earlier). Do not add, remove, replace or convert parameters after wrapping.
 
-    On an accelerator ``backward()`` returns while the device is at work. Where a backward was
-    interrupted on some ranks, the others therefore learn it at the next forward, when the optimizer
-    may have applied that one step's gradients; on the CPU their ``backward()`` raises.
+    On an accelerator ``backward()`` returns while the device still runs. If a backward is
+    interrupted on some ranks, the other ranks raise at the next forward, when the optimizer may
+    already have applied the gradients of that step. On the CPU their ``backward()`` raises.
 
     Args:
-        module: the model, on its device already, with equal parameters on all ranks in name, order,
-            shape, dtype and strides.
-        device_ids: the one device of a CUDA module, to which inputs are moved; None for CPU modules
-            and modules on several devices.
-        output_device: where outputs are moved; by default the device of ``device_ids``.
-        dim, batched_grad_copy, check_reduction: torch's, without effect; the last warns.
-        broadcast_buffers: False leaves buffers alone, also on construction.
-        init_sync: False skips comparing and broadcasting on construction.
-        process_group: over which ranks gradients are averaged; or
+        module: the model, already on its device. All ranks' parameters must be equal in name,
+            order, shape, dtype and strides.
+        device_ids: the one device of a CUDA module, to which inputs are moved; None for modules on
+            the CPU or on several devices.
+        output_device: the device to which outputs are moved; by default the device of
+            ``device_ids``.
+        dim, batched_grad_copy, check_reduction: accepted as in torch, without effect; the last
+            warns.
+        broadcast_buffers: False never broadcasts buffers, not even on construction.
+        init_sync: False skips the comparison and the broadcast on construction.
+        process_group: the ranks over which gradients are averaged; or
         device_mesh: an axis, ``mesh["dp"]``, or several together, ``mesh["dp", "cp"]``. With
-            neither, the world, unless a mesh of several axes is open. A parameter that is marked
-            reduced over further axes of that mesh is summed over these too.
-        bucket_cap_mb: the size of a bucket in MiB; by default 25, and 1 for the first.
-        bucket_cap_mb_list: sizes of the first bucket, the second, ..., in its place; the last
-            holds for all that follow.
-        find_unused_parameters: whether a rank may lack gradients: a parameter that some rank uses
-            gets the mean over all ranks, others keep the ``.grad`` that they have.
-        gradient_as_bucket_view: False keeps gradients outside the buckets, at the price of their
-            memory and a copy.
-        static_graph: a promise that every backward brings the gradients that the first brought,
-            each as often; then what is missing from the start is no error.
-        delay_all_reduce_named_params: parameters, with names, whose gradients are sent together
-            once that of
-        param_to_hook_all_reduce: is there; they are averages when ``backward()`` returns.
-        mixed_precision: dtypes of forward, backward and of what is sent, see ``MixedPrecision``.
-        skip_all_reduce_unused_params: a promise that what no rank used in the first step is never
-            used: it is not sent.
-        forward_sync_buffers: False leaves buffers alone after construction.
-        verify_every: replicas are compared, to the bit, behind averaged backwards 2, 10, 100 and
-            each whose number this divides; 0 for never.
+            neither, all ranks, unless a mesh of several axes is open. Gradients of parameters
+            annotated as reduced over additional axes of that mesh are also summed over these axes.
+        bucket_cap_mb: the size of a bucket in MiB; by default 25, and 1 for the first bucket.
+        bucket_cap_mb_list: the sizes of the first bucket, the second, ..., instead of
+            ``bucket_cap_mb``; the last size applies to all further buckets.
+        find_unused_parameters: True allows missing gradients on a rank. A parameter used on some
+            rank gets the mean over all ranks; the others keep their ``.grad``.
+        gradient_as_bucket_view: False keeps gradients outside the buckets, which costs their memory
+            and a copy.
+        static_graph: promises that every backward computes the same gradients, each as often, as
+            the first; gradients missing in the first backward are then no error.
+        delay_all_reduce_named_params: (name, parameter) pairs whose gradients are sent together
+            after the gradient of
+        param_to_hook_all_reduce: this parameter; they are averaged when ``backward()`` returns.
+        mixed_precision: dtypes of forward, backward and communication, see ``MixedPrecision``.
+        skip_all_reduce_unused_params: promises that parameters unused on all ranks in the first
+            step stay unused: they are never sent.
+        forward_sync_buffers: False does not broadcast buffers after construction.
+        verify_every: compare replicas bitwise after averaged backwards 2, 10, 100 and every
+            ``verify_every``-th; 0 for never.
 
-    Cost: one all-reduce of all gradients a backward, in buckets that overlap with it; one broadcast
-        of all buffers a forward.
+    Cost: one all-reduce of all gradients per backward, in buckets that overlap with it; one
+        broadcast of all buffers per forward.
 
     Raises:
-        MismatchError: the ranks' modules differ, or options that must be equal; on every rank,
-            showing both.
-        AxisTypeError: a tensor is marked as varying between the ranks (``md.annotate``); or as
-            reduced over an axis that is no axis of the wrapper's group, which has no mesh.
-        AxisError: or over an axis that the mesh lacks.
-        MeshError: no axes are named while a mesh of several is open; or a tensor without a mark is
-            equal along one of several axes, and different along another.
+        MismatchError: on every rank, if the ranks' modules or options differ; shows both.
+        AxisTypeError: a tensor is annotated (``md.annotate``) as varying between the ranks; or as
+            reduced over an axis while the wrapper's group has no mesh.
+        AxisError: a tensor is annotated as reduced over an axis that the mesh lacks.
+        MeshError: no axes are given while a mesh of several axes is open; or a tensor without an
+            annotation is equal along one axis and differs along another.
         GradientError: the module has no parameter that requires a gradient.
 
     Example:
@@ -201,13 +202,13 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
         self.forward_sync_buffers = True if given is None else bool(given)
         self.require_backward_grad_sync = True
         self.require_forward_param_sync = True
-        # Here rather than in the first backward; in the model's order, which all ranks share.
+        # Connect here rather than in the first backward, in the model's order, equal on all ranks.
         for device in dict.fromkeys(tensor.device for tensor in module_state(module).values()):
             self.process_group.connect(device)
         self._further = further_axes(trained, self.process_group, self.device_mesh)
         if init_sync:
             facts = {name: tensor_facts(tensor) for name, tensor in state.items()}
-            # Before groups over further axes are opened, for which other ranks would wait.
+            # Compare first: other ranks would wait in the opening of groups over additional axes.
             self._compare(module, self.process_group, facts)
             if self.device_mesh is not None and self.device_mesh.mesh_dim_names:
                 device = next(iter(trained.values())).device
@@ -217,7 +218,7 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
             self._make_equal(state)
 
     def _compare(self, module: nn.Module, over: ProcessGroup, facts: dict[str, str]) -> None:
-        """Raise on all ranks of a group where their models or options differ."""
+        """Raise on all ranks of a group if their models or options differ."""
         trainable = trainable_parameters(module, self.parameters_to_ignore)
         options = {
             **self._reduction_options(module, trainable).shared(list(trainable)),
@@ -227,18 +228,18 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
         check_equal(
             {
                 **facts,
-                **{f"{name}, reduced too over": shown(it) for name, it in self._further.items()},
+                **{f"{name}, also reduced over": shown(it) for name, it in self._further.items()},
                 **{f"option {name}": str(value) for name, value in options.items()},
             },
             over,
             device=next(iter(trainable.values())).device,
             summary=f"DistributedDataParallel: the ranks wrap different "
-            f"{type(module).__name__} modules, or with different options",
-            fix="build and wrap the same model on every rank of the axis, by equal arguments",
+            f"{type(module).__name__} modules, or use different options",
+            fix="build and wrap the same model with equal arguments on every rank of the axis",
         )
 
     def _make_equal(self, state: dict[str, torch.Tensor]) -> None:
-        """Take tensors of the first rank of their group."""
+        """Broadcast each tensor from the first rank of its group."""
         terms, group = self.reducer.layout.terms, self.process_group
         if terms.extra_groups.groups:  # shards differ in shape along further axes
             names = dict.fromkeys(terms.gradient_errors.names, "trained")
@@ -254,8 +255,8 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
             broadcast_from(0, tensors, over)
 
     def _adopt(self, module: nn.Module) -> None:
-        """Take ``module`` as the model, and put hooks on its parameters; opens further groups."""
-        reject_wrapped(module, self.parameters_to_ignore)  # since ranks have been waited for
+        """Use ``module`` as the model, register hooks on its parameters, open additional groups."""
+        reject_wrapped(module, self.parameters_to_ignore)  # again, after waiting for other ranks
         self.module = module
         trainable = trainable_parameters(module, self.parameters_to_ignore)
         parameters = list(trainable.values())
@@ -280,8 +281,8 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
         self.reducer = Reducer(
             parameters, names, group, options, extra_groups, self._divergence_checks
         )
-        # A module that outlives its wrapper must not go on reducing.
-        weakref.finalize(self, let_go, self.reducer, self._cast, self._owner).atexit = False
+        # A module that outlives its wrapper must no longer reduce.
+        weakref.finalize(self, close_all, self.reducer, self._cast, self._owner).atexit = False
 
     def _reduction_options(
         self, module: nn.Module, trainable: dict[str, nn.Parameter]
@@ -290,7 +291,7 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
         if self.mixed_precision is not None:
             reduce_dtype = self.mixed_precision.reduce_dtype or self.mixed_precision.param_dtype
         sparse = {id(parameter) for parameter in sparse_parameters(module)}
-        delayed, delayed_behind = self._delayed
+        delayed, delayed_after = self._delayed
         return ReductionOptions(
             caps=self._caps,
             as_views=self.gradient_as_bucket_view,
@@ -298,7 +299,7 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
             is_static=self.static_graph,
             skips_unused=self.skip_all_reduce_unused_params,
             delayed=delayed,
-            delayed_behind=delayed_behind,
+            delayed_after=delayed_after,
             sparse=frozenset(i for i, x in enumerate(trainable.values()) if id(x) in sparse),
             dtype=reduce_dtype,
         )
@@ -306,7 +307,7 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
     # -- training ---------------------------------------------------------------------------------
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run the module's forward, after taking the buffers of the axis's first rank.
+        """Broadcast the buffers of the axis's first rank, then run the module's forward.
 
         Raises:
             GradientError: as ``check_gradients``.
@@ -324,25 +325,25 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
         return self._end_forward(outputs)
 
     def prepare_for_backward(self, outputs: torch.Tensor | Iterable[torch.Tensor]) -> None:
-        """Let the next backward that reaches ``outputs`` be averaged, whatever their forward was.
+        """Average the next backward that reaches ``outputs``, even if their forward ran in
+        ``no_sync``.
 
-        A pipeline by hand runs its forwards in ``no_sync``, and calls this before the last backward
-        of a step, on every rank: that backward averages what all have added up.
+        A hand-written pipeline runs its forwards in ``no_sync`` and calls this method on every rank
+        before the last backward of a step. That backward averages the accumulated gradients.
 
         Raises:
-            GradientError: the outputs have no graph; or as a forward, of the last step.
+            GradientError: the outputs have no graph; or the last step failed, as in a forward.
         """
         self.reducer.prepare_for_backward(outputs)
 
     @contextmanager
     @untraced
     def no_sync(self) -> Iterator[None]:
-        """Let the forwards inside have backwards that are not averaged: gradients add up here.
+        """Disable gradient averaging for forwards in this context: gradients accumulate locally.
 
-        The next forward outside has a backward that averages all that has added up. What counts is
-        where the *forward* runs.
+        The backward of the next forward outside the context averages all accumulated gradients. As
+        in torch, it matters where the *forward* runs.
 
-        Raises:
         Example:
             >>> import meshdist as md, torch
             >>> def program():
@@ -365,21 +366,23 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
             self.require_backward_grad_sync = before
 
     def check_gradients(self) -> None:
-        """Raise now, on every rank, what the next forward would raise of the last backward.
+        """Raise now, on every rank, the error of the last backward that the next forward would
+        raise.
 
-        Call it between ``backward()`` and ``optimizer.step()`` where no rank may step with wrong
-        gradients: once a step on every rank, also where a forward, loss or ``backward()`` has
-        raised and the program goes on. A rank whose forward no backward followed takes part in that
-        of the others here, with zeros. While a CUDA graph is captured nothing is checked.
+        Call it once per step on every rank, between ``backward()`` and ``optimizer.step()``, if no
+        rank may step with wrong gradients. Call it also if the program continues after an exception
+        in a forward, loss or ``backward()``. A rank that ran a forward without a backward
+        contributes zeros to the other ranks' backward here. It checks nothing during the capture of
+        a CUDA graph.
 
-        Cost: nothing is sent where a backward was run. On an accelerator the CPU waits for the end
-        of the backward.
+        Cost: no communication after a backward. On an accelerator the CPU waits for the end of the
+            backward.
 
         Raises:
-            GradientError: the backward was interrupted, or not run, but not on every rank; or
-                parameters got no gradient since the last forward; or came into the module behind
-                the wrapper; or the replicas have parted. The next forward does not raise it again,
-                except for parameters that came.
+            GradientError: some ranks interrupted or skipped the backward; parameters got no
+                gradient since the last forward; parameters were added to the module after wrapping;
+                or the replicas have diverged. The next forward does not raise it again, except for
+                added parameters.
 
         Example:
             >>> import contextlib, meshdist as md, torch
@@ -399,21 +402,21 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
         """
         try:
             self.reducer.check()
-        finally:  # once all ranks are in step
+        finally:  # after all ranks have synchronized
             reject_unfrozen(self._left_frozen, self.process_group)
             self._divergence_checks.reject_local_gradients()
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """Let ``hook(state, bucket)`` average the gradients of each bucket; on every rank alike.
+        """Average the gradients of each bucket with ``hook(state, bucket)``; call it on every rank.
 
         Args:
-            state: what the hook is given first; None stands for the group of this wrapper.
-            hook: takes a ``GradBucket`` and returns a torch Future of the averaged tensor: one of
-                ``meshdist.distributed.comm_hooks``, one of torch's, or the program's own.
+            state: the hook's first argument; None passes the wrapper's group.
+            hook: takes a ``GradBucket`` and returns a torch Future of the averaged tensor: a hook
+                of ``meshdist.distributed.comm_hooks`` or of torch, or a custom hook.
 
         Raises:
-            KindError, ArgumentError: the hook does not fit, is not the first, or a backward has
-                been run.
+            KindError, ArgumentError: the hook is invalid, is a second hook, or is registered after
+                a backward.
         """
         self.reducer.register_hook(state, hook)
 
@@ -425,13 +428,13 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
         try:
             self.reducer.before_forward(is_synchronised=self.require_backward_grad_sync)
         except GradientError:
-            self._divergence_checks.reject_local_gradients()  # which may be why
+            self._divergence_checks.reject_local_gradients()  # the likely cause
             raise
         if self.takes_buffers(is_before=True):
             self.take_buffers()
 
     def takes_buffers(self, *, is_before: bool) -> bool:
-        """Return whether buffers are made equal at this forward, before it or behind it."""
+        """Return whether this forward broadcasts buffers, before or after it runs."""
         buffers = self._buffers_of_model
         return (
             self.forward_sync_buffers
@@ -440,7 +443,7 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
         )
 
     def take_buffers(self) -> None:
-        """Make buffers equal, as a forward does."""
+        """Broadcast buffers, as a forward does."""
         reducer_state, buffers = self.reducer.reducer_state, self._buffers_of_model
         reducer_state.awaited += buffers.synchronise(
             self.process_group, reducer_state.active_ranks.source
@@ -458,5 +461,5 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
 
 
 DDP = DistributedDataParallel
-# Trainers and torch's own checkpoints unwrap what is an instance of torch's class.
+# Trainers and torch's checkpoints unwrap instances of torch's class.
 nn.parallel.DistributedDataParallel.register(DistributedDataParallel)

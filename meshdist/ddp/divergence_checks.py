@@ -1,9 +1,9 @@
-"""Whether a model still is what was wrapped, and whether its replicas are equal, to the bit.
+"""Check that the wrapped model is unchanged and that all replicas are bitwise equal.
 
-Nothing else compares weights once a model is wrapped: where one rank alone loads a state, steps by
-another learning rate, or has a bit flipped in its memory, gradients of different weights would be
-averaged in silence. So after a few backwards the ranks compare a digest of their parameters. It is
-read at the next forward. The parameters themselves are compared only if digests differ.
+DDP does not otherwise compare weights after the model is wrapped. If one rank loads another state,
+uses another learning rate, or has a bit flip in its memory, DDP would average gradients of
+different weights. So after a few backwards the ranks compare a digest of their parameters. The
+result is read at the next forward. Parameters are compared only if digests differ.
 """
 
 from __future__ import annotations
@@ -21,21 +21,24 @@ from .backward import Backward
 from .device_streams import is_capturing, reader_for
 from .model_checks import ignored_names, module_state, trainable_parameters
 
-_FIRST = (2, 10, 100)  # backwards behind which replicas are compared, besides each n-th
-_LOCAL_HOOKS = ("noop_hook", "post_localSGD_hook")  # replicas part, as is meant
-_LOOKS, _LOOK_EVERY = 3, 100  # forwards that look for gradients that are not averaged
+_FIRST = (2, 10, 100)  # replicas are compared after these backwards and each n-th
+_LOCAL_HOOKS = ("noop_hook", "post_localSGD_hook")  # replicas diverge on purpose
+_LOOKS, _LOOK_EVERY = 3, 100  # forwards that check for gradients that are not averaged
 _IN_BACKWARD = "_in_backward_optimizers"
 """The attribute that torch's ``_apply_optimizer_in_backward`` sets on parameters."""
 _PARTED = (
-    "look for what one rank does otherwise (weights loaded or drawn, learning rate, clipping, "
-    "steps under no_sync(), eval()) by {}, or for a bit that flipped"
+    "find the rank that differs with {} (check loaded or initialized weights, learning rate, "
+    "clipping, steps under no_sync(), eval(), hardware faults)"
 )
 _TITLE = "a comparison of replicas"
-_ROUNDED = "use equal processors and threads, and torch.use_deterministic_algorithms(True)"
+_ROUNDED = (
+    "use the same processor and thread count on all ranks, and call "
+    "torch.use_deterministic_algorithms(True)"
+)
 
 
 class DivergenceChecks:
-    """Compares a model's replicas after a few early and each ``every``-th backward; never for 0."""
+    """Compares replicas after a few early backwards and each ``every``-th; never if 0."""
 
     def __init__(self, module: nn.Module, every: int, device: torch.device) -> None:
         self._module = module
@@ -47,20 +50,20 @@ class DivergenceChecks:
         self.count_anew()
 
     def forward_begins(self) -> None:
-        """Raise, in the first 3 and each 100th forward, if gradients would not be averaged."""
+        """Raise, in the first 3 and every 100th forward, if gradients would not be averaged."""
         if torch.is_grad_enabled():
             self._num_forwards += 1
             if self._num_forwards <= _LOOKS or self._num_forwards % _LOOK_EVERY == 0:
                 self.reject_local_gradients()
 
     def reject_local_gradients(self) -> None:
-        """Raise GradientError for new parameters, and for optimizers that step in the backward."""
+        """Raise GradientError for new parameters and for optimizers that step in the backward."""
         if any(hasattr(parameter, _IN_BACKWARD) for parameter in self._wrapped.values()):
             raise GradientError(
-                "an optimizer steps inside the backward, before gradients are averaged",
+                "an optimizer steps during the backward, before gradients are averaged",
                 expected="parameters without _apply_optimizer_in_backward",
                 found=f"{type(self._module).__name__} has parameters with {_IN_BACKWARD}",
-                fix="call optimizer.step() after backward(); to keep optimizer states in shards, "
+                fix="call optimizer.step() after backward(); to shard optimizer states, "
                 "use torch's ZeroRedundancyOptimizer or fully_shard on mesh.to_torch()",
             )
         if all(id(parameter) in self._wrapped for parameter in self._module.parameters()):
@@ -70,30 +73,31 @@ class DivergenceChecks:
             name
             for name, parameter in trained.items()
             if id(parameter) not in self._wrapped
-            and isinstance(parameter, nn.Parameter)  # functional_call of torch.func puts tensors
+            and isinstance(parameter, nn.Parameter)  # torch.func.functional_call sets tensors
         ]
         if new:
             raise GradientError(
-                f"{new[0]} came into the module after it was wrapped: its gradient is local",
+                f"{new[0]} was added to the module after it was wrapped: its gradient is local",
                 expected="the parameters that the module had when it was wrapped",
                 found=f"in {type(self._module).__name__}: {first_texts(new, ', ')}",
-                fix="complete the model first (adapters, heads, parametrizations), then wrap it: "
-                "del ddp and its outputs, wrap again, and make the optimizer of all parameters",
+                fix="add adapters, heads and parametrizations first, then wrap the model: "
+                "del ddp and its outputs, wrap again, and pass all parameters to the optimizer",
             )
 
     def count_anew(self) -> None:
-        """Count backwards from 0 again, as another group's ranks may have counted otherwise."""
+        """Reset the count of backwards, since ranks of another group may have counted
+        differently."""
         self._num_backwards = 0  # equal on every rank
         self._reader.take()
 
     def backward_ends(self, backward: Backward) -> None:
-        """Count a backward; compare replicas after some, by number, if gradients were averaged."""
+        """Count an averaged backward and compare replicas after some of them."""
         self._num_backwards += 1
         number, every = self._num_backwards, self._every
         if every > 0 and (number in _FIRST or number % every == 0):
             reducer_state, group = backward.reducer_state, backward.layout.terms.group
             averages = reducer_state.hook is None or reducer_state.hook.name not in _LOCAL_HOOKS
-            # In a join context the weights of ranks that joined are behind.
+            # In a join context, the weights of joined ranks are out of date.
             is_meant = averages and not reducer_state.active_ranks.is_joining
             if is_meant and group.size() > 1 and not is_capturing(self._device):
                 self._compare(group)
@@ -101,28 +105,28 @@ class DivergenceChecks:
     @hidden_from_modes
     @torch.no_grad()
     def _compare(self, group: ProcessGroup) -> None:
-        """Start to compare the ranks' digests, read at the next forward; collective."""
+        """Start to compare the ranks' digests, which the next forward reads; collective."""
         state = self._state(group)
         differs = find_unequal_digests(group, *state, op_name=_TITLE, device=self._device)
-        self._reader.note(differs.view(1))  # read later: a device is not awaited
+        self._reader.note(differs.view(1))  # read later, to not synchronize with the device
 
     def _state(self, group: ProcessGroup) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
-        """Return the training modes as text, and by name the tensors, to be equal in ``group``."""
-        root = self._module.training  # ranks may have modules of their own, which follow the root
+        """Return the training modes as text, and by name the tensors that must be equal."""
+        root = self._module.training  # ranks may have different submodules, which follow the root
         num_other = sum(module.training != root for module in self._module.modules())
         mode = f"{'train' if root else 'eval'}(), except for {num_other} submodules"
         state = {}
         found = module_state(self._module, ignored_names(self._module), with_buffers=False)
         for name, parameter in found.items():
             kinds = kinds_in(type_of(parameter))
-            # Shards, by their marks, differ between ranks.
+            # Tensors that are annotated as shards differ between ranks.
             if not any(kinds.get(axis) in ("V", "U") for axis in group.axis_names or kinds):
                 state[name] = parameter.detach()
         return {"mode": mode}, state
 
     @hidden_from_modes
     def report(self, group: ProcessGroup) -> None:
-        """Raise on every rank if replicas differed behind the last backward, and still do."""
+        """Raise on every rank if replicas differed after the last backward and still differ."""
         differs = self._reader.take()
         if not differs:
             return
@@ -130,17 +134,17 @@ class DivergenceChecks:
         if difference:
             is_rounding = difference.is_rounding
             raise GradientError(
-                "the replicas have parted: gradients of different models are averaged",
+                "the replicas have diverged: gradients of different models are averaged",
                 where=f"rank {group.world.rank}, backward {self._num_backwards} over {group.name}",
-                expected="the same bits in every parameter on every rank, eval() on all or none",
-                found=difference.found + "\nby roundings alone" * is_rounding,
+                expected="bitwise equal parameters on every rank, and eval() on all ranks or none",
+                found=difference.found + "\nwithin rounding error" * is_rounding,
                 fix=f"{_ROUNDED if is_rounding else _PARTED.format(_comparison(group))}; then load "
-                "one state on every rank; where it is meant, wrap with verify_every=0",
+                "one state on every rank; if replicas should differ, wrap with verify_every=0",
             )
 
 
 def _comparison(group: ProcessGroup) -> str:
-    """Return the text of a call md.assert_equal that compares the model over ``group``."""
+    """Return the text of an md.assert_equal call that compares the model over ``group``."""
     names = group.axis_names
     if not names and group.size() == group.world.size:
         return f"md.assert_equal(model, md.make_mesh(({group.size()},), ('dp',)))"

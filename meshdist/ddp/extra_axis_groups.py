@@ -1,4 +1,4 @@
-"""The groups of a wrapper whose parameters may be reduced over further axes than its own."""
+"""Open the groups of a wrapper whose parameters are reduced over additional axes."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from .reduction import find_further_axes
 
 @dataclass(frozen=True)
 class ExtraAxisGroups:
-    """Groups over which gradients of one wrapper are averaged, beside its own.
+    """The groups over which one wrapper averages gradients, in addition to its own.
 
     Args:
-        all_ranks: the union of all groups, over which members tell how a backward ended.
-        groups: for each parameter that is reduced over further axes, by index: the group over these
-            axes and the wrapper's.
+        all_ranks: the union of all groups, over which ranks exchange how a backward ended.
+        groups: by the index of each parameter that is reduced over additional axes, the group over
+            these axes and the wrapper's.
     """
 
     all_ranks: ProcessGroup
@@ -32,7 +32,7 @@ class ExtraAxisGroups:
 
 
 def axes_spanned(layout: Layout, ranks: Sequence[int]) -> tuple[str, ...]:
-    """Return the named axes along which ``ranks``' coordinates differ; ranks outside do not count.
+    """Return the named axes along which the coordinates of ``ranks`` differ; ignore other ranks.
 
     Example:
         >>> mesh = Layout.from_shape((2, 2), ("dp", "tp"))
@@ -49,8 +49,8 @@ def axes_spanned(layout: Layout, ranks: Sequence[int]) -> tuple[str, ...]:
 
 
 def layouts_with(axis: str, group: ProcessGroup, axes: DeviceMesh | None) -> list[Layout]:
-    """Return layouts that have ``axis``: of the wrapper's mesh, else of open or earlier meshes."""
-    # A name may stand for other ranks in another mesh. Flattened meshes are not listed as open.
+    """Return the layouts that have ``axis``: the wrapper's mesh, else open or earlier meshes."""
+    # Meshes may use one name for different ranks. Flattened meshes are not listed as open.
     if axes is not None and axis in axes.root.axis_names:
         return [axes.root.layout]
     listed = [layout for layout in +group.world.open_layouts if axis in (layout.names or ())]
@@ -58,7 +58,7 @@ def layouts_with(axis: str, group: ProcessGroup, axes: DeviceMesh | None) -> lis
 
 
 def covers(layout: Layout, ranks: Sequence[int], axis: str) -> bool:
-    """Return whether, of each line along ``axis``, all ranks are in ``ranks``, or none.
+    """Return whether ``ranks`` contains all or no ranks of each line along ``axis``.
 
     Example:
         >>> mesh = Layout.from_shape((2, 3), ("dp", "tp"))
@@ -73,15 +73,15 @@ def covers(layout: Layout, ranks: Sequence[int], axis: str) -> bool:
 def further_axes(
     parameters: Mapping[str, torch.Tensor], group: ProcessGroup, axes: DeviceMesh | None
 ) -> dict[str, tuple[str, ...]]:
-    """Return the axes beside those of ``group`` over which some parameters are reduced, by name.
+    """Return, by name, the additional axes over which parameters are reduced.
 
     Args:
-        parameters: those that are trained, without marks of the wrapper, by name.
+        parameters: the trained parameters by name, without the wrapper's annotations.
         axes: the wrapper's ``device_mesh``, or None.
 
     Raises:
         AxisError: a parameter is reduced over an axis that the wrapper's mesh lacks.
-        AxisTypeError: or over one of another axis than those of a wrapper that knows no mesh.
+        AxisTypeError: the wrapper has no mesh, and its group does not cover the axis.
     """
     if axes is None or axes.mesh_dim_names is None:
         for name, x in parameters.items():
@@ -110,13 +110,13 @@ def open_wider_groups(
     axes: DeviceMesh | None,
     device: torch.device,
 ) -> ExtraAxisGroups:
-    """Return the groups over which a wrapper over ``group`` reduces; opens them, collectively.
+    """Open and return the groups over which a wrapper over ``group`` reduces; collective.
 
     Args:
         further: as ``further_axes`` returns them.
-        names: of all parameters that are trained.
-        axes: the wrapper's submesh; None for a group without, which has no further groups.
-        device: for which they are opened.
+        names: the names of all trained parameters.
+        axes: the wrapper's submesh; None if it has a group only, and so no additional groups.
+        device: the device for which they are opened.
     """
     if axes is None or not further:
         return ExtraAxisGroups(group)
@@ -128,7 +128,7 @@ def open_wider_groups(
         opened.connect(device)
         return opened
 
-    # In the order of their first parameters, which all ranks share: opening a group is collective.
+    # Opening a group is collective, so open them in the order of their first parameters.
     groups = {more: group_over(more) for more in dict.fromkeys(further.values())}
     all_ranks = group_over([axis for more in groups for axis in more])
     indices = {name: index for index, name in enumerate(names)}
@@ -138,16 +138,16 @@ def open_wider_groups(
 
 
 def _reject_without_mesh(name: str, parameter: torch.Tensor, group: ProcessGroup) -> None:
-    """Raise where a parameter is reduced over an axis that ``group`` does not cover."""
+    """Raise if a parameter is reduced over an axis that ``group`` does not cover."""
     for axis in axes_of_kind(type_of(parameter), "R"):
         layouts = layouts_with(axis, group, None)
         is_covered = layouts and all(covers(layout, group.ranks, axis) for layout in layouts)
         if not is_covered and axis not in group.axis_names:
             raise AxisTypeError(
-                f"{name} is reduced over {axis!r}, and DDP of a group knows no axis of that name",
+                f"{name} is reduced over {axis!r}, but the group of this DDP has no axis of that "
+                "name",
                 where=f"rank {group.world.rank}, {group.name}",
-                expected="an axis, over which and over what the parameter is marked with its "
-                "gradient is averaged",
+                expected="an axis of the wrapper's device_mesh",
                 found=f"{name}: {tensor_text(parameter)}",
-                fix="name the axes of the mesh that has it: device_mesh=mesh['dp']",
+                fix="pass axes of the mesh that has this axis: device_mesh=mesh['dp']",
             )

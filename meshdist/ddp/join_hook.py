@@ -1,8 +1,8 @@
-"""The part of a wrapped model in a join context: announce each forward, and shadow those of others.
+"""Announce each forward of a DDP model in a join context, and shadow the forwards of other ranks.
 
-A forward announces by one number per rank whether its backward averages gradients, and whether
-buffers are broadcast before it. A rank that joined sends 0, reads the numbers of the others, and
-makes the same calls with its own buckets: its gradients count as zeros.
+A forward announces, by one number per rank, whether its backward averages gradients and whether
+buffers are broadcast before it. A rank that joined sends 0, reads the other ranks' numbers and
+makes the same calls with its own buckets. Its gradients count as zeros.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _FORWARD, _AVERAGED, _BUFFERS = 1, 2, 4  # bits of the number that a forward ann
 
 
 class ReplicaHook(JoinHook):
-    """The hook of a wrapped model: shadows its forwards and backwards on ranks that joined."""
+    """The join hook of a DDP model, which shadows forwards and backwards on joined ranks."""
 
     def __init__(self, model: JoinMethods) -> None:
         self._model = model
 
     def main_hook(self) -> None:
-        """Make the calls of one forward and its backward, with zeros; collective."""
+        """Shadow one forward and its backward, with zeros; collective."""
         reducer, action = self._model.reducer, self._model.exchange_actions(0)
         with torch.enable_grad():
             if action & _AVERAGED:
@@ -67,12 +67,12 @@ class JoinMethods(Joinable):
     _divides_by_all = True
 
     def announce_forward(self) -> None:
-        """Announce a forward in a join context; average over all ranks again outside of it."""
+        """Announce a forward in a join context; outside of it, average over all ranks again."""
         if not config_of(self).enable:
             if self.reducer.reducer_state.active_ranks.is_joining:
                 self.reducer.reducer_state.active_ranks = ActiveRanks(self.process_group.size())
             return
-        if current_task() != NO_TASK:  # a checkpoint computes the forward again, in a backward
+        if current_task() != NO_TASK:  # a checkpoint recomputes the forward in a backward
             return
         self.reducer.complete_open()  # before the other ranks begin the next step
         Join.notify_join_context(self)
@@ -81,7 +81,7 @@ class JoinMethods(Joinable):
         self.exchange_actions(_FORWARD | _AVERAGED * averaged | _BUFFERS * buffers)
 
     def exchange_actions(self, action: int) -> int:
-        """Exchange what ranks do next, 0 if joined; average over the others; return the action."""
+        """Exchange the ranks' next actions, 0 if joined; return the action to take."""
         group = self.process_group
         actions = Flags(action, group, self.device, "a forward of DDP in md.Join").wait()
         num, source = sum(map(bool, actions)), next(i for i, it in enumerate(actions) if it)
@@ -95,14 +95,14 @@ class JoinMethods(Joinable):
         enable: bool = True,
         throw_on_early_termination: bool = False,
     ) -> Join:
-        """Return the context ``Join([self])``, in which ranks may run unequal numbers of steps.
+        """Return the context ``Join([self])``, in which ranks may run different numbers of steps.
 
-        When all ranks have joined, every rank has the parameters and buffers of a rank that joined
+        When all ranks have joined, every rank gets the parameters and buffers of a rank that joined
         last.
 
         Args:
-            divide_by_initial_world_size: whether gradients are divided by the number of ranks;
-                False divides them by the number of ranks that still have data.
+            divide_by_initial_world_size: True divides gradients by the number of ranks; False by
+                the number of ranks that still have data.
             enable, throw_on_early_termination: as in ``Join``.
 
         Raises:
@@ -113,7 +113,7 @@ class JoinMethods(Joinable):
             >>> def program():
             ...     model = md.DDP(torch.nn.Linear(1, 1, bias=False))
             ...     with model.join(divide_by_initial_world_size=False):
-            ...         for _ in range(1 + md.get_rank()):  # rank 1 has one step more
+            ...         for _ in range(1 + md.get_rank()):  # rank 1 runs one step more
             ...             model.zero_grad()
             ...             model(torch.ones(1, 1)).sum().backward()
             ...     return model.module.weight.grad.item()

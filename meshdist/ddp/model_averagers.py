@@ -1,4 +1,4 @@
-"""Averages of the replicas' parameters every few steps, in place of their gradients' at each."""
+"""Average the replicas' parameters every few steps, instead of gradients at each step."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ Parameters = Iterable[torch.nn.Parameter] | Iterable[dict[str, Any]]
 
 
 class ModelAverager(ABC):
-    """The base of both averagers: it counts steps, and some of them average.
+    """Count steps and average parameters at some of them.
 
     Args:
-        process_group: over which ranks parameters are averaged.
-        warmup_steps: how many steps come before the first that may average.
+        process_group: the ranks over which parameters are averaged.
+        warmup_steps: the number of steps before the first that may average.
     """
 
     def __init__(self, process_group: ProcessGroup, warmup_steps: int) -> None:
@@ -48,20 +48,22 @@ class ModelAverager(ABC):
 
     @hidden_from_modes
     def average_parameters(self, params: Parameters) -> None:
-        """Count one step, and average where it is due; then collective over the group.
+        """Count one step and average the parameters if due; collective over the group at these
+        steps.
 
-        Call it once a step on every rank, after the optimizer's step. Parameters without a gradient
-        are left alone.
+        Call it once per step on every rank, after the optimizer's step. Parameters without a
+        gradient are not averaged.
 
         Args:
-            params: parameters, or an optimizer's groups of them.
+            params: parameters, or an optimizer's parameter groups.
 
-        Cost: at a step that averages, one all-reduce of all parameters of one dtype and device.
+        Cost: at a step that averages, one all-reduce of all parameters per dtype and device.
 
         Raises:
-            MismatchError: the ranks would average different parameters, since some have a gradient
-                on some ranks alone, say, or at different steps; on every rank, showing both.
-            KindError: neither parameters nor groups of them.
+            MismatchError: on every rank, if the ranks would average different parameters (for
+                example, because some have a gradient on some ranks only) or at different steps;
+                shows both.
+            KindError: ``params`` has neither parameters nor parameter groups.
         """
         group = self._find_process_group() if self.step >= self.warmup_steps else None
         if group is not None:
@@ -70,20 +72,20 @@ class ModelAverager(ABC):
 
     @abstractmethod
     def _find_process_group(self) -> ProcessGroup | None:
-        """Return the group over which this step averages, None if no average is due."""
+        """Return the group over which this step averages; None if no average is due."""
 
 
 class PeriodicModelAverager(ModelAverager):
-    """Every rank's parameters become the mean of all ranks', every ``period`` steps.
+    """Average all ranks' parameters every ``period`` steps.
 
-    The first step after the warm-up averages, then each ``period``-th from there. Parameters change
-    in place: those that are views, into a bucket say, stay views.
+    The first step after the warm-up averages, then every ``period``-th. Parameters change in place:
+    views, for example into a bucket, stay views.
 
     Args:
         period: the number of steps from one average to the next.
-        warmup_steps: how many steps come before the first that averages.
+        warmup_steps: the number of steps before the first that averages.
         process_group: an axis, ``mesh["dp"]``; several together, ``mesh["host", "dp"]``; a
-            ProcessGroup; or None for the world.
+            ProcessGroup; or None for all ranks.
 
     Raises:
         ArgumentError: the period is below 1, or the warm-up below 0.
@@ -124,26 +126,26 @@ class PeriodicModelAverager(ModelAverager):
 
 
 class HierarchicalModelAverager(ModelAverager):
-    """Parameters are averaged over few ranks often, and over more ranks less often; collective.
+    """Average parameters over few ranks often, and over more ranks less often.
 
-    A step averages over the largest group whose period divides its number, counted from 0, with the
-    warm-up; that includes what smaller groups would have averaged.
+    A step averages over the largest group whose period divides the step number. Steps count from 0
+    and include the warm-up.
 
     Args:
         period_group_size_dict: with axes, the period of each: ``{"dp": 2, "host": 8}`` averages
-            over dp every 2 steps, over host and dp together every 8. An axis's average runs over
-            the axes before it in the mapping too; over axes that are not named nothing is averaged.
-            Or as torch's: the size of the group for each period, the last that of the whole group,
-            which is cut in its order. Periods grow from entry to entry.
-        warmup_steps: how many steps come before the first that may average.
+            over dp every 2 steps, and over host and dp together every 8. The average of an axis
+            includes the axes before it in the mapping. Axes that are not named are not averaged
+            over. Or, as in torch, the group size for each period; the last size is that of the
+            whole group, which is split in rank order. Periods must increase.
+        warmup_steps: the number of steps before the first that may average.
         process_group: as for ``PeriodicModelAverager``. With axes, the mesh that has them; None is
             then the current mesh.
 
     Raises:
-        ArgumentError: there is no entry, periods or sizes do not grow, or the last size is not the
-            group's.
+        ArgumentError: there is no entry, periods or sizes do not increase, or the last size is not
+            the group's.
         AxisError: the mesh has no such axis.
-        MeshError: axes are named, and there is no mesh.
+        MeshError: axes are named without a mesh.
 
     Example:
         >>> import meshdist as md
@@ -160,7 +162,7 @@ class HierarchicalModelAverager(ModelAverager):
     """
 
     period_process_group_dict: OrderedDict[int, ProcessGroup]
-    """Over which group a period averages, from the shortest on."""
+    """The group over which each period averages, shortest period first."""
 
     def __init__(
         self,
@@ -206,7 +208,7 @@ class HierarchicalModelAverager(ModelAverager):
         return None
 
 
-# -- what is averaged -----------------------------------------------------------------------------
+# -- averages -------------------------------------------------------------------------------------
 
 
 def _flat_list(params: Parameters) -> list[torch.nn.Parameter]:
@@ -219,8 +221,8 @@ def _flat_list(params: Parameters) -> list[torch.nn.Parameter]:
             found += entry["params"]
         else:
             raise KindError(
-                f"params holds something of type {type(entry).__name__}",
-                expected="torch.nn.Parameters, or dicts with a list of them as 'params'",
+                f"params contains an object of type {type(entry).__name__}",
+                expected="torch.nn.Parameters, or parameter groups (dicts with a 'params' list)",
                 fix="pass model.parameters(), or optimizer.param_groups",
             )
     return found
@@ -228,7 +230,7 @@ def _flat_list(params: Parameters) -> list[torch.nn.Parameter]:
 
 @torch.no_grad()
 def _average(parameters: list[torch.nn.Parameter], group: ProcessGroup, step: int) -> None:
-    """Average in place parameters with a ``.grad``; raise if these, or ``step``, differ by rank."""
+    """Average in place parameters with a ``.grad``; raise if they, or ``step``, differ by rank."""
     chosen = {index: mine for index, mine in enumerate(parameters) if mine.grad is not None}
     check_equal(
         {
@@ -238,13 +240,13 @@ def _average(parameters: list[torch.nn.Parameter], group: ProcessGroup, step: in
         group,
         device=parameters[0].device if parameters else torch.device("cpu"),
         summary="the ranks would average different parameters",
-        fix="let the same parameters get gradients on every rank, or clear those of the others; "
-        "let step and period be equal on every rank",
+        fix="compute gradients of the same parameters on every rank, or set the other gradients "
+        "to None; use the same step and period on every rank",
     )
     if not chosen:
         text = (
-            "an averager found no parameter with a gradient, and averages nothing: call it behind "
-            "step() and before zero_grad(), with a list of parameters, as an iterator ends"
+            "an averager found no parameter with a gradient and averages nothing: call it after "
+            "step() and before zero_grad(), with a list of parameters instead of a used-up iterator"
         )
         warn_caller(text)
     alike: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
@@ -258,14 +260,14 @@ def _average(parameters: list[torch.nn.Parameter], group: ProcessGroup, step: in
 
 
 def _check_period(period: object) -> None:
-    get_integer(period, "a period", 1, expected="1 step at least, and mostly more than 1")
+    get_integer(period, "a period", 1, expected="at least 1 step")
 
 
 def _warn_of_one(longest: int) -> None:
     if longest == 1:
         warn_caller(
-            "averaging parameters at every step sends as much as averaging gradients, which "
-            "DistributedDataParallel does while the backward runs"
+            "averaging parameters at every step sends as much as averaging gradients; use "
+            "DistributedDataParallel, which overlaps that with the backward"
         )
 
 
@@ -275,7 +277,7 @@ def _check_growing(numbers: list[int], what: str, *, allows_equal: bool) -> None
         for earlier, later in pairwise(numbers)
     ):
         raise ArgumentError(
-            f"the {what} {numbers} do not grow",
+            f"the {what} {numbers} do not increase",
             expected="the smallest group and the shortest period first",
             fix="order the entries by period",
         )
@@ -286,25 +288,26 @@ def _check_sizes(sizes: list[Any], overall: ProcessGroup) -> None:
     _check_growing(sizes, "group sizes", allows_equal=True)
     if sizes[-1] != overall.size():
         raise ArgumentError(
-            f"the last group of HierarchicalModelAverager has {sizes[-1]} ranks, not all",
+            f"the last group of HierarchicalModelAverager has only {sizes[-1]} ranks",
             expected=f"{overall.size()}, the size of {overall.group_name}",
-            fix="let the longest period average over the whole group",
+            fix=f"use {overall.size()} as the group size of the longest period",
         )
     for size in sizes:
         if size < 1 or overall.size() % size:
             raise ArgumentError(
-                f"groups of {size} do not divide {overall.size()} ranks",
+                f"cannot split {overall.size()} ranks into groups of {size}",
                 expected=f"a divisor of {overall.size()}",
+                fix=f"use group sizes that divide {overall.size()}",
             )
 
 
 def _mesh_of_axes(axes: list[str], given_mesh: object) -> DeviceMesh:
-    """Return the given or the current mesh; raise if it is no mesh with these axes."""
+    """Return the given or the current mesh; raise if it lacks the axes."""
     call, over = "HierarchicalModelAverager", f" over axes {', '.join(map(repr, axes))}"
     mesh = mesh_in_force(call, over, "process_group=mesh") if given_mesh is None else given_mesh
     if not isinstance(mesh, DeviceMesh):
         raise MeshError(
-            f"{call}{over}: a group has no axes",
+            f"{call}{over} requires a mesh",
             expected="the mesh that has these axes",
             found=f"process_group={given_mesh!r}",
             fix="pass process_group=mesh",
@@ -312,26 +315,26 @@ def _mesh_of_axes(axes: list[str], given_mesh: object) -> DeviceMesh:
     try:
         mesh.layout.axis_indices(axes)
     except AxisError as error:
-        fix = "pass the mesh: process_group=mesh"
+        fix = "pass the mesh that has these axes: process_group=mesh"
         raise with_hidden_mesh(error, given_mesh, fix) from None
     return mesh
 
 
 def _through(mesh: DeviceMesh, axes: list[str]) -> DeviceMesh:
-    """Return the submesh of ``mesh`` along these axes, in the order of the mesh's axes."""
+    """Return the submesh of ``mesh`` along these axes, in the mesh's order."""
     return mesh[tuple(sorted(axes, key=mesh.layout.axis_index))]
 
 
 class PostLocalSGDOptimizer(torch.optim.Optimizer):
-    """Each step is ``optim``'s, and then the averager's: some steps leave all replicas equal.
+    """Step ``optim``, then the averager, which makes all replicas equal at some steps.
 
     A step that averages is collective over the averager's group; all ranks step equally often. The
-    state of ``optim`` (momentum, say) stays each rank's own.
+    state of ``optim`` (for example, momentum) is not averaged.
 
     Args:
         optim: the optimizer of this rank's parameters.
-        averager: a ``PeriodicModelAverager`` or ``HierarchicalModelAverager``, or an object that
-            has a number ``step`` and a method ``average_parameters(params=)``.
+        averager: a ``PeriodicModelAverager`` or ``HierarchicalModelAverager``, or an object with a
+            number ``step`` and a method ``average_parameters(params=)``.
 
     Example:
         >>> import meshdist as md, torch
@@ -353,14 +356,14 @@ class PostLocalSGDOptimizer(torch.optim.Optimizer):
     """
 
     def __init__(self, optim: torch.optim.Optimizer, averager: ModelAverager) -> None:
-        # The base class would make groups and hooks of its own; all that it keeps is optim's.
+        # The base class would create separate groups and hooks; this class uses optim's.
         self.optim = optim
         self.averager = averager
         self.defaults = optim.defaults
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The groups of ``optim``, which replaces them where a state is loaded."""
+        """The parameter groups of ``optim``, which replaces them when it loads a state."""
         return self.optim.param_groups
 
     @property
@@ -376,19 +379,19 @@ class PostLocalSGDOptimizer(torch.optim.Optimizer):
         return {**self.optim.state_dict(), "step": self.averager.step}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what ``state_dict`` gave.
+        """Load a state from ``state_dict``.
 
-        A state without a step, such as that of ``optim`` alone, begins at 0, with a warning.
+        A state without a step, such as that of ``optim``, starts at step 0 with a warning.
         """
         self.optim.load_state_dict(state_dict)
         if "step" not in state_dict:
             warn_caller(
-                "the state has no step of an averager: steps count from 0, warm-up included"
+                "the state has no averager step: steps restart from 0, including the warm-up"
             )
         self.averager.step = state_dict.get("step", 0)
 
     def step(self) -> None:  # type: ignore[override]
-        """Step this rank's optimizer, then count the step, and average where it is due."""
+        """Step the optimizer, then count the step and average if due."""
         self.optim.step()
         self.averager.average_parameters(params=self.param_groups)
 

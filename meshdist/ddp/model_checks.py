@@ -1,4 +1,4 @@
-"""The demands on a model that is wrapped, and the parts of it that the wrapper takes care of."""
+"""Check the arguments of DistributedDataParallel and collect the tensors that it manages."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ _BOUND = {
     "_divergence_checks",
     "_join_config",
 }
-"""Attributes that belong to this process, and are made anew for a copy."""
+"""Attributes that belong to this process; a copy creates new ones."""
 
 
 class WrappedModel(nn.Module, ABC):
-    """The methods of ``DistributedDataParallel`` as a module around a module."""
+    """The ``nn.Module`` methods of ``DistributedDataParallel``."""
 
     module: nn.Module
     process_group: ProcessGroup
@@ -48,24 +48,24 @@ class WrappedModel(nn.Module, ABC):
 
     @abstractmethod
     def _adopt(self, module: nn.Module) -> None:
-        """Take ``module`` as the model; nothing is sent."""
+        """Use ``module`` as the model; no communication."""
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """Load a state of this wrapper (names begin with ``module.``) or of the module alone.
+        """Load a state dict of this wrapper (names begin with ``module.``) or of the module.
 
-        Load the same state on every rank; nothing is sent.
+        Load the same state on every rank; no communication.
 
         Raises:
-            ArgumentError: ``assign`` is true, which would replace the parameters.
+            ArgumentError: ``assign`` is True, which would replace the parameters.
         """
         if assign:
             raise ArgumentError(
-                "load_state_dict(assign=True) would replace the parameters whose gradients are "
-                "averaged",
-                expected="assign=False, which copies into them",
-                fix="load into the module before it is wrapped",
+                "load_state_dict(assign=True) cannot replace the parameters of a "
+                "DistributedDataParallel",
+                expected="assign=False, which copies into the parameters",
+                fix="pass assign=False, or load into the module before you wrap it",
             )
         own = self.state_dict().keys()
         num_wrapped = sum(name in own for name in state_dict)
@@ -82,10 +82,11 @@ class WrappedModel(nn.Module, ABC):
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if kinds() != before:
             raise GradientError(
-                "the parameters were converted after the model was wrapped",
+                "cannot convert parameters after the model is wrapped",
                 where=f"rank {self.process_group.world.rank}, {type(self.module).__name__}",
-                expected="the dtype and device that they had, in which gradients are reduced",
-                fix="convert first, then wrap: DDP(module.to(...)); this wrapper is unusable now",
+                expected="the dtype and device that the parameters had when the model was wrapped",
+                fix="convert first, then wrap: DDP(module.to(...)); this wrapper can no longer be "
+                "used",
             )
         return self
 
@@ -95,7 +96,7 @@ class WrappedModel(nn.Module, ABC):
         return {name: value for name, value in self.__dict__.items() if name not in _BOUND}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Return a copy over the same group, with a copy of the module; nothing is sent."""
+        """Return a copy over the same group, with a copy of the module; no communication."""
         clone = type(self).__new__(type(self))
         memo[id(self)] = clone
         state = copy.deepcopy(self._portable_state(), memo)
@@ -107,9 +108,9 @@ class WrappedModel(nn.Module, ABC):
     def __getstate__(self) -> dict[str, Any]:
         if self.process_group is not world_group(self.process_group.world):
             raise KindError(
-                "a DistributedDataParallel over a part of the world cannot be pickled",
+                "cannot pickle a DistributedDataParallel whose group is not the world",
                 where=f"its group is {self.process_group.group_name}",
-                expected="the world as its group, or the model alone",
+                expected="the world as its group",
                 fix="save ddp.state_dict() or ddp.module, and wrap again after loading",
             )
         return self._portable_state()
@@ -117,7 +118,7 @@ class WrappedModel(nn.Module, ABC):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         if self._cast is not None:
-            self._cast.close()  # its hooks are on the copied modules, too
+            self._cast.close()  # its hooks were copied with the modules
         if "process_group" not in state:
             self.process_group, self.device_mesh = resolve_group(None), None
         restore_annotations(self.module)
@@ -125,13 +126,13 @@ class WrappedModel(nn.Module, ABC):
 
 
 _IGNORED = "_ddp_params_and_buffers_to_ignore"
-"""Where torch's wrapper looks for the names, and ours."""
+"""The module attribute in which torch's DDP and this one look up ignored names."""
 
 
 def module_state(
     module: nn.Module, ignored: Iterable[str] = (), *, with_buffers: bool = True
 ) -> dict[str, torch.Tensor]:
-    """Return the parameters and buffers that are not ignored, once each, by name."""
+    """Return the parameters and buffers that are not ignored, by name, without duplicates."""
     state: dict[str, torch.Tensor] = dict(module.named_parameters())
     if with_buffers:
         state.update(module.named_buffers())
@@ -159,7 +160,7 @@ def ignored_names(module: nn.Module, names: Iterable[str] | None = None) -> froz
         if unknown:
             raise ArgumentError(
                 f"{type(module).__name__} has no parameter or buffer named {unknown[0]!r}",
-                expected="names as named_parameters() and named_buffers() give them",
+                expected="names from named_parameters() or named_buffers()",
                 found=f"{len(unknown)} of {len(names)} names unknown",
                 fix=f"pass {str(unknown[0]).lstrip('.')!r}"
                 if str(unknown[0]).lstrip(".") in known
@@ -170,7 +171,7 @@ def ignored_names(module: nn.Module, names: Iterable[str] | None = None) -> froz
 
 
 def sparse_parameters(module: nn.Module) -> list[nn.Parameter]:
-    """Return the weights of embeddings that make sparse gradients."""
+    """Return the weights of embeddings that compute sparse gradients."""
     return [
         cast("nn.Parameter", child.weight)
         for child in module.modules()
@@ -182,16 +183,18 @@ def check_module(module: object, *, with_buffers: bool = True) -> frozenset[str]
     """Raise unless a module, with its buffers if asked, can be wrapped; return ignored names."""
     if not isinstance(module, nn.Module):
         raise KindError(
-            f"module is of type {type(module).__name__}", expected="a torch.nn.Module to train"
+            f"module is of type {type(module).__name__}",
+            expected="a torch.nn.Module to train",
+            fix="pass the model as the first argument",
         )
     ignored = ignored_names(module)
     for name, child in module.named_modules():
         if isinstance(child, nn.SyncBatchNorm) and not torch.distributed.is_initialized():
             raise KindError(
-                f"{name or 'the module'} is torch's SyncBatchNorm, which sees no ranks but those "
-                "of torch's world",
+                f"{name or 'the module'} is torch's SyncBatchNorm, which requires torch's process "
+                "groups",
                 expected="meshdist's SyncBatchNorm",
-                fix="convert with "
+                fix="convert it: module = "
                 "md.distributed.SyncBatchNorm.convert_sync_batchnorm(module, mesh['dp'])",
             )
     reject_wrapped(module, ignored)
@@ -200,17 +203,17 @@ def check_module(module: object, *, with_buffers: bool = True) -> frozenset[str]
             continue
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise GradientError(
-                f"{name} has no shape yet",
+                f"cannot wrap a module whose parameter {name} is uninitialized",
                 expected="parameters that are initialized",
-                fix="run one forward on the module before it is wrapped",
+                fix="run one forward of the module before you wrap it",
             )
         if is_traceable_wrapper_subclass(parameter):
             is_dtensor = type(parameter).__name__ == "DTensor"
             raise KindError(
-                f"{name} is a {type(parameter).__name__}",
-                expected="plain parameters: each rank's own shard as an ordinary tensor",
-                fix="let torch's fully_shard(module, mesh=mesh.to_torch()['dp']), or replicate, "
-                "take it"
+                f"cannot wrap a module whose parameter {name} is a {type(parameter).__name__}",
+                expected="plain tensors as parameters, such as each rank's local shard",
+                fix="use torch's fully_shard(module, mesh=mesh.to_torch()['dp']), or replicate, "
+                "instead of DDP"
                 if is_dtensor
                 else "wrap a module whose parameters are local shards",
             )
@@ -219,14 +222,14 @@ def check_module(module: object, *, with_buffers: bool = True) -> frozenset[str]
     if not trainable_parameters(module, ignored):
         raise GradientError(
             f"{type(module).__name__} has no parameter that requires a gradient",
-            expected="a module to train",
-            fix="use the module itself: there is nothing to average",
+            expected="a module with at least one trainable parameter",
+            fix="use the module without DistributedDataParallel",
         )
     return ignored
 
 
 def reject_wrapped(module: nn.Module, ignored: frozenset[str]) -> None:
-    """Raise if a wrapper averages gradients of ``module`` already, save those ignored."""
+    """Raise if a wrapper already averages gradients of ``module``, except ignored parameters."""
     for name, parameter in module.named_parameters():
         if name in ignored:
             continue
@@ -234,41 +237,44 @@ def reject_wrapped(module: nn.Module, ignored: frozenset[str]) -> None:
         if world is not None and world is not find_world() and not world.is_closed:
             raise GradientError(
                 f"{name} belongs to the DistributedDataParallel of rank {world.rank}",
-                expected="a module of its own: simulated ranks share what the function closes over",
-                fix="make it inside the function, or let each rank have a copy: "
+                expected="a separate module per rank (simulated ranks share objects in the "
+                "closure)",
+                fix="create it inside the function, or pass it as an argument, which is copied: "
                 "md.simulate(function, ranks, args=(module,))",
             )
         if world is not None:
             is_whole = all(map(find_reducing_world, trainable_parameters(module, ignored).values()))
             raise GradientError(
                 f"{name} belongs to another DistributedDataParallel",
-                expected="a parameter whose gradient one wrapper averages",
-                fix="wrap the module once; or let go of the first wrapper and of its outputs on a "
-                "line before that one, where the wrapper still lives: module = ddp.module; del ddp"
+                expected="a parameter in at most one DistributedDataParallel",
+                fix="wrap the module once; or delete the first wrapper and its outputs before you "
+                "wrap "
+                "again: module = ddp.module; del ddp"
                 if is_whole
-                else "let one module hold all models that share it, with a forward that runs the "
-                "one that is asked for, and wrap that; find_unused_parameters=True where a loss is "
-                "of one of them alone",
+                else "put all models that share it into one module whose forward selects the "
+                "model, and "
+                "wrap that module; pass find_unused_parameters=True if a loss uses only one of "
+                "them",
             )
 
 
 def _check_tensor(name: str, tensor: torch.Tensor) -> None:
-    """Raise for a tensor that cannot be copied between ranks, or whose gradients have no mean."""
+    """Raise for a tensor that cannot be sent, or whose gradients cannot be averaged."""
     if tensor.layout is not torch.strided:
         raise KindError(
-            f"{name} is a sparse tensor, or laid out in another way of its own",
+            f"{name} is not a dense tensor",
             expected="dense parameters and buffers; their gradients may be sparse",
             found=f"layout {str(tensor.layout).removeprefix('torch.')}",
-            fix=f"make it dense; or leave it to each rank: "
+            fix=f"make it dense; or exclude it from DDP: "
             f"md.DDP._set_params_and_buffers_to_ignore_for_model(module, [{name!r}])",
         )
     dtype = tensor.dtype
     if tensor.requires_grad and dtype.is_floating_point and dtype.itemsize == 1:
         raise DtypeError(
-            f"{name} has gradients of {dtype_name(dtype)}, in which torch computes no averages",
+            f"cannot average the gradients of {name}: torch does not average {dtype_name(dtype)}",
             expected="trainable parameters of 16 bits or more",
             found=f"{tuple(tensor.shape)} {dtype_name(dtype)}",
-            fix="keep it in bfloat16, and cast it in the forward; or freeze it",
+            fix="keep it in bfloat16 and convert it in the forward; or freeze it",
         )
 
 
@@ -278,26 +284,26 @@ def check_period(verify_every: object) -> int:
         verify_every,
         "verify_every",
         0,
-        expected="0 or more: after how many backwards replicas are compared",
-        fix="pass for example 1000; 0 for never",
+        expected="0 or more: the number of backwards between comparisons of replicas",
+        fix="pass for example 1000, or 0 to never compare",
     )
 
 
-def let_go(*rooms: Closable | None) -> None:
-    """Close each of ``rooms``, which removes hooks and marks from the wrapped module."""
-    for room in rooms:
-        if room is not None:
-            room.close()
+def close_all(*closables: Closable | None) -> None:
+    """Close each of ``closables``, to remove hooks and annotations from the wrapped module."""
+    for each in closables:
+        if each is not None:
+            each.close()
 
 
 def reject_both(kind: type[MeshdistError], **arguments: object) -> None:
-    """Raise an error of ``kind`` unless at least one of the two arguments is None."""
+    """Raise an error of ``kind`` if neither of the two arguments is None."""
     if None not in arguments.values():
         first, second = arguments
         raise kind(
-            f"{first} and {second} were both given",
-            expected="one of them, or neither",
-            fix=f"pass {second} alone",
+            f"{first} and {second} cannot both be passed",
+            expected="at most one of them",
+            fix=f"pass only {second}",
         )
 
 
@@ -306,10 +312,10 @@ def reject_unfrozen(frozen: Iterable[tuple[str, nn.Parameter]], group: ProcessGr
     for name, parameter in frozen:
         if parameter.requires_grad:
             raise GradientError(
-                f"{name} requires a gradient, and did not when the model was wrapped",
+                f"{name} requires a gradient, but did not when the model was wrapped",
                 where=f"rank {group.world.rank}",
-                expected="parameters that are trained to be so when the model is wrapped",
-                fix="del ddp, and wrap the model again; or wrap first, and freeze then",
+                expected="every trained parameter requires a gradient when the model is wrapped",
+                fix="del ddp, and wrap the model again; or wrap first and freeze afterwards",
             )
 
 
@@ -318,10 +324,10 @@ def delayed_indices(
     delayed: Iterable[tuple[str, nn.Parameter]] | None,
     behind: nn.Parameter | None,
 ) -> tuple[frozenset[int], int | None]:
-    """Return where ``delayed`` and ``behind`` are in ``parameters``; raise if any is not there.
+    """Return the indices of ``delayed`` and ``behind`` in ``parameters``; raise if any is missing.
 
     Args:
-        delayed: (name, parameter) pairs, reduced once ``behind`` has its gradient; None if that is.
+        delayed: (name, parameter) pairs, reduced once ``behind`` has its gradient.
     """
     if delayed is None and behind is None:
         return frozenset(), None
@@ -330,8 +336,8 @@ def delayed_indices(
             :: 1 if behind is None else -1
         ]
         raise ArgumentError(
-            f"{given} was given without {lacking}",
-            expected="both, or neither",
+            f"{given} requires {lacking}",
+            expected="both arguments, or neither",
             fix=f"pass {lacking} too",
         )
     places = {id(parameter): index for index, parameter in enumerate(parameters)}
@@ -339,14 +345,14 @@ def delayed_indices(
     if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
         raise KindError(
             f"delay_all_reduce_named_params is of type {type(delayed).__name__}",
-            expected="pairs of a name and a parameter",
+            expected="a list of (name, parameter) pairs",
             fix="pass for example list(module.named_parameters())",
         )
     for name, parameter in [*pairs, ("param_to_hook_all_reduce", behind)]:
         if id(parameter) not in places:
             raise ArgumentError(
-                f"{name} is no parameter of the module that requires a gradient",
-                expected="delayed parameters, and the one that they wait for, in the module",
+                f"{name} is not a trainable parameter of the module",
+                expected="delayed parameters, and the parameter they wait for, from the module",
                 fix="take them from module.named_parameters()",
             )
     return frozenset(places[id(parameter)] for _, parameter in pairs), places[id(behind)]
@@ -357,10 +363,10 @@ def find_devices(
     device_ids: Sequence[int | torch.device] | None,
     output_device: int | torch.device | None,
 ) -> tuple[list[torch.device] | None, torch.device | None]:
-    """Return ``device_ids`` and ``output_device``, checked, as devices; None, None without ids."""
+    """Return ``device_ids`` and ``output_device`` as checked devices; None, None without ids."""
     if isinstance(device_ids, (ProcessGroup, DeviceMesh, str)):
         raise KindError(
-            "the second argument of DistributedDataParallel is device_ids",
+            "the second argument of DistributedDataParallel is device_ids, not a mesh or group",
             found=f"{device_ids!r}",
             fix="name the axis: DistributedDataParallel(module, device_mesh=mesh['dp'])",
         )
@@ -368,21 +374,21 @@ def find_devices(
         raise _no_device("device_ids", device_ids, "a list of one device, or None")
     devices = sorted({str(p.device) for p in module.parameters()})
     if not device_ids:
-        if output_device not in (None, 0):  # torch takes 0 for none, too
+        if output_device not in (None, 0):  # torch also treats 0 as None
             raise ArgumentError(
-                "output_device was given without device_ids",
-                expected="output_device only with the one device of a CUDA module in device_ids",
-                fix="drop output_device, or pass device_ids too",
+                "output_device requires device_ids",
+                expected="device_ids=[device] for a module on one CUDA device",
+                fix="remove output_device, or pass device_ids too",
             )
         return None, None
     given = [_as_device(f"device_ids[{index}]", entry) for index, entry in enumerate(device_ids)]
     if len(given) != 1 or devices != [str(given[0])] or given[0].type == "cpu":
         raise ArgumentError(
-            f"device_ids={device_ids} does not fit the module",
-            expected="one entry, the device of a CUDA module; None for CPU modules and for "
-            "modules on several devices",
+            f"device_ids={device_ids} does not match the module's devices",
+            expected="one entry, the device of a CUDA module; None for modules on the CPU or on "
+            "several devices",
             found=f"parameters on {', '.join(devices)}",
-            fix="drop device_ids, or move the module: module.to(device)",
+            fix="remove device_ids, or move the module: module.to(device)",
         )
     return given, given[0] if output_device is None else _as_device("output_device", output_device)
 
@@ -399,5 +405,5 @@ def _no_device(what: str, entry: object, expected: str) -> KindError:
         f"{what} is {entry!r}",
         expected=expected,
         found=f"an object of type {type(entry).__name__}",
-        fix="drop device_ids on the CPU; on CUDA pass device_ids=[torch.cuda.current_device()]",
+        fix="on the CPU, remove device_ids; on CUDA, pass device_ids=[torch.cuda.current_device()]",
     )

@@ -1,8 +1,7 @@
-"""Forward and backward in low precision, with parameters and gradients in full precision.
+"""Run forward and backward in low precision, with full-precision parameters and gradients.
 
-Wherever a module runs it sees casts of its parameters. The casts are part of the graph, so that the
-gradients of the parameters come in full precision; a checkpoint that runs a module again casts
-again.
+Each module that runs sees casts of its parameters. The casts are part of the graph, so the
+parameters' gradients have full precision. A checkpoint that recomputes a module casts again.
 """
 
 from __future__ import annotations
@@ -29,21 +28,21 @@ class MixedPrecisionConfig(Protocol):
 
 @dataclass
 class MixedPrecision:
-    """In which dtypes a wrapped model computes and communicates; None leaves a dtype as it is.
+    """The dtypes in which a wrapped model computes and communicates; None keeps a dtype.
 
-    Only floating-point tensors are cast. Between steps parameters and gradients are in full
+    Only floating-point tensors are cast. Between steps, parameters and gradients have full
     precision.
 
     Args:
-        param_dtype: of parameters and of floating-point inputs, in forward and backward.
-        reduce_dtype: in which gradients are sent; by default ``param_dtype``.
-        buffer_dtype: of buffers, from the construction of the wrapper on.
+        param_dtype: of parameters and floating-point inputs, in forward and backward.
+        reduce_dtype: of the gradients sent; by default ``param_dtype``.
+        buffer_dtype: of buffers, after the wrapper's construction.
 
-    Cost: a copy of each parameter in ``param_dtype`` while forward and backward need it; on the
-        backend the bytes of ``reduce_dtype``.
+    Cost: a copy of each parameter in ``param_dtype`` during forward and backward; communication of
+        the bytes of ``reduce_dtype``.
 
     Raises:
-        KindError: the wrapper is given a field that is no floating-point dtype.
+        KindError: a field passed to the wrapper is not a floating-point dtype.
 
     Example:
         >>> import meshdist as md, torch
@@ -70,13 +69,13 @@ def check_precision(config: object) -> None:
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise KindError(
                 f"mixed_precision is {config!r}",
-                expected=f"a floating-point dtype, or None, as its {name}",
+                expected=f"{name} to be a floating-point dtype, or None",
                 fix="pass for example md.distributed.MixedPrecision(param_dtype=torch.bfloat16)",
             )
 
 
 class CastParameters:
-    """Hooks that let modules run on casts of their parameters, save the ``ignored``."""
+    """Hooks that run modules on casts of their parameters, except the ``ignored``."""
 
     def __init__(
         self, module: nn.Module, config: MixedPrecisionConfig, ignored: frozenset[str]
@@ -92,7 +91,7 @@ class CastParameters:
             for buffer in module.buffers():
                 if buffer.is_floating_point() and id(buffer) not in left_out:
                     buffer.data = buffer.to(config.buffer_dtype)
-        self._is_cast = False  # all parameters are, since the whole model runs
+        self._is_cast = False  # whether all parameters are cast, as the root module runs
         self._places: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
         self._restored: list[list[tuple[nn.Module, str, nn.Parameter]]] = []
         self._handles: list[Any] = []
@@ -115,7 +114,7 @@ class CastParameters:
                 ]
 
     def close(self) -> None:
-        """Remove the hooks, so that the modules run on their parameters again."""
+        """Remove the hooks, so that modules use their parameters again."""
         for handle in self._handles:
             handle.remove()
 

@@ -1,52 +1,52 @@
-"""Averages gradients over a group while the backward goes on.
+"""Average gradients over a group during the backward.
 
-A bucket is one flat tensor, and the gradients are views into it; or one gradient as it is, where it
-is sparse, or large and the backend shares no memory (``single_gradients``). The first synchronised
-backward is watched and sent at its end; then the buckets are laid in the order in which gradients
-came. From then on a bucket goes as soon as it has as many arrivals as in the backward before,
-strictly in bucket order on every rank; the last bucket, and those of parameters that some rank
-lacked, go at the end of the backward. A callback of the autograd engine waits for them there, so
-that ``.grad`` holds averages when ``backward()`` returns.
+A bucket is one flat tensor with gradients as views; or a single gradient, if it is sparse, or large
+while the backend shares no memory (``unbucketed_gradients``). The first synchronized backward is
+observed and sent at its end. Then buckets are laid out in the order in which gradients were
+computed. From then on a bucket is sent once its gradients have been added to as often as in the
+previous backward, strictly in bucket order on every rank. The last bucket, and those of parameters
+whose gradient some rank lacked, are sent at the end of the backward. There a callback of the
+autograd engine waits for them, so ``.grad`` holds averages when ``backward()`` returns.
 
-What the reducer guarantees:
+The reducer guarantees:
 
-* Every backward that reaches outputs of a synchronised forward averages, also the second on a
-  retained graph: averaging what is averaged already changes nothing, so sums of several are right
-  too. Every other backward is local, and none of its gradients counts as an arrival.
-* No rank waits for a gradient that another rank does not have: zeros stand in for it. A backward
-  that raised midway is completed in the same way. What is missing, where, and what that means
-  travels behind the last bucket, see ``outcome``.
-* No gradient that comes after its bucket has gone is lost in silence: every rank raises.
-* No backward makes the CPU wait for an accelerator, but for a second backward behind one forward,
-  which first reads how the first ended, and a backward that lacks gradients where that may be.
+* Every backward that reaches outputs of a synchronized forward averages, also the second on a
+  retained graph: averaging an average changes nothing, so sums of several are also right. Every
+  other backward is local, and none of its gradients counts.
+* No rank waits for a gradient that another rank does not have: zeros replace it. A backward that
+  raised is completed in the same way. Status flags, sent after the last bucket, say what is missing
+  and where, see ``backward_outcome``.
+* No gradient computed after its bucket was sent is lost: every rank raises.
+* No backward makes the CPU wait for an accelerator, except a second backward after one forward,
+  which first reads how the first ended, and a backward that lacks gradients if options allow that.
 
-Where no backward reaches the model on a rank, since its forward or its loss raised, the rank takes
-part with zeros when the program checks the gradients; else it is out of step from then on.
+If no backward reaches the model on a rank, since its forward or loss raised, the rank contributes
+zeros when the program checks the gradients. Without the check it is out of step from then on.
 
-Drawn case: parameters a b c d of 4 bytes, buckets of 8 bytes, on 2 ranks. Rank 0 never uses c.
+Worked example: parameters a b c d of 4 bytes, buckets of 8 bytes, on 2 ranks. Rank 0 never uses c.
 
-    first backward, watched    on rank 0 come d b a, on rank 1 c d b a: c trails, as rank 0 lacks it
-    buckets are laid anew      in rank 0's order, behind it what did not come there: d b a c
+    first backward, observed   d b a on rank 0, c d b a on rank 1: c is deferred, rank 0 lacks it
+    buckets are laid out       in rank 0's order, followed by what it lacked: d b a c
     later backwards            [..]: the rank starts the all-reduce of a bucket
 
     time      ------------------------------------------>
-    rank 0    d   b [d b]   a [a]             end [0]         zeros stand in for c
+    rank 0    d   b [d b]   a [a]             end [0]         zeros replace c
     rank 1      c   d   b [d b]   a [a]         end [c]
 
-If d had not come before b, ``[d b]`` would wait for it, and ``[a]`` after it, since all ranks send
-buckets in one order. ``[c]`` is trailing: it waits for the end of the backward, until c has come on
-every rank in 16 backwards in a row.
+If b were computed before d, ``[d b]`` would wait for d, and ``[a]`` after it, since all ranks send
+buckets in one order. ``[c]`` is deferred: it waits for the end of the backward, until every rank
+has computed c in 16 consecutive backwards.
 
     >>> from .bucket_layout import lay_out
-    >>> a, b, c, d, expected_gradients = 0, 1, 2, 3, ExpectedGradients(4)
+    >>> a, b, c, d, expected = 0, 1, 2, 3, ExpectedGradients(4)
     >>> for index in (d, b, a):  # on rank 0
-    ...     expected_gradients.order.append(index)
-    >>> expected_gradients.settle([c], may_move=True)
-    >>> order, items = expected_gradients.laid_order([d, c, b, a]), [(4, "float32")] * 4
-    >>> [bucket.indices for bucket in lay_out(items, order, (8,), deferred=expected_gradients.deferred)]
+    ...     expected.order.append(index)
+    >>> expected.update_deferred([c], may_move=True)
+    >>> order, items = expected.laid_order([d, c, b, a]), [(4, "float32")] * 4
+    >>> [bucket.indices for bucket in lay_out(items, order, (8,), deferred=expected.deferred)]
     [(3, 1), (0,), (2,)]
-    >>> for _ in range(16): expected_gradients.settle([], may_move=True)
-    >>> expected_gradients.deferred
+    >>> for _ in range(16): expected.update_deferred([], may_move=True)
+    >>> expected.deferred
     frozenset()
 """
 
@@ -82,12 +82,12 @@ from .status_flags import Ending
 
 
 class Reducer:
-    """Averages gradients over a group, in one backward after the other.
+    """Averages gradients over a group, backward after backward.
 
     Args:
         parameters: those that require gradients, in the same order on every rank.
         names: of the parameters, for messages.
-        group: open for the parameters' devices, as are the wider groups.
+        group: open for the parameters' devices, like the additional groups.
         divergence_checks: compares the replicas.
     """
 
@@ -105,7 +105,7 @@ class Reducer:
         self.reducer_state = ReducerState(
             ExpectedGradients(num), ActiveRanks(extra_groups.all_ranks.size())
         )
-        self.backward: Backward | None = None  # since it has reached outputs, until it has ended
+        self.backward: Backward | None = None  # set from its first output to its end
         self._local = LocalBackwards()
         self._hooks = GradientHooks(list(parameters), self._gradient_came)
         self._state = Phase.IDLE
@@ -121,21 +121,21 @@ class Reducer:
 
     @property
     def parameters(self) -> Sequence[torch.nn.Parameter]:
-        """Return the parameters whose gradients are averaged."""
+        """The parameters whose gradients are averaged."""
         return self.layout.terms.parameters
 
     @property
     def buckets(self) -> Sequence[Bucket]:
-        """Return all buckets, in the order in which they are sent."""
+        """All buckets, in the order in which they are sent."""
         return self.layout.buckets
 
     @property
     def has_final_buckets(self) -> bool:
-        """Return whether buckets lie as learned and will not be laid anew; equal on every rank."""
+        """Return whether buckets are laid out as learned and stay so; equal on every rank."""
         return self.layout.is_learned and self.layout.fits(self.reducer_state.expected_gradients)
 
     def close(self) -> None:
-        """Remove all hooks from the parameters; gradients stay local from then on."""
+        """Remove all hooks from the parameters; later gradients stay local."""
         self._state = Phase.CLOSED
         self._hooks.close()
         while self._multiplied:
@@ -152,7 +152,7 @@ class Reducer:
         self._use(replace(self.layout, terms=terms._replace(options=options)))
 
     def change_group(self, group: ProcessGroup) -> None:
-        """Average over ``group`` from now on, and learn anew the order in which gradients come."""
+        """Average over ``group`` from now on, and learn the order of gradients again."""
         self.complete_open()
         terms, reducer_state = self.layout.terms, self.reducer_state
         reducer_state.expected_gradients.forget()
@@ -169,7 +169,8 @@ class Reducer:
 
     @adds_join_fix
     def register_hook(self, state: object, hook: Callable[..., object]) -> None:
-        """Let a communication hook average the buckets; raise if it is late, second or unfit."""
+        """Average the buckets with a communication hook; raise if it is invalid, late or a
+        second."""
         terms, reducer_state = self.layout.terms, self.reducer_state
         if terms.options.dtype is not None:
             raise terms.gradient_errors.hook_beside_precision()
@@ -189,7 +190,7 @@ class Reducer:
     # -- buckets ----------------------------------------------------------------------------------
 
     def _lay(self, terms: ReductionTerms, before: Sequence[Bucket]) -> None:
-        """Use new buckets, for ``terms``, in place of ``before``, whose gradients move along."""
+        """Replace the buckets ``before`` with new buckets for ``terms``; gradients move along."""
         for group in (terms.group, *terms.extra_groups.groups.values()):
             group.world.averaged.add(frozenset(group.ranks))
         has_hook = self.reducer_state.hook is not None
@@ -198,13 +199,13 @@ class Reducer:
         )
 
     def _use(self, layout: BucketLayout) -> None:
-        """Use ``layout`` from the next backward on, with a new verdict and new hooks."""
+        """Use ``layout`` from the next backward on, with a new outcome."""
         self.layout = layout
         self._outcome = BackwardOutcome(layout, lacking=range(len(layout.terms.parameters)))
 
     def _rebuild(self) -> None:
-        """Lay the buckets anew; the first time in the order of gradients on group rank 0."""
-        # Changes after the first time follow from numbers that all ranks have read.
+        """Lay the buckets out again; the first time in group rank 0's order of gradients."""
+        # Later changes follow from numbers that all ranks have read.
         terms, expected_gradients = self.layout.terms, self.reducer_state.expected_gradients
         if expected_gradients.is_learned and expected_gradients.order:
             order = expected_gradients.laid_order(terms.order)
@@ -223,8 +224,8 @@ class Reducer:
 
     @adds_join_fix
     def before_forward(self, *, is_synchronised: bool = True) -> None:
-        """Complete the last backward, raise its errors; lay changed buckets anew but in no_sync."""
-        is_again = current_task() != NO_TASK  # computed again by a checkpoint
+        """Complete the last backward, raise its errors, and rebuild buckets unless in no_sync."""
+        is_again = current_task() != NO_TASK  # recomputed by a checkpoint
         if is_again or self._state is Phase.CLOSED:
             return
         self.end_last()
@@ -244,8 +245,9 @@ class Reducer:
         if not (layout.is_learned and is_fitting) and is_capturing(
             layout.status_flags.numbers.device
         ):
-            raise layout.terms.gradient_errors.captured_early()  # the graph would keep buckets that go
-        self._hooks.come_last()
+            # The graph would keep buckets that are replaced later.
+            raise layout.terms.gradient_errors.captured_early()
+        self._hooks.move_to_end()
         if not is_fitting:
             self._rebuild()
 
@@ -256,7 +258,7 @@ class Reducer:
             raise self.layout.terms.gradient_errors.running()
         try:
             self.complete_open()
-        finally:  # what it raises has been checked then, too
+        finally:  # if it raises, that backward has been checked too
             is_absent = self._state is Phase.AWAITED
             self._become(Phase.IDLE)
         if is_absent and not is_capturing(self.layout.status_flags.numbers.device):
@@ -268,10 +270,10 @@ class Reducer:
     def after_forward(
         self, outputs: object, owner: object, *, is_synchronised: bool = True
     ) -> None:
-        """Put hooks on outputs: a backward that reaches them is averaged, or left local.
+        """Register hooks on outputs: a backward that reaches them is averaged, or stays local.
 
         Args:
-            owner: kept alive by the hooks, as long as a backward may come.
+            owner: kept alive by the hooks, as long as a backward is possible.
             is_synchronised: whether these backwards are averaged.
         """
 
@@ -295,8 +297,8 @@ class Reducer:
         self._local.forward_ends(sees_outputs=bool(seen))
 
     def prepare_for_backward(self, outputs: torch.Tensor | Iterable[torch.Tensor]) -> None:
-        """Let the next backward that reaches ``outputs`` be averaged; raise without a graph."""
-        # The wrapper's method calls it, and torch's pipeline stages and trainers do.
+        """Average the next backward that reaches ``outputs``; raise if they have no graph."""
+        # Called by the wrapper's method, torch's pipeline stages and trainers.
         tensors = [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
         if tensors and not any(tensor.requires_grad for tensor in tensors):
             raise self.layout.terms.gradient_errors.split_backward()
@@ -305,7 +307,7 @@ class Reducer:
 
     @staticmethod
     def _rebuild_buckets() -> bool:
-        """Return False: trainers call it, but buckets are laid anew without a call."""
+        """Return False: trainers call it, but buckets are rebuilt without a call."""
         return False
 
     # -- one backward -----------------------------------------------------------------------------
@@ -325,7 +327,7 @@ class Reducer:
 
     @untraced
     def _gradient_came(self, index: int, _: torch.Tensor) -> None:
-        """Count a gradient in the running averaged backward; keep it for later where none runs."""
+        """Count a gradient in the running averaged backward; without it, keep it for later."""
         backward = self.backward
         if backward is None or current_task() != backward.task:
             self._reject_engine()
@@ -337,10 +339,11 @@ class Reducer:
         backward.arrived(index)
 
     def _find_running(self) -> Backward | None:
-        """Return the running averaged backward, begun now if any gradient may begin it, or None."""
-        # Re-entrant checkpoints run tasks inside of the backward's. The gradient of any other
-        # task counts once that task reaches an output. A loss may hide from the wrapper, in an
-        # attribute: its backward passes what the forward has made.
+        """Return the running averaged backward, begun now if this gradient may begin it, or
+        None."""
+        # Reentrant checkpoints run tasks inside the backward's task. A gradient of any other task
+        # counts once that task reaches an output. If the wrapper cannot see the loss, such as in
+        # an attribute, its backward still passes nodes of the forward.
         if self.backward is not None and self.backward.is_running():
             return self.backward
         if self._local.takes_any or self._local.passes_forward():
@@ -349,16 +352,16 @@ class Reducer:
         return None
 
     def _enter(self) -> None:
-        """Begin an averaged backward unless begun; raise on overlap."""
+        """Begin an averaged backward unless it has begun; raise on overlap."""
         self._reject_engine()
         task, reducer_state = current_task(), self.reducer_state
-        with reducer_state.lock:  # outputs on several devices come here on a thread each
+        with reducer_state.lock:  # each device's thread calls this
             if self.backward is not None and task == self.backward.task:
                 return
             self._reject_broken()
             if self.backward is not None and self.backward.is_open:
                 raise self.layout.terms.gradient_errors.overlapping()
-            self._learn()  # where no forward came since the last backward
+            self._learn()  # in case no forward ran since the last backward
             backward = self.backward = Backward(
                 self.layout,
                 reducer_state,
@@ -372,14 +375,14 @@ class Reducer:
     @adds_join_fix
     @torch.no_grad()
     def _finish(self, backward: Backward) -> None:
-        """End a backward: average its gradients, zeros for missing; drop it if it brought none."""
+        """End a backward: average its gradients, with zeros for missing; drop it if it has none."""
         reducer_state, local = self.reducer_state, self._local
         came = backward.find_came()
         if not backward.is_open and True in came:
             backward.open()
-        if not backward.is_open:  # no parameter took part, for example in autograd.grad of inputs
+        if not backward.is_open:  # no parameter was involved, such as in autograd.grad of inputs
             self.backward = None
-            local.takes_any = backward.has_graph  # a loss of that derivative may reach none
+            local.takes_any = backward.has_graph  # a loss of that derivative may reach no output
             local.is_averaged_expected = True
             return
         unexpected = backward.find_unexpected(came)
@@ -392,7 +395,7 @@ class Reducer:
             local.warn_of_complete(backward.task, terms.group, terms.gradient_errors)
 
     def _end(self, backward: Backward, outcome: BackwardOutcome) -> None:
-        """Reduce all buckets, write averages to ``.grad``, wait for hooks' futures."""
+        """Reduce all buckets, write averages to ``.grad``, wait for the hooks' futures."""
         self._reduce(backward, outcome)
         backward.give(outcome)
         if self._local.has_sums:
@@ -412,32 +415,32 @@ class Reducer:
             self._outcome = outcome
 
     def _learn(self) -> None:
-        """Read how the last backward ended on all ranks; update the history by it, or raise."""
+        """Read how the last backward ended on all ranks; update expectations, or raise."""
         stays = self.reducer_state.hook is not None
         self._outcome.raise_or_learn(self.reducer_state.expected_gradients, stays=stays)
 
     def end_last(self) -> None:
-        """Complete an interrupted backward with zeros; read how all ranks ended it, or raise."""
+        """Complete an interrupted backward with zeros; read its outcome on all ranks, or raise."""
         self.complete_open()
         self._learn()
 
     def complete_open(self) -> None:
-        """Complete, with zeros, a backward that raised here; raise if sending has failed."""
+        """Complete, with zeros, a backward that raised here; raise if a reduction failed."""
         self._reject_broken()
         if self.backward is not None:
             self._complete_interrupted(self.backward)
 
     def _reject_broken(self) -> None:
         """Raise if an earlier reduction has failed."""
-        # The members are no longer in step.
+        # The ranks are out of step.
         failure = self.reducer_state.failure
         if failure is not None:
             raise self.layout.terms.gradient_errors.stopped(failure) from failure
 
     @torch.no_grad()
     def _complete_interrupted(self, backward: Backward) -> None:
-        """End a backward that raised midway, with zeros for gradients that were not sent."""
-        outcome = None if backward.rest() else backward.outcome  # all has gone
+        """End a backward that raised, with zeros for gradients that were not sent."""
+        outcome = None if backward.rest() else backward.outcome  # everything was sent
         if outcome is None:
             num = self.reducer_state.active_ranks.num
             outcome = self._outcome.followed_by_none(Ending.INTERRUPTED, num)
@@ -445,7 +448,7 @@ class Reducer:
 
     @torch.no_grad()
     def shadow(self) -> None:
-        """Contribute zeros to the others' backward, and take the averages; collective."""
+        """Contribute zeros to the other ranks' backward, and write the averages; collective."""
         if not self.reducer_state.expected_gradients.is_learned:
             self.reducer_state.expected_gradients.note_absence(self.layout.terms.order)
         zeros = Backward(self.layout, self.reducer_state)
@@ -453,7 +456,7 @@ class Reducer:
 
     @torch.no_grad()
     def _stand_in(self, ending: Ending) -> None:
-        """Send zeros for gradients, with ``ending``; restore the buckets."""
+        """Send zeros instead of gradients, with ``ending``; restore the buckets."""
         kept = [bucket.flat.clone() for bucket in self.buckets]
         zeros = Backward(self.layout, self.reducer_state)
         self._reduce(

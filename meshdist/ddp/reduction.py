@@ -1,24 +1,23 @@
-"""Over which axes a gradient is averaged, by the marks of its parameter.
+"""Derive the reduction axes of a gradient from its parameter's annotation.
 
-A wrapper averages over its axes. A parameter that is marked reduced over further axes, as a norm
-is whose sequence is cut there, has another partial sum of its gradient on each rank along these. To
-add
-them up behind the backward would be wrong: the next backward onto the same ``.grad`` (gradients
-accumulate, a graph is retained) would add up a sum again. So what a backward adds to ``.grad`` is
-multiplied by the size of the further axes, and ``.grad`` is averaged over all: an average may be
-repeated. That is so in every backward, whether it is averaged or local; gradients that
-``torch.autograd.grad`` returns do not go through ``.grad``, and are as without a wrapper.
+A wrapper averages over its axes. If a parameter is annotated as reduced over additional axes, as a
+norm whose sequence is sharded along them, each rank along these axes has a different partial sum of
+its gradient. Adding them up after the backward would be wrong: the next backward onto the same
+``.grad`` (accumulation, a retained graph) would add up a sum again. So each backward multiplies
+what it adds to ``.grad`` by the size of the additional axes, and ``.grad`` is averaged over all
+ranks; an average can be repeated. This applies to averaged and local backwards alike. Gradients
+that ``torch.autograd.grad`` returns do not pass through ``.grad`` and are unchanged.
 
-Drawn case: a norm "d {R:tp}" on (dp=2, tp=2), wrapped over 'dp'; a backward brings these partial
-sums, of which the sum over 'tp' and the mean over 'dp' is wanted.
+Worked example: a norm "d {R:tp}" on (dp=2, tp=2), wrapped over 'dp'. The backward computes these
+partial sums; the wanted gradient is their sum over 'tp' and mean over 'dp'.
 
-              (dp=0, tp=0)   (dp=0, tp=1)   (dp=1, tp=0)   (dp=1, tp=1)    wanted
-    partial sum        1              2              3              4          ((1+2) + (3+4)) / 2 = 5
-    times 2        2              4              6              8
-    average        5              5              5              5
+              (dp=0, tp=0)  (dp=0, tp=1)  (dp=1, tp=0)  (dp=1, tp=1)   wanted
+    partial sum     1             2             3             4        ((1+2) + (3+4)) / 2 = 5
+    times 2         2             4             6             8
+    average         5             5             5             5
     a second backward adds the same
-                   7              9             11             13
-    average       10             10             10             10          5 + 5
+                    7             9            11            13
+    average        10            10            10            10        5 + 5
 
     >>> find_further_axes("R:tp", ["dp"], {"dp": 2, "tp": 2})
     ('tp',)
@@ -44,12 +43,13 @@ from ..runtime.graph_breaks import untraced
 def find_further_axes(
     text: str, axes: Collection[str], sizes: Mapping[str, int], where: str = ""
 ) -> tuple[str, ...]:
-    """Return the axes, in the mesh's order, over which a type is reduced beside a wrapper's.
+    """Return the additional axes, in the mesh's order, over which a type is reduced.
 
     Args:
-        text: the type, without the wrapper's own marks.
-        axes: the wrapper's.
-        sizes: of all axes of the mesh. An axis of size 1 has no other partial sum, and is left out.
+        text: the type, without the wrapper's annotations.
+        axes: the wrapper's axes.
+        sizes: the sizes of all axes of the mesh. Axes of size 1 have no other partial sum and are
+            left out.
         where: the wrapper and the parameter, for messages.
 
     Raises:
@@ -67,12 +67,12 @@ def find_further_axes(
 
 
 def multiply_increments(parameter: torch.nn.Parameter, factor: int) -> tuple[Any, RemovableHandle]:
-    """Multiply what backwards add to ``.grad``; return the hook's node, to be kept, and handle."""
+    """Multiply what backwards add to ``.grad``; return the hook's node (keep it) and handle."""
 
     @untraced
     @hidden_from_modes
-    def gradient_comes(grads: tuple[torch.Tensor | None, ...]) -> Any:
+    def multiply(grads: tuple[torch.Tensor | None, ...]) -> Any:
         return tuple(None if grad is None else grad * factor for grad in grads)
 
-    node = get_gradient_edge(parameter).node  # it lives only while something keeps it
-    return node, node.register_prehook(gradient_comes)
+    node = get_gradient_edge(parameter).node  # autograd does not keep the node alive
+    return node, node.register_prehook(multiply)

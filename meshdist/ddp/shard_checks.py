@@ -1,19 +1,19 @@
-"""Checks that a wrapper, which makes tensors equal over its group, overwrites no shard.
+"""Check that DDP, which makes tensors equal over its group, overwrites no shard.
 
-Where a tensor is marked, its mark says along which axes it varies. Where it is not, a shard looks
-like a replica: then the program must name the axes; and where it names several, the values tell.
+An annotation of a tensor states the axes along which it varies. Without an annotation a shard looks
+like a replica, so you must name the wrapper's axes. If you name several, values are compared.
 
-Drawn case: a weight on (dp=2, tp=2), wrapped over both axes, by its checksum on each rank.
+Worked example: a weight on (dp=2, tp=2), wrapped over both axes, by its checksum on each rank.
 
                        tp=0  tp=1
     a replica   dp=0     7     7      equal along both axes
                 dp=1     7     7
     a shard     dp=0     7     9      equal along 'dp', different along 'tp': rejected
                 dp=1     7     9
-    seeds of    dp=0     7     9      different along both: made equal, as torch's wrapper does
-    its own     dp=1     4     2
+    different   dp=0     7     9      different along both: made equal, as torch's DDP does
+    seeds       dp=1     4     2
 
-Shards drawn from equal seeds are equal, and pass.
+Shards initialized from the same seed are equal and pass.
 
     >>> differs_along = {"replica": (0, 0), "shard": (0, 1), "seeds": (1, 1)}
     >>> [name for name, differs in differs_along.items() if 0 < sum(differs) < len(differs)]
@@ -43,7 +43,7 @@ from .extra_axis_groups import axes_spanned, layouts_with
 def reject_marked_shards(
     tensors: Mapping[str, torch.Tensor], group: ProcessGroup, axes: DeviceMesh | None
 ) -> None:
-    """Raise if a tensor is marked varying or unreduced over an axis that ``group`` spans."""
+    """Raise if a tensor is annotated as varying or unreduced over an axis of ``group``."""
     is_spanned: dict[str, bool] = {}
     for name, tensor in tensors.items():
         for axis in (axis for axis, kind in kinds_in(type_of(tensor)).items() if kind in "VU"):
@@ -55,12 +55,12 @@ def reject_marked_shards(
 
 
 def without_annotations(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the tensors that have no type mark."""
+    """Return the tensors without a type annotation."""
     return {name: tensor for name, tensor in tensors.items() if find_type(tensor) is None}
 
 
 def reject_unnamed_axes(parameters: Mapping[str, torch.Tensor], group: ProcessGroup) -> None:
-    """Raise if ``group`` spans several axes of an open mesh, and parameters have no marks."""
+    """Raise if ``group`` spans several axes of an open mesh and parameters are not annotated."""
     unmarked = [*without_annotations(parameters)]
     if not unmarked:
         return
@@ -70,12 +70,12 @@ def reject_unnamed_axes(parameters: Mapping[str, torch.Tensor], group: ProcessGr
             axis = "dp" if "dp" in spanned else spanned[0]
             raise MeshError(
                 f"{OWNER} without device_mesh= would make the model equal on all ranks along "
-                f"{shown(spanned)}, and no mark says that none of it is a shard",
+                f"{shown(spanned)}, but some parameters could be shards",
                 where=f"rank {group.world.rank}, while DeviceMesh({layout.axis_text()}) is open",
-                expected="the axes along which the model is replicated, by name",
-                found=f"without a mark: {first_texts(unmarked, ', ')}",
-                fix=f"pass device_mesh=mesh[{axis!r}]; where all parameters are replicas, "
-                "process_group=md.distributed.group.WORLD says so; or mark shards: "
+                expected="the names of the axes along which the model is replicated",
+                found=f"not annotated: {first_texts(unmarked, ', ')}",
+                fix=f"pass device_mesh=mesh[{axis!r}]; if all parameters are replicas, pass "
+                "process_group=md.distributed.group.WORLD; or annotate shards: "
                 "md.annotate(module, {name: pattern}, mesh=mesh)",
             )
 
@@ -84,11 +84,11 @@ def reject_unnamed_axes(parameters: Mapping[str, torch.Tensor], group: ProcessGr
 def reject_probable_shards(
     unmarked: Mapping[str, torch.Tensor], axes: DeviceMesh, device: torch.device
 ) -> None:
-    """Raise on all ranks if a tensor differs along some of the axes alone; collective."""
-    # Over each axis, and once over all of them: 16 bytes a tensor for each axis.
+    """Raise on all ranks if a tensor differs along some of the axes only; collective."""
+    # One reduction over each axis and one over all: 16 bytes per tensor and axis.
     group = resolve_group(axes)
     grid, names = axes, [axis for axis, size in axes.axis_sizes.items() if size > 1]
-    of_root = axes_spanned(axes.root.layout, group.ranks)  # several, where one axis is made of them
+    of_root = axes_spanned(axes.root.layout, group.ranks)  # several for a flattened axis
     sizes = axes.root.axis_sizes
     if len(of_root) > len(names) and math.prod(sizes[it] for it in of_root) == group.size():
         grid, names = axes.root, [*of_root]
@@ -120,8 +120,9 @@ def _probable(
     return MeshError(
         f"{name} is probably a shard: equal along {shown(alike)}, different along {shown(cut)}",
         where=f"rank {axes.world.rank}, {OWNER} over {shown(names)} of {mesh_text(axes.root)}",
-        expected="a model that is equal along all axes of the wrapper, or along none",
+        expected="a model that is equal along all axes of the wrapper, or along none of them",
         found=f"{name}: {tensor_text(tensor)}",
-        fix=f"wrap over the axes of the replicas, device_mesh=mesh[{kept}]; where it is meant to "
-        f"become equal, wrap with process_group={whole}",
+        fix=f"wrap over the replicated axes only: device_mesh=mesh[{kept}]; to make the tensor "
+        "equal "
+        f"on all ranks, wrap with process_group={whole}",
     )

@@ -1,7 +1,7 @@
-"""The numbers that travel after the gradients of the last bucket: what each rank says of its end.
+"""Encode how each rank's backward ended, in numbers sent with the last bucket's gradients.
 
-They are one flag for each way in which a backward may end, and a map with one number for each
-parameter, 1 where this rank has its gradient. ``outcome`` has a drawn case of both.
+They are one flag for each possible ending, and the used-parameter map: one number per parameter, 1
+if this rank has its gradient. ``backward_outcome`` has a worked example.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from .device_streams import reader_for
 
 
 class Ending(IntEnum):
-    """The way in which a rank's backward ended, and the index of its flag in ``StatusFlags``'s
-    numbers."""
+    """The ways in which a rank's backward ends, and the indices of their flags."""
 
     WHOLE = 0
     PARTIAL = 1
@@ -26,20 +25,20 @@ class Ending(IntEnum):
     INTERRUPTED = 3
     ABSENT = 4
     UNEXPECTED = 5
-    """Gradients came which were promised, or expected, not to come."""
+    """Gradients were computed that options exclude, or too late."""
 
 
 class StatusFlags:
-    """Numbers that are averaged behind a backward's gradients: endings, who had gradients.
+    """Numbers averaged with a backward's gradients: endings, and which gradients existed.
 
     Args:
-        unit: one rank's part of an average: 1, or 1 / p where sums are sent, of p ranks.
+        unit: one rank's part of an average: 1, or 1 / p if sums of p ranks are sent.
     """
 
     def __init__(self, numbers: torch.Tensor, unit: float) -> None:
         self.numbers = numbers
         self._unit = unit
-        # Averages of flags are compared with 0 alone: sums of 1 are inexact in half precision.
+        # Compare averages of flags only with 0: sums of ones are inexact in half precision.
         eye = torch.eye(len(Ending), dtype=numbers.dtype, device=numbers.device)
         self._flags_of = eye.mul_(unit).unbind()
         self._whole = torch.full_like(numbers, unit)
@@ -50,8 +49,8 @@ class StatusFlags:
         """Write how this rank's backward ended, and which gradients it had.
 
         Args:
-            ending: None on a rank that has no data, which sets no flag.
-            has_gradient: for each parameter; None where all have a gradient, or none.
+            ending: None on a rank without data, which sets no flag.
+            has_gradient: for each parameter; None if all have a gradient, or none.
         """
         if ending is Ending.WHOLE:
             self.numbers.copy_(self._whole)
@@ -61,7 +60,7 @@ class StatusFlags:
             self.numbers[: len(Ending)] = self._flags_of[ending]
         if has_gradient is not None:
             numbers = self.numbers[len(Ending) :]
-            # A copy from memory that is not pinned would wait for the device.
+            # A copy from unpinned memory would wait for the device.
             found = torch.tensor(
                 has_gradient, dtype=numbers.dtype, device="cpu", pin_memory=numbers.is_cuda
             )

@@ -1,4 +1,4 @@
-"""Gradients that are sent alone: large and dense in their own memory, or sparse by their rows."""
+"""Send gradients outside flat buckets: large gradients in place, sparse gradients by rows."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from .buckets import BucketState, GradientCopy, Pending
 
 
 class _Single(GradientCopy):
-    """A bucket's way to send a gradient that lies in no flat tensor."""
+    """Sends a gradient that is not in a flat tensor."""
 
     def take(self, bucket_state: BucketState, slot: int | None = None) -> None:
-        """Record the parameter's ``.grad``, which may be None, for sending; ignore ``slot``."""
+        """Store the parameter's ``.grad``, which may be None, for sending; ignore ``slot``."""
         bucket_state.read = [bucket_state.bucket.members[0].grad]
 
     def clear(self, bucket_state: BucketState) -> None:
-        """Record None for the gradient, so that this rank adds zeros; leave ``.grad`` alone."""
+        """Store None as the gradient, so that this rank adds zeros; keep ``.grad``."""
         bucket_state.read = [None]
 
     def give(
@@ -43,15 +43,15 @@ class _Single(GradientCopy):
 class InPlace(_Single):
     """Averages a large dense gradient in its own memory."""
 
-    # Where ranks share no memory, to copy it into a bucket would only cost time and memory.
+    # Without shared memory, a copy into a bucket would only cost time and memory.
 
     def buffer(self, bucket_state: BucketState) -> torch.Tensor:
         """Return the scaled gradient (a copy if its memory is shared), or zeros for None."""
         mine, like = bucket_state.read[0], bucket_state.bucket.views[0]
         scale = bucket_state.bucket.averaging.scale or 1.0
         stride = dense_stride(like.shape, like.stride())
-        # Autograd lets a gradient share memory with that of a view, or of another parameter, which
-        # a backward may still read.
+        # Autograd may let a gradient share memory with another gradient, which a backward may
+        # still read.
         has_own = mine is not None and storage_uses(mine) == 1 and not mine._is_zerotensor()
         if mine is not None and has_own and mine.stride() == stride:
             return mine.mul_(scale)
@@ -69,16 +69,16 @@ _NONE = -2
 
 
 class Sparse(_Single):
-    """Averages a sparse gradient, of which each rank sends the rows that it has."""
+    """Averages a sparse gradient; each rank sends the rows that it has."""
 
     def buffer(self, bucket_state: BucketState) -> torch.Tensor:
-        """Return a copy of this rank's gradient; without a gradient, a sparse tensor of no rows."""
+        """Return a copy of this rank's gradient, or a sparse tensor without rows."""
         mine, like = bucket_state.read[0], bucket_state.bucket.views[0]
         bucket_state.average = _no_rows(like) if mine is None else mine.detach().clone()
         return bucket_state.average
 
     def start(self, bucket_state: BucketState) -> Pending:
-        """Return a reduction that starts when it is waited for."""
+        """Return a reduction that starts in its ``wait``."""
         return _SparseReduction(bucket_state.bucket.averaging.group, bucket_state)
 
 
@@ -89,8 +89,8 @@ class _SparseReduction(NamedTuple):
     bucket_state: BucketState
 
     def wait(self) -> None:
-        """Average the gradient over the group, and store it in the filling; collective."""
-        # What is sent depends on the gradient. Waits come in the same order on every rank.
+        """Average the gradient over the group and store it in the bucket state; collective."""
+        # The messages depend on the gradients. All ranks wait in the same order.
         self.bucket_state.average = self._average()
 
     def _average(self) -> torch.Tensor | None:

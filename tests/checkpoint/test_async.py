@@ -149,9 +149,10 @@ def test_a_failure_is_raised_on_every_rank_once(
     assert found[0] == found[1] == found[2]
     failure, *others = found[0]
     assert failure.splitlines() == [
-        "checkpoint.save_async: the disk or the file system failed",
+        "checkpoint.save_async failed because of a disk or file system error",
         f"  where:    rank {rank}, rank.safetensors",
         "  found:    OSError: [Errno 28] No space left on device: 'rank.safetensors'",
+        "  fix:      correct the path, its permissions or the free space, then try again",
     ]
     saved = "nothing"
     assert others == [
@@ -196,7 +197,7 @@ def test_the_end_of_the_world_raises_on_the_rank_that_failed(
 
     first, failed, last = pool.run(program, 3, str(tmp_path), backend=backend)
     assert first == last == "nothing"
-    assert failed.startswith("checkpoint.save_async: the disk or the file system failed")
+    assert failed.startswith("checkpoint.save_async failed because of a disk or file system error")
     md.checkpoint.save({"x": torch.ones(1)}, tmp_path / "two")
     assert [path.name for path in tmp_path.iterdir()] == ["two"]
 
@@ -341,7 +342,7 @@ def test_a_program_that_ends_without_waiting(pool: Pool, how: str, tmp_path: Pat
         assert not (root / "one").exists()
     if how == "fails":
         said = ended[2].stderr
-        assert "meshdist: rank 2 could not save its part: checkpoint.save_async: the disk" in said
+        assert "meshdist: rank 2 could not save its part: checkpoint.save_async failed" in said
         assert "No space left on device" in said
 
 
@@ -357,7 +358,9 @@ def test_a_checkpointer_whose_save_has_failed_lets_its_root_go(
                 patched.setattr(files, "write_arrays", fail)
                 if not wait:
                     checkpoints.save(state, 10, wait=False)
-                with pytest.raises(CheckpointError, match="the disk or the file system failed"):
+                with pytest.raises(
+                    CheckpointError, match="failed because of a disk or file system error"
+                ):
                     checkpoints.save(state, 20)
             del checkpoints
             md.checkpoint.Checkpointer(tmp_path).save(state, step)

@@ -85,7 +85,7 @@ def test_a_step_that_is_there_is_rejected(tmp_path: Path) -> None:
     md.checkpoint.save({"x": torch.ones(1)}, tmp_path / "step-1")
     with pytest.raises(CheckpointError) as caught:
         md.checkpoint.Checkpointer(tmp_path).save({"x": torch.zeros(1)}, 1)
-    assert caught.value.summary == "save writes no checkpoint over another file or folder"
+    assert caught.value.summary == "cannot save a checkpoint because the path exists"
     assert md.checkpoint.open(tmp_path / "step-1").read("x").tolist() == [1]
 
 
@@ -162,7 +162,7 @@ def test_an_older_step_is_loaded_and_what_is_saved_then_stays(tmp_path: Path) ->
     assert checkpoints.load(state, 10) == 10 and state["x"] == 10
     checkpoints.save(state, 5)
     assert checkpoints.steps() == [5, 10, 20]
-    with pytest.raises(CheckpointError, match="no checkpoint is here"):
+    with pytest.raises(CheckpointError, match="the path has no checkpoint"):
         checkpoints.load(state, 7)
 
 
@@ -174,10 +174,10 @@ def test_two_that_save_under_a_root(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError) as caught:
         second.save({"x": torch.ones(1)}, 2)
     assert caught.value.summary == (
-        "Checkpointer: another run, or another Checkpointer, saves under this root"
+        "Checkpointer.save failed because another run or Checkpointer saves under this root"
     )
     assert caught.value.fix == (
-        "end the other run, drop the other object, or give each its own root"
+        "stop the other run, delete the other object, or use a separate root for each"
     )
     del first
     gc.collect()

@@ -76,9 +76,11 @@ def test_in_another_thread_it_is_rejected() -> None:
     with ThreadPoolExecutor(1) as threads, pytest.raises(md.errors.WorldError) as caught:
         threads.submit(md.preempted).result()
     assert caught.value.summary == (
-        "preempted() must be called first in the main thread, which alone may handle signals"
+        "preempted() cannot install signal handlers outside the main thread"
     )
-    assert caught.value.fix == "call md.preempted() once where the program begins"
+    assert caught.value.fix == (
+        "call md.preempted() once in the main thread, at the start of the program"
+    )
 
 
 def test_the_restart_count(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -262,7 +262,7 @@ def test_a_parameter_that_is_not_invariant_is_rejected() -> None:
     assert "axis 'dp' (size 2)" in text
     assert "test_accumulation.py:" in text
     assert "parameter 1: float32[3]{V:dp}" in text
-    assert "leave it out of the parameters" in text
+    assert "do not pass this parameter" in text
 
 
 def test_a_parameter_is_accumulated_once() -> None:
@@ -285,7 +285,7 @@ def test_a_parameter_of_ddps_is_rejected() -> None:
 
     text = rejected(AxisTypeError, named)
     assert text.startswith("accumulate_gradients over 'dp' of a parameter that DDP reduces there\n")
-    assert "one owner of the gradients over an axis" in text
+    assert "gradients that are reduced once over each axis" in text
     assert "parameter 0: float64[5, 3]{R:dp}" in text
     assert "ddp.no_sync()" in text
 
@@ -314,10 +314,10 @@ def test_another_axis_than_ddps_is_free() -> None:
 
 def test_bad_arguments_are_rejected() -> None:
     leaf = torch.ones(2, requires_grad=True)
-    assert "takes parameters" in rejected(KindError, lambda mesh: enter(3))
+    assert "requires parameters" in rejected(KindError, lambda mesh: enter(3))
     assert "a str among them" in rejected(KindError, lambda mesh: enter([leaf, "weight"]))
     text = rejected(ArgumentError, lambda mesh: enter([leaf * 2]))
-    assert "takes leaves" in text and "made by MulBackward0" in text
+    assert "requires leaves" in text and "computed by MulBackward0" in text
     frozen = rejected(ArgumentError, lambda mesh: enter([torch.ones(2)]))
     assert "no parameter that requires a gradient" in frozen and "1 tensors" in frozen
     assert "ep" in rejected(MeshError, lambda mesh: enter(leaf, "ep"))

@@ -385,7 +385,7 @@ def test_a_group_that_lies_along_no_axes() -> None:
         md.DDP(layer(), process_group=group)(torch.ones(1, 1))
 
     text = refusal(AxisTypeError, body)
-    assert text.startswith("DDP averages over ranks that lie along no axes of the context's mesh\n")
+    assert text.startswith("DDP averages over ranks that form no axes of the context's mesh\n")
     assert "the ranks along one or several of 'dp', 'tp' of DeviceMesh(dp=2, tp=2)" in text
     assert "ranks 0, 3" in text
     assert "DDP(module, device_mesh=mesh['dp'])" in text
@@ -404,7 +404,7 @@ def test_a_parameter_that_differs_between_the_ranks() -> None:
         md.DDP(net, device_mesh=mesh["dp", "tp"])
 
     text = refusal(AxisTypeError, body)
-    assert text.startswith("weight is varying over 'tp', over which DDP keeps it equal\n")
+    assert text.startswith("DDP cannot replicate weight: it is annotated as varying over 'tp'\n")
     assert "weight: float32[1, 1]{V:tp}" in text
     assert "device_mesh=mesh['dp']" in text
 
@@ -413,7 +413,9 @@ def test_a_parameter_that_differs_between_the_ranks() -> None:
         varying(net.weight, "tp")
         md.DDP(net)(torch.ones(1, 1))
 
-    assert "weight is varying over 'tp'" in refusal(AxisTypeError, at_the_forward)
+    assert "cannot replicate weight: it is annotated as varying over 'tp'" in refusal(
+        AxisTypeError, at_the_forward
+    )
 
 
 @pytest.mark.parametrize("how", ["neither", "group", "new group", "flat", "turned"])
@@ -446,7 +448,8 @@ def test_shards_are_rejected_wherever_the_group_comes_from(how: str, what: str) 
     name = {"trained": "weight", "frozen": "bias", "buffer": "shift"}[what]
     for rank, text in enumerate(in_mesh(body)):
         assert text.startswith(
-            f"{name} is varying over 'tp', over which DDP keeps it equal\n  where:    rank {rank}, "
+            f"DDP cannot replicate {name}: it is annotated as varying over 'tp'\n"
+            f"  where:    rank {rank}, "
         )
         assert "  expected: a tensor that is equal on all ranks along 'tp'\n" in text
         assert "device_mesh=mesh['dp']" in text
@@ -461,7 +464,9 @@ def test_a_group_that_is_set_later_is_looked_at_too() -> None:
         assert ddp.process_group.size() == 2 and ddp.device_mesh == mesh["dp"]
         return str(caught.value)
 
-    assert in_mesh(body)[0].startswith("weight is varying over 'tp', over which DDP keeps")
+    assert in_mesh(body)[0].startswith(
+        "DDP cannot replicate weight: it is annotated as varying over 'tp'"
+    )
 
 
 def test_shards_along_an_axis_of_one_rank_and_of_another_mesh_are_none() -> None:

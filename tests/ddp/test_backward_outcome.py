@@ -176,13 +176,13 @@ def test_what_came_unexpected_is_raised_on_every_rank_and_all_is_learned_anew() 
     for rank, (text, state) in enumerate(md.simulate(program, 3)):
         assert state == [False, True]
         assert text == (
-            "gradients came that were not expected: those of this step are dropped\n"
+            "unexpected gradients: the gradients of this step are dropped\n"
             f"  where:    rank {rank}, in the world\n"
-            "  expected: the gradients that the backwards before had, each as often\n"
+            "  expected: the same gradients, each as often, as in earlier backwards\n"
             "  found:    rank 1: p0 grew; p1 grew\n"
-            "  fix:      pass find_unused_parameters=True where steps differ in the parameters "
-            "they use, and neither static_graph=True nor skip_all_reduce_unused_params=True; let "
-            "checkpoints be use_reentrant=False"
+            "  fix:      pass find_unused_parameters=True if steps use different parameters, "
+            "and neither static_graph=True nor skip_all_reduce_unused_params=True; pass "
+            "use_reentrant=False to checkpoint()"
         )
 
 

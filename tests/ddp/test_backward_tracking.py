@@ -504,12 +504,13 @@ def test_the_warning_names_the_line_and_the_way() -> None:
     (one,) = caught
     assert Path(__file__).read_text().splitlines()[one.lineno - 1].endswith("# here")
     assert str(one.message) == (
-        "a backward reached parameters of a DistributedDataParallel and none of its outputs, while "
-        "a forward waits for its own: its gradients stay local\n"
+        "a backward reached parameters of a DistributedDataParallel but none of its outputs, "
+        "while a forward awaits its own backward: its gradients stay local\n"
         "  where:    rank 0, in the world\n"
-        "  expected: a loss of what a synchronised forward has computed\n"
-        "  fix:      add a term of parameters alone, such as a penalty, to that loss; where it is "
-        "meant, differentiate before the forward, or by torch.autograd.grad"
+        "  expected: a loss computed from the outputs of the synchronized forward\n"
+        "  fix:      add terms of parameters alone, such as a penalty, to that loss; if the "
+        "local gradient is intended, differentiate before the forward, or with "
+        "torch.autograd.grad"
     )
 
 

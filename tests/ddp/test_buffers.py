@@ -118,8 +118,9 @@ def test_a_hook_that_cannot_be_called_is_rejected() -> None:
     assert (
         md.simulate(program, 2)
         == [
-            "the buffers' hook is of type str\n"
-            "  expected: a function of the state and a dict of buffers by name"
+            "the buffer communication hook is of type str\n"
+            "  expected: a function of the state and a dict of buffers by name\n"
+            "  fix:      pass the state first, then the hook"
         ]
         * 2
     )

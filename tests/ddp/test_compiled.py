@@ -186,5 +186,7 @@ def test_compiled_autograd_is_rejected(pool: Pool) -> None:
         return str(caught.value)
 
     for text in pool.run(program, 2, timeout_s=120):
-        assert text.startswith("compiled autograd cannot run the backward of a replica\n")
+        assert text.startswith(
+            "compiled autograd cannot run the backward of a DistributedDataParallel\n"
+        )
         assert "fix:      leave torch._dynamo.config.compiled_autograd off" in text

@@ -21,8 +21,8 @@ from tests.pool import Pool
 Loss = Callable[[torch.Tensor], torch.Tensor]
 
 SUMMARY = (
-    "a DistributedDataParallel averages the gradients of a loss that its ranks made together: they "
-    "are divided by the number of ranks once too often\n"
+    "DistributedDataParallel averages the gradients of a loss that was already reduced over "
+    "its ranks: they are divided by the number of ranks once too often\n"
 )
 
 

@@ -18,7 +18,7 @@ from tests.mpi_job import job_of
 from tests.pool import Pool
 
 Run = Callable[..., list[Any]]
-PARTED = "the replicas have parted: gradients of different models are averaged"
+PARTED = "the replicas have diverged: gradients of different models are averaged"
 
 
 ON = ["simulated-1", "simulated-2", "simulated-3", "simulated-5", "shm-3", "gloo-2"]
@@ -93,7 +93,7 @@ def test_one_bit_that_flips_is_an_error_on_every_rank_that_names_it(run: Run) ->
         assert lines[3].startswith(
             f"  found:    2.weight, shape (3, 6), float64: rank {last} differs from {others}, by"
         )
-        assert lines[-2].strip() == "by roundings alone"
+        assert lines[-2].strip() == "within rounding error"
         assert "torch.use_deterministic_algorithms(True)" in lines[-1]
         assert "load one state on every rank" in lines[-1]
 
@@ -151,7 +151,7 @@ def test_the_option_is_checked_and_must_be_equal_on_every_rank() -> None:
             "verify_every is -1",
             *["verify_every must be an integer"] * 3,
         ]
-        assert "0 for never" in texts[0]
+        assert "0 to never compare" in texts[0]
         assert "verify_every: rank 0: 0; rank 1: 10" in texts[4]
 
 
@@ -449,10 +449,10 @@ def test_parameters_that_came_behind_the_wrapper_are_named(
 
     for text in md.simulate(program, 2):
         lines = text.splitlines()
-        summary = "came into the module after it was wrapped: its gradient is local"
+        summary = "was added to the module after it was wrapped: its gradient is local"
         assert lines[0] == f"{CHANGES[change]} {summary}"
         assert lines[2].startswith(f"  found:    in Sequential: {CHANGES[change]}")
-        assert "complete the model first (adapters, heads, parametrizations)" in lines[3]
+        assert "add adapters, heads and parametrizations first" in lines[3]
         assert "del ddp" in lines[3]
 
 

@@ -207,7 +207,7 @@ def test_what_is_added_to_the_module_later_is_rejected() -> None:
             model(torch.ones(1, 1))
         return error.value.summary
 
-    summary = "added came into the module after it was wrapped: its gradient is local"
+    summary = "added was added to the module after it was wrapped: its gradient is local"
     assert md.simulate(program, 2) == [summary] * 2
 
 

@@ -30,7 +30,7 @@ def test_one_arrival_of_each_is_expected_before_anything_is_learned() -> None:
 def test_as_many_arrivals_are_expected_as_the_backward_before_had_at_least_one() -> None:
     arrivals = learned(3, [1, 3, 0])
     assert arrivals.expected == [1, 3, 1]
-    arrivals.settle([2], may_move=False)
+    arrivals.update_deferred([2], may_move=False)
     arrivals.backward_ends([2, 1, 0], [True, True, False])
     assert arrivals.expected == [2, 1, 1]
 
@@ -42,7 +42,7 @@ def test_the_laid_order_is_that_of_first_arrivals_and_then_of_the_rest() -> None
 
 def test_changes_are_told_against_the_first_backward_whatever_came_between() -> None:
     arrivals = learned(4, [1, 2, 0, 1])
-    arrivals.settle([2], may_move=False)
+    arrivals.update_deferred([2], may_move=False)
     for counts in ([1, 2, 0, 1], [2, 2, 0, 1]):
         arrivals.backward_ends(counts, [count > 0 for count in counts])
     assert arrivals.find_changes(counts, [True, True, False, True]) == {0: (2, 1)}
@@ -53,38 +53,38 @@ def test_changes_are_told_against_the_first_backward_whatever_came_between() -> 
 
 def test_what_the_first_backward_lacked_trails_at_once() -> None:
     arrivals = learned(3, [1, 0, 1])
-    arrivals.settle([1], may_move=True)
+    arrivals.update_deferred([1], may_move=True)
     assert arrivals.is_learned and arrivals.deferred == {1}
 
 
 def test_what_must_not_move_does_not() -> None:
     arrivals = learned(2, [1, 1])
-    arrivals.settle([0], may_move=False)
+    arrivals.update_deferred([0], may_move=False)
     assert arrivals.is_learned and arrivals.deferred == frozenset()
 
 
 def test_one_returns_when_it_has_come_everywhere_often_enough_in_a_row() -> None:
     arrivals = learned(2, [1, 1])
-    arrivals.settle([0], may_move=True)
+    arrivals.update_deferred([0], may_move=True)
     for _ in range(TO_RETURN - 1):
-        arrivals.settle([], may_move=True)
+        arrivals.update_deferred([], may_move=True)
         assert arrivals.deferred == {0}
-    arrivals.settle([0], may_move=True)  # once more: the row begins anew
+    arrivals.update_deferred([0], may_move=True)  # once more: the row begins anew
     for _ in range(TO_RETURN - 1):
-        arrivals.settle([], may_move=True)
+        arrivals.update_deferred([], may_move=True)
     assert arrivals.deferred == {0}
-    arrivals.settle([], may_move=True)
+    arrivals.update_deferred([], may_move=True)
     assert arrivals.deferred == frozenset()
 
 
 def test_all_is_forgotten_at_once() -> None:
     arrivals = learned(2, [2, 1])
-    arrivals.settle([1], may_move=True)
+    arrivals.update_deferred([1], may_move=True)
     arrivals.forget()
     fresh = ExpectedGradients(2)
     for name in ("expected", "learned", "order", "deferred", "is_learned"):
         assert getattr(arrivals, name) == getattr(fresh, name), name
-    arrivals.settle([], may_move=True)
+    arrivals.update_deferred([], may_move=True)
     assert arrivals.deferred == frozenset()  # the row of the one that trailed is gone as well
 
 
@@ -105,7 +105,7 @@ def test_a_parameter_trails_while_some_rank_lacked_it_in_the_last_backwards(
     seen: list[set[int]] = []  # of each backward after which parameters might move
     for missing, may_move, repeats in expected_gradients:
         for _ in range(repeats):
-            arrivals.settle(missing, may_move=may_move)
+            arrivals.update_deferred(missing, may_move=may_move)
             if may_move:
                 seen.append(missing)
             assert arrivals.deferred == set().union(*seen[-TO_RETURN:])

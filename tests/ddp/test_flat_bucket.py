@@ -207,7 +207,7 @@ def test_a_sparse_gradient_is_rejected_by_name(size: int, others: str) -> None:
         "  where:    rank 0, in the world\n"
         "  expected: dense gradients\n"
         "  found:    layout sparse_coo\n"
-        "  fix:      make the embedding with sparse=False"
+        "  fix:      create the embedding with sparse=False"
     )
 
 
@@ -241,11 +241,12 @@ def test_a_gradient_of_another_shape_is_rejected_by_name(
     ((text, taken),) = md.simulate(program, 1)
     assert taken == [0.0, scale or 1.0]
     assert text == (
-        "right (index 1) has another shape than when the model was wrapped\n"
+        "right (index 1) changed its shape after the model was wrapped\n"
         "  where:    rank 0, in the world\n"
         f"  expected: a gradient of shape ({size},)\n"
         f"  found:    shape ({new},)\n"
-        "  fix:      change the model first, then wrap it: del ddp and its outputs, and wrap again"
+        "  fix:      change the model first, then wrap it: del ddp and its outputs, and wrap "
+        "again"
     )
 
 

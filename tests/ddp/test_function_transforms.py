@@ -89,12 +89,12 @@ def test_transforms_of_buffers_raise() -> None:
         return str(caught.value)
 
     assert md.simulate(program, 2) == [
-        "torch.func cannot transform the buffers of a DistributedDataParallel\n"
+        "torch.func cannot transform a DistributedDataParallel that broadcasts buffers\n"
         f"  where:    rank {rank}, the world\n"
-        "  expected: a transform of inputs or parameters, while each forward writes the first "
-        "rank's buffers\n"
-        "  fix:      wrap the model with forward_sync_buffers=False, or transform model.module in "
-        "place of model"
+        "  expected: a transform of inputs or parameters only, since each forward overwrites "
+        "the buffers\n"
+        "  fix:      wrap the model with forward_sync_buffers=False, or transform "
+        "model.module instead of model"
         for rank in range(2)
     ]
 

@@ -558,25 +558,24 @@ def test_refusals_of_dtensors() -> None:
     assert lines[0] == "clip_grad_norm_ of a gradient that is unreduced over 'tp'"
     assert lines[-2:] == [
         "  found:    parameter 0, float32[4]",
-        "  fix:      p.grad = p.grad.redistribute(placements=p.placements)",
+        "  fix:      reduce it first: p.grad = p.grad.redistribute(placements=p.placements)",
     ]
     lines = mesh.splitlines()
-    assert lines[0] == (
-        "clip_grad_norm_: a DTensor lies over ranks that are along no axes of the mesh"
-    )
+    assert lines[0] == ("clip_grad_norm_: the ranks of a DTensor form no axes of the mesh")
     assert lines[2:] == [
-        "  expected: ranks along one or several axes of DeviceMesh(tp=2)",
+        "  expected: the ranks along one or several axes of DeviceMesh(tp=2)",
         "  found:    parameter 1, float32[4], as S(0) over ranks 1, 3",
-        "  fix:      clip with a mesh that has the axis: mesh=md.DeviceMesh.from_torch(...)",
+        "  fix:      pass a mesh that has this axis: mesh=md.DeviceMesh.from_torch(...)",
     ]
     assert mixed == (
-        "clip_grad_norm_ of DTensors on several meshes, or beside plain tensors: no mesh is in "
-        "force\n"
-        "  expected: a mesh with named axes\n"
-        "  fix:      call it inside `with mesh:`, or pass the mesh: clip_grad_norm_(..., mesh=mesh)"
+        "clip_grad_norm_ of DTensors on several meshes, or mixed with plain tensors: no mesh "
+        "is in force\n"
+        "  expected: a mesh whose axes are named\n"
+        "  fix:      call it inside `with mesh:`, or name the mesh: clip_grad_norm_(..., "
+        "mesh=mesh)"
     )
     assert theirs == (
-        "clip_grad_norm_ takes a mesh\n"
+        "clip_grad_norm_ requires a mesh as mesh=\n"
         "  expected: a DeviceMesh of meshdist\n"
         "  found:    a torch.distributed.device_mesh.DeviceMesh\n"
         "  fix:      convert it: DeviceMesh.from_torch(mesh)"
@@ -614,11 +613,10 @@ def test_a_norm_that_is_not_finite_is_an_error_on_all_ranks() -> None:
         assert lines[0] == "clip_grad_norm_: the norm of all gradients is inf"
         assert f"rank {rank} " in lines[1]
         assert lines[2:] == [
-            "  expected: a finite norm, here of order 2.0, as error_if_nonfinite=True asks",
-            "  found:    a gradient with NaN or infinity, or with numbers too large for their "
-            "dtype",
-            "  fix:      nothing has been scaled: leave this step out on every rank, or look for "
-            "the loss that is not finite",
+            "  expected: a finite norm of order 2.0, required by error_if_nonfinite=True",
+            "  found:    a gradient with NaN, infinity, or values too large for their dtype",
+            "  fix:      skip this step on every rank (no gradient has been scaled), or "
+            "correct the loss that is not finite",
         ]
 
 
@@ -635,11 +633,11 @@ def test_a_gradient_that_is_unreduced(is_cut: bool) -> None:
         assert lines[0] == "clip_grad_norm_ of a gradient that is unreduced over 'tp'"
         assert "axis 'tp' (size 2)" in lines[1]
         assert lines[2:] == [
-            "  expected: complete gradients: the norm of a sum does not follow from those of its "
-            "partial sums",
+            "  expected: complete gradients (the norm of a sum cannot be computed from partial "
+            "sums)",
             f"  found:    parameter 0, float32[4]{shown}",
-            f"  fix:      sum it first: p.grad = md.annotate(lax.psum(p.grad, 'tp'){mark}); or "
-            "clip behind md.accumulate_gradients, which sums at its end",
+            f"  fix:      reduce it first: p.grad = md.annotate(lax.psum(p.grad, 'tp'){mark}); or "
+            "clip after md.accumulate_gradients, which reduces at its end",
         ]
 
 
@@ -699,9 +697,10 @@ def test_parameters_that_are_cut_without_a_mesh() -> None:
     with pytest.raises(MeshError) as caught:
         md.clip_grad_norm_([parameter], 1.0)
     assert str(caught.value) == (
-        "clip_grad_norm_ of a parameter that is cut over 'tp': there is no current mesh\n"
-        "  expected: a mesh with named axes\n"
-        "  fix:      call it inside `with mesh:`, or pass the mesh: clip_grad_norm_(..., mesh=mesh)"
+        "clip_grad_norm_ of a parameter that is sharded over 'tp': no mesh is in force\n"
+        "  expected: a mesh whose axes are named\n"
+        "  fix:      call it inside `with mesh:`, or name the mesh: clip_grad_norm_(..., "
+        "mesh=mesh)"
     )
 
 
@@ -754,31 +753,39 @@ def test_ranks_that_pass_other_arguments() -> None:
         (
             KindError,
             {"parameters": nn.Linear(1, 1)},
-            "clip_grad_norm_ takes parameters\n"
+            "clip_grad_norm_ requires an iterable of parameters\n"
             "  found:    a Linear\n"
-            "  fix:      give it module.parameters()",
+            "  fix:      pass module.parameters()",
         ),
-        (KindError, {"parameters": 3}, "clip_grad_norm_ takes parameters\n  found:    a int"),
+        (
+            KindError,
+            {"parameters": 3},
+            ("clip_grad_norm_ requires an iterable of parameters\n  found:    a int"),
+        ),
         (
             KindError,
             {"parameters": nn.Linear(1, 1).named_parameters()},
-            "clip_grad_norm_ takes parameters alone\n"
-            "  expected: tensors with gradients\n"
+            "clip_grad_norm_ requires parameters\n"
+            "  expected: tensors in the iterable\n"
             "  found:    entry 0 is a tuple\n"
-            "  fix:      give it module.parameters(), without names",
+            "  fix:      pass module.parameters(), without names",
         ),
         (KindError, {"max_norm": "1"}, "clip_grad_norm_: max_norm must be a number"),
         (
             ArgumentError,
             {"max_norm": -1},
-            "clip_grad_norm_: max_norm is no norm\n  expected: a number from 0\n  found:    -1.0",
+            (
+                "clip_grad_norm_: max_norm must not be negative\n"
+                "  expected: a number from 0\n"
+                "  found:    -1.0"
+            ),
         ),
-        (ArgumentError, {"max_norm": math.nan}, "clip_grad_norm_: max_norm is no norm"),
+        (ArgumentError, {"max_norm": math.nan}, "clip_grad_norm_: max_norm must not be negative"),
         (KindError, {"norm_type": "nuc"}, "clip_grad_norm_: norm_type must be a number"),
         (
             ArgumentError,
             {"norm_type": 0},
-            "clip_grad_norm_: norm_type is the order of no norm\n"
+            "clip_grad_norm_: norm_type must be positive\n"
             "  expected: a number above 0, or math.inf\n"
             "  found:    0",
         ),
@@ -811,14 +818,14 @@ def test_sparse_gradients() -> None:
         with pytest.raises(KindError) as caught:
             md.clip_grad_norm_(parameters, 1.0)
         assert str(caught.value) == (
-            "clip_grad_norm_ takes dense gradients\n"
+            "clip_grad_norm_ requires dense gradients\n"
             "  found:    parameter 0, float32[3, 2], whose gradient is torch.sparse_coo\n"
-            "  fix:      parameter.grad = parameter.grad.to_dense()"
+            "  fix:      convert it: parameter.grad = parameter.grad.to_dense()"
         )
 
 
 def test_an_empty_generator() -> None:
-    with pytest.warns(UserWarning, match=r"the generator has no parameters \(left\)"):
+    with pytest.warns(UserWarning, match=r"the generator yields no \(more\) parameters"):
         md.clip_grad_norm_((each for each in ()), 1.0)
 
 
@@ -831,9 +838,9 @@ def test_a_device_without_kernels_for_many_tensors() -> None:
     assert (
         rejected(KindError, body)
         == [
-            "clip_grad_norm_: torch has no kernels for many tensors on meta\n"
+            "clip_grad_norm_: torch has no foreach kernels for meta\n"
             "  found:    foreach=True\n"
-            "  fix:      leave foreach out"
+            "  fix:      remove foreach=True"
         ]
         * 4
     )

@@ -187,7 +187,7 @@ def test_gradients_on_some_ranks_alone_are_an_error_on_all() -> None:
     for text in md.simulate(program, 3, (1,)):
         assert text.startswith("the ranks would average different parameters")
         assert "parameter 1: ranks 0, 2: shape (2,), float32; rank 1: missing" in text
-        assert "let the same parameters get gradients on every rank" in text
+        assert "compute gradients of the same parameters on every rank" in text
     assert (
         "parameter 0: ranks 0, 2: shape (2,), float32; rank 1: missing"
         in (md.simulate(program, 3, (0,))[1])
@@ -206,7 +206,7 @@ def test_without_any_gradient_nothing_changes_and_it_warns() -> None:
     with pytest.warns(UserWarning, match="found no parameter with a gradient") as caught:
         assert md.simulate(program, 2) == [0.0, 1.0]
     assert len(caught) == 4  # the first and the third call, on both ranks
-    assert "behind step() and before zero_grad(), with a list" in str(caught[0].message)
+    assert "after step() and before zero_grad(), with a list" in str(caught[0].message)
 
 
 # -- bad input ------------------------------------------------------------------------------------
@@ -215,7 +215,7 @@ def test_without_any_gradient_nothing_changes_and_it_warns() -> None:
 @pytest.mark.parametrize(
     ("arguments", "kind", "told"),
     [
-        ((0,), ArgumentError, "a period is 0\n  expected: 1 step at least"),
+        ((0,), ArgumentError, "a period is 0\n  expected: at least 1 step"),
         ((True,), KindError, "True, a bool"),
         ((2.0,), KindError, "2.0, a float"),
         ((2, -1), ArgumentError, "warmup_steps is -1"),
@@ -238,14 +238,14 @@ def test_a_periodic_averager_rejects(arguments: Any, kind: type, told: str) -> N
     [
         (None, ArgumentError, "HierarchicalModelAverager has no periods"),
         ({}, ArgumentError, "a period for each axis, or a group size for each period"),
-        ({0: 4}, ArgumentError, "a period is 0\n  expected: 1 step at least"),
-        ({4: 2, 2: 4}, ArgumentError, "the periods [4, 2] do not grow"),
-        ({2: 4, 4: 2}, ArgumentError, "the group sizes [4, 2] do not grow"),
-        ({2: 2}, ArgumentError, "has 2 ranks, not all"),
-        ({2: 3, 4: 4}, ArgumentError, "groups of 3 do not divide 4 ranks"),
-        ({2: 0, 4: 4}, ArgumentError, "groups of 0 do not divide 4 ranks"),
+        ({0: 4}, ArgumentError, "a period is 0\n  expected: at least 1 step"),
+        ({4: 2, 2: 4}, ArgumentError, "the periods [4, 2] do not increase"),
+        ({2: 4, 4: 2}, ArgumentError, "the group sizes [4, 2] do not increase"),
+        ({2: 2}, ArgumentError, "has only 2 ranks"),
+        ({2: 3, 4: 4}, ArgumentError, "cannot split 4 ranks into groups of 3"),
+        ({2: 0, 4: 4}, ArgumentError, "cannot split 4 ranks into groups of 0"),
         ({2: 2, "dp": 4}, KindError, "'dp', a str"),
-        ({"dp": 2, "host": 2}, ArgumentError, "the periods [2, 2] do not grow"),
+        ({"dp": 2, "host": 2}, ArgumentError, "the periods [2, 2] do not increase"),
         ({"dp": 2, "tp": 4}, AxisError, "tp"),
     ],
     ids=str,
@@ -270,7 +270,7 @@ def test_axes_without_a_mesh_are_rejected() -> None:
         return texts
 
     ((of_group, without),) = md.simulate(program, 1)
-    assert of_group.startswith("HierarchicalModelAverager over axes 'dp': a group has no axes\n")
+    assert of_group.startswith("HierarchicalModelAverager over axes 'dp' requires a mesh\n")
     assert of_group.endswith("fix:      pass process_group=mesh")
     assert without.startswith(
         "HierarchicalModelAverager over axes 'dp': there is no current mesh\n"
@@ -287,7 +287,7 @@ def test_what_is_no_parameter_is_rejected() -> None:
         return str(caught.value)
 
     (text,) = md.simulate(program, 1)
-    assert "params holds something of type Tensor" in text
+    assert "params contains an object of type Tensor" in text
     assert "pass model.parameters(), or optimizer.param_groups" in text
 
 

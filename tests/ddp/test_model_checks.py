@@ -1,4 +1,5 @@
-"""What a model must be, and what of it the wrapper takes care of; rejections come before sending."""
+"""What a model must be, and what of it the wrapper takes care of; rejections come before
+sending."""
 
 from __future__ import annotations
 
@@ -87,7 +88,7 @@ def test_delayed_parameters_without_names_are_rejected(delayed: Any) -> None:
         delayed_indices([one], delayed, one)
     assert str(error.value) == (
         f"delay_all_reduce_named_params is of type {type(delayed).__name__}\n"
-        "  expected: pairs of a name and a parameter\n"
+        "  expected: a list of (name, parameter) pairs\n"
         "  fix:      pass for example list(module.named_parameters())"
     )
 
@@ -98,15 +99,15 @@ def test_delayed_parameters_without_names_are_rejected(delayed: Any) -> None:
         (
             True,
             False,
-            "delay_all_reduce_named_params was given without param_to_hook_all_reduce\n"
-            "  expected: both, or neither\n"
+            "delay_all_reduce_named_params requires param_to_hook_all_reduce\n"
+            "  expected: both arguments, or neither\n"
             "  fix:      pass param_to_hook_all_reduce too",
         ),
         (
             False,
             True,
-            "param_to_hook_all_reduce was given without delay_all_reduce_named_params\n"
-            "  expected: both, or neither\n"
+            "param_to_hook_all_reduce requires delay_all_reduce_named_params\n"
+            "  expected: both arguments, or neither\n"
             "  fix:      pass delay_all_reduce_named_params too",
         ),
     ],
@@ -121,8 +122,8 @@ def test_half_of_both_is_rejected(delayed: bool, behind: bool, text: str) -> Non
 def test_a_delayed_parameter_from_elsewhere_is_rejected() -> None:
     mine, other = (nn.Parameter(torch.ones(1)) for _ in range(2))
     expected = (
-        "{} is no parameter of the module that requires a gradient\n"
-        "  expected: delayed parameters, and the one that they wait for, in the module\n"
+        "{} is not a trainable parameter of the module\n"
+        "  expected: delayed parameters, and the parameter they wait for, from the module\n"
         "  fix:      take them from module.named_parameters()"
     )
     with pytest.raises(ArgumentError) as error:
@@ -143,7 +144,7 @@ def test_cpu_modules_need_no_devices() -> None:
 
 @pytest.mark.parametrize("given", [[0], [0, 1], ["cpu"], [torch.device("cpu")]])
 def test_devices_that_do_not_fit_are_rejected(given: Any) -> None:
-    with pytest.raises(ArgumentError, match="does not fit the module"):
+    with pytest.raises(ArgumentError, match="does not match the module's devices"):
         find_devices(Net(), given, None)
 
 
@@ -160,13 +161,13 @@ def test_what_is_no_device_is_rejected(given: Any, output: Any, what: str) -> No
         find_devices(Net(), given, output)
     text = str(error.value)
     assert text.startswith(what) and "  expected: " in text
-    assert "drop device_ids on the CPU" in text
+    assert "on the CPU, remove device_ids" in text
 
 
 def test_an_output_device_alone_is_rejected() -> None:
     with pytest.raises(ArgumentError) as error:
         find_devices(Net(), None, 1)
-    assert str(error.value).startswith("output_device was given without device_ids\n")
+    assert str(error.value).startswith("output_device requires device_ids\n")
 
 
 @pytest.mark.gpu
@@ -232,17 +233,17 @@ REFUSED: list[tuple[Callable[[], nn.Module], dict[str, Any], type[Exception], st
         lambda: nn.LazyLinear(1),
         {},
         GradientError,
-        "weight has no shape yet\n"
+        "cannot wrap a module whose parameter weight is uninitialized\n"
         "  expected: parameters that are initialized\n"
-        "  fix:      run one forward on the module before it is wrapped",
+        "  fix:      run one forward of the module before you wrap it",
     ),
     (
         lambda: nn.Sequential(nn.Linear(1, 1), nn.SyncBatchNorm(1)),
         {},
         KindError,
-        "1 is torch's SyncBatchNorm, which sees no ranks but those of torch's world\n"
+        "1 is torch's SyncBatchNorm, which requires torch's process groups\n"
         "  expected: meshdist's SyncBatchNorm\n"
-        "  fix:      convert with "
+        "  fix:      convert it: module = "
         "md.distributed.SyncBatchNorm.convert_sync_batchnorm(module, mesh['dp'])",
     ),
     (
@@ -250,18 +251,18 @@ REFUSED: list[tuple[Callable[[], nn.Module], dict[str, Any], type[Exception], st
         {},
         GradientError,
         "ReLU has no parameter that requires a gradient\n"
-        "  expected: a module to train\n"
-        "  fix:      use the module itself: there is nothing to average",
+        "  expected: a module with at least one trainable parameter\n"
+        "  fix:      use the module without DistributedDataParallel",
     ),
     *(
         (
             lambda kind=kind: sparse(kind),
             {},
             KindError,
-            "rows is a sparse tensor, or laid out in another way of its own\n"
+            "rows is not a dense tensor\n"
             "  expected: dense parameters and buffers; their gradients may be sparse\n"
             "  found:    layout sparse_coo\n"
-            "  fix:      make it dense; or leave it to each rank: "
+            "  fix:      make it dense; or exclude it from DDP: "
             "md.DDP._set_params_and_buffers_to_ignore_for_model(module, ['rows'])",
         )
         for kind in ("parameter", "buffer")
@@ -270,14 +271,14 @@ REFUSED: list[tuple[Callable[[], nn.Module], dict[str, Any], type[Exception], st
         of_eight_bits,
         {},
         DtypeError,
-        "scale has gradients of float8_e5m2, in which torch computes no averages\n"
+        "cannot average the gradients of scale: torch does not average float8_e5m2\n"
         "  expected: trainable parameters of 16 bits or more\n"
         "  found:    (2,) float8_e5m2\n"
-        "  fix:      keep it in bfloat16, and cast it in the forward; or freeze it",
+        "  fix:      keep it in bfloat16 and convert it in the forward; or freeze it",
     ),
     (Net, {"device_ids": [None]}, KindError, "device_ids[0] is None"),
     (Net, {"bucket_cap_mb_list": [1, -1]}, ArgumentError, "bucket_cap_mb_list[1] is -1"),
-    (Net, {"param_to_hook_all_reduce": 1}, ArgumentError, "given without delay_all_reduce_named"),
+    (Net, {"param_to_hook_all_reduce": 1}, ArgumentError, "requires delay_all_reduce_named"),
     (Net, {"mixed_precision": 1}, KindError, "mixed_precision is 1"),
 ]
 
@@ -311,10 +312,12 @@ def test_a_parameter_that_thaws_after_wrapping_is_an_error() -> None:
 
     for rank, text in enumerate(md.simulate(program, 2)):
         assert text == (
-            "1.bias requires a gradient, and did not when the model was wrapped\n"
+            "1.bias requires a gradient, but did not when the model was wrapped\n"
             f"  where:    rank {rank}\n"
-            "  expected: parameters that are trained to be so when the model is wrapped\n"
-            "  fix:      del ddp, and wrap the model again; or wrap first, and freeze then"
+            "  expected: every trained parameter requires a gradient when the model is "
+            "wrapped\n"
+            "  fix:      del ddp, and wrap the model again; or wrap first and freeze "
+            "afterwards"
         )
 
 
@@ -348,9 +351,10 @@ def test_a_module_that_simulated_ranks_share_is_told() -> None:
         md.simulate(program, 3)
     assert str(caught.value) == (  # the rank that waits for no other goes on first
         "weight belongs to the DistributedDataParallel of rank 2\n"
-        "  expected: a module of its own: simulated ranks share what the function closes over\n"
-        "  fix:      make it inside the function, or let each rank have a copy: "
-        "md.simulate(function, ranks, args=(module,))"
+        "  expected: a separate module per rank (simulated ranks share objects in the "
+        "closure)\n"
+        "  fix:      create it inside the function, or pass it as an argument, which is "
+        "copied: md.simulate(function, ranks, args=(module,))"
     )
 
     def handed(module: nn.Module) -> float:

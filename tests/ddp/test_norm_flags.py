@@ -77,13 +77,14 @@ def check_lacking(case: str, texts: list[str]) -> None:
     for rank, text in enumerate(texts):
         first, where, rest = text.split("\n", 2)
         assert first == (
-            "clip_grad_norm_: some of the ranks that hold the same elements lack their gradient"
+            "clip_grad_norm_: only some of the ranks that hold the same elements have a gradient"
         )
         assert f"rank {rank} (" in where and "DeviceMesh(dp=2, tp=2)" in where
         assert rest == (
-            "  expected: a gradient on all ranks that hold the same part of a parameter, or on "
-            f"none\n  found:    {FOUND[case]}\n"
-            "  fix:      let the loss of each of these ranks depend on it; or let zeros stand in: "
+            "  expected: a gradient on all ranks that hold the same part of a parameter, or "
+            "on none of them\n"
+            f"  found:    {FOUND[case]}\n"
+            "  fix:      use the parameter in the loss of each of these ranks; or set zeros: "
             "p.grad = torch.zeros_like(p)"
         )
 
@@ -109,7 +110,7 @@ def test_what_the_refusal_proposes() -> None:
         given = parameters(mesh)
         if mesh.get_local_rank("dp") == 1:
             given[0].grad = None
-        fix = refusal(mesh, given).rpartition("zeros stand in: ")[2]
+        fix = refusal(mesh, given).rpartition("set zeros: ")[2]
         for p in given:
             if p.grad is None:
                 exec(fix, {"p": p, "torch": torch})
@@ -189,7 +190,7 @@ def test_the_sum_of_flags_is_zero_where_holders_agree_alone(case: Any, agrees: b
     assert (sum(md.simulate(program, math.prod(shape))) == 0) == is_equal
 
 
-# -- gradients that no backward has averaged ------------------------------------------------------
+# -- gradients that are not averaged ---------------------------------------------------------------
 
 
 class Split(nn.Module):
@@ -225,14 +226,14 @@ def local(order: float) -> str:
 def check_local(texts: list[str]) -> None:
     for rank, text in enumerate(texts):
         first, where, rest = text.split("\n", 2)
-        assert first == "clip_grad_norm_ of gradients that no backward has averaged"
+        assert first == "clip_grad_norm_ of gradients that are not averaged"
         assert f"rank {rank} (" in where and "DeviceMesh(dp=2, tp=2)" in where
         assert rest == (
-            "  expected: gradients behind a backward outside of no_sync(), which averages them "
+            "  expected: gradients after a backward outside no_sync(), which averages them "
             "over 'dp'\n"
             "  found:    parameter 0, float32[2]{V:tp R:dp}, on ranks 0-3\n"
             "            parameter 1, float32[2]{R:dp}, on ranks 0-3\n"
-            "  fix:      clip behind that backward; for the norm of each replica's own: "
+            "  fix:      clip after that backward; for a separate norm per replica, pass "
             "mesh=mesh['tp']"
         )
 

@@ -79,7 +79,7 @@ def parts(model: nn.Module, dp: md.DeviceMesh) -> None:
         with torch.no_grad():
             model.last.weight += 1
     step(wrapped)
-    with pytest.raises(md.errors.GradientError, match="the replicas have parted"):
+    with pytest.raises(md.errors.GradientError, match="the replicas have diverged"):
         step(wrapped)
 
 

@@ -262,10 +262,10 @@ def test_after_a_failed_reduction_every_forward_says_so(monkeypatch: pytest.Monk
 
     (text,) = md.simulate(program, 1)
     assert text == (
-        "the gradients cannot be reduced any more: an earlier all-reduce failed\n"
+        "cannot reduce gradients: an earlier all-reduce failed\n"
         "  where:    rank 0, in the world\n"
         "  found:    all_reduce on the world failed on backend 'none'\n"
-        "  fix:      end this job, or make the mesh and the model's wrapper anew"
+        "  fix:      restart the job, or create a new mesh and wrap the model again"
     )
 
 
@@ -379,10 +379,10 @@ def test_no_graph_is_captured_before_the_buckets_are_rebuilt(
         return texts[0]
 
     assert md.simulate(program, 1) == [
-        "a CUDA graph cannot be captured before the buckets are rebuilt\n"
+        "cannot capture a CUDA graph before the buckets are rebuilt\n"
         "  where:    rank 0, in the world\n"
         "  expected: two steps, forward and backward, before the capture\n"
-        "  fix:      run some steps on a side stream first, as torch.cuda.graph asks for"
+        "  fix:      run a few steps on a side stream first, as torch.cuda.graph requires"
     ]
 
 
@@ -451,13 +451,13 @@ def steps(
 
 
 UNEXPECTED = (
-    "gradients came that were not expected: those of this step are dropped\n"
+    "unexpected gradients: the gradients of this step are dropped\n"
     "  where:    rank {rank}, in the world\n"
-    "  expected: the gradients that the backwards before had, each as often\n"
+    "  expected: the same gradients, each as often, as in earlier backwards\n"
     "  found:    rank 1: {found}\n"
-    "  fix:      pass find_unused_parameters=True where steps differ in the parameters they use, "
-    "and neither static_graph=True nor skip_all_reduce_unused_params=True; let checkpoints be "
-    "use_reentrant=False"
+    "  fix:      pass find_unused_parameters=True if steps use different parameters, and "
+    "neither static_graph=True nor skip_all_reduce_unused_params=True; pass "
+    "use_reentrant=False to checkpoint()"
 )
 EACH = [1.0, 1.0, 1.0]
 
@@ -471,7 +471,7 @@ def test_a_gradient_that_grows_after_its_bucket_has_gone_is_an_error_on_every_ra
     plans = [[ALL] * 2, [ALL] * 2, [ALL, again], [ALL] * 2, [ALL] * 2, [ALL] * 2]
     for rank, seen in enumerate(md.simulate(steps, 2, (plans, options, size))):
         text = UNEXPECTED.format(
-            rank=rank, found="weights.2 (index 2) got more after its bucket had been sent"
+            rank=rank, found="weights.2 (index 2) was added to after its bucket had been sent"
         )
         assert seen == [EACH, EACH, text, EACH, EACH, EACH]
 
@@ -487,12 +487,12 @@ def test_as_many_arrivals_as_last_time_are_waited_for() -> None:
 @pytest.mark.parametrize(
     ("first", "then", "found"),
     [
-        (ALL, ([0, 1], []), "weights.2 (index 2) came 0 times, in the first step once"),
-        (([0, 1], []), ALL, "weights.2 (index 2) came once, in the first step 0 times"),
+        (ALL, ([0, 1], []), "weights.2 (index 2): computed 0 times, in the first step "),
+        (([0, 1], []), ALL, "weights.2 (index 2): computed once, in the first step "),
         (
             ALL,
             ([1, 2], [0, 0]),
-            "weights.0 (index 0) came 2 times, in the first step once",
+            "weights.0 (index 0): computed 2 times, in the first step ",
         ),
     ],
 )
@@ -527,7 +527,7 @@ def test_a_rank_that_uses_what_is_never_sent_is_an_error_on_all() -> None:
     few: Plan = ([0, 2], [])
     plans = [[few] * 2, [few] * 2, [few, ALL], [few] * 2, [few] * 2]
     right = [1.0, None, 1.0]
-    found = "weights.1 (index 1) got a gradient, and is not sent: it was unused at first"
+    found = "weights.1 (index 1) has a gradient, but was unused at first and is not sent"
     for rank, seen in enumerate(md.simulate(steps, 2, (plans, SKIPS))):
         assert seen == [right, right, UNEXPECTED.format(rank=rank, found=found), right, right]
 

@@ -81,9 +81,17 @@ def test_a_data_loader_takes_it() -> None:
 @pytest.mark.parametrize(
     ("arguments", "kind", "text"),
     [
-        ((2, 2), ArgumentError, "rank 2 has no share among 2 replicas\n  expected: a rank from 0"),
-        ((2, -1), ArgumentError, "rank -1 has no share among 2 replicas"),
-        ((0, 0), ArgumentError, "rank 0 has no share among 0 replicas\n  expected: at least one"),
+        (
+            (2, 2),
+            ArgumentError,
+            ("DistributedSampler: rank 2 has no share among 2 replicas\n  expected: a rank from 0"),
+        ),
+        ((2, -1), ArgumentError, "DistributedSampler: rank -1 has no share among 2 replicas"),
+        (
+            (0, 0),
+            ArgumentError,
+            ("DistributedSampler: rank 0 has no share among 0 replicas\n  expected: at least one"),
+        ),
         (("dp",), KindError, "num_replicas must be an integer\n  expected: a number, a mesh"),
         ((True,), KindError, "True, a bool"),
     ],
@@ -106,8 +114,8 @@ def test_a_mesh_tells_the_rank_alone() -> None:
 
     with pytest.raises(ArgumentError) as error:
         md.simulate(program, 2)
-    assert "rank=0 was given beside DeviceMesh" in str(error.value)
-    assert "fix:      drop rank" in str(error.value)
+    assert "rank=0 cannot be combined with DeviceMesh" in str(error.value)
+    assert "fix:      remove rank" in str(error.value)
 
 
 def test_a_rank_off_the_mesh_has_no_share() -> None:
@@ -117,9 +125,9 @@ def test_a_rank_off_the_mesh_has_no_share() -> None:
             return list(md.DistributedSampler(range(4), mesh, shuffle=False))
         with pytest.raises(NotInGroupError) as error:
             md.DistributedSampler(range(4), mesh)
-        assert "this rank has no share: it is not on the mesh\n  where:    rank 2" in str(
-            error.value
-        )
+        assert (
+            "DistributedSampler: this rank is not on the mesh or in the group\n  where:    rank 2"
+        ) in str(error.value)
         return []
 
     assert md.simulate(program, 3) == [[0, 2], [1, 3], []]
@@ -155,8 +163,9 @@ def test_to_drop_samples_and_to_read_each_is_rejected() -> None:
     with pytest.raises(ArgumentError) as error:
         md.DistributedSampler(range(4), 2, 0, drop_last=True, pad=False)
     assert str(error.value) == (
-        "drop_last=True leaves samples out, and pad=False reads each of them once\n"
-        "  fix:      drop one of the two: pad=False is to evaluate, drop_last=True to train"
+        "drop_last=True and pad=False cannot be combined\n"
+        "  expected: at most one of them\n"
+        "  fix:      pass pad=False only, to evaluate; or drop_last=True only, to train"
     )
 
 
@@ -279,7 +288,7 @@ def test_what_a_program_counts_itself_wins() -> None:
     list(sampler)
     assert sampler.state_dict(consumed=8)["consumed"] == 8
     for wrong in (-1, 2.5, "8"):
-        with pytest.raises(ArgumentError, match="is no number of samples"):
+        with pytest.raises(ArgumentError, match="a number of samples, 0 or more"):
             sampler.state_dict(consumed=wrong)
 
 
@@ -296,9 +305,10 @@ def test_a_loader_that_does_not_tell_is_rejected(which: str) -> None:
     with pytest.raises(ArgumentError) as error:
         sampler.state_dict()
     assert str(error.value) == (
-        "the DataLoader does not tell which samples the program has taken\n"
-        "  expected: no batch sampler of its own, and in_order=True\n"
-        "  fix:      sampler.state_dict(consumed=...), how many all ranks had of this epoch"
+        "cannot determine how many samples the program took from the DataLoader\n"
+        "  expected: a DataLoader with torch's batch sampler, and in_order=True\n"
+        "  fix:      call sampler.state_dict(consumed=n) with the number of samples of this "
+        "epoch that all ranks have processed"
     )
     assert sampler.state_dict(consumed=2)["consumed"] == 2
 
@@ -355,18 +365,18 @@ def test_a_state_of_another_order_is_rejected(changed: dict[str, Any], found: st
     with pytest.raises(ArgumentError) as error:
         sampler.load_state_dict({**sampler.state_dict(), **changed})
     text = str(error.value)
-    assert text.startswith("the state is of another order of samples\n")
+    assert text.startswith("cannot load a state of a different order of samples\n")
     assert "expected: length=23, seed=0, shuffle=True\n" in text
     assert found in text.partition("found:")[2]
-    assert "fix:      load what state_dict() gave into a sampler of the same data, seed" in text
-    with pytest.raises(ArgumentError, match="another order"):
+    assert "fix:      create the sampler with the data set, seed" in text
+    with pytest.raises(ArgumentError, match="a different order"):
         sampler.load_state_dict({"yielded": 4})
 
 
 @pytest.mark.parametrize("consumed", [-3, True, "4", 2.0])
 def test_what_is_no_number_of_samples_is_rejected(consumed: Any) -> None:
     sampler = sampler_of(0, 2)
-    message = re.escape(f"consumed={consumed!r} is no number of samples")
+    message = re.escape(f"state_dict() got consumed={consumed!r}")
     with pytest.raises(ArgumentError, match=message):
         sampler.state_dict(consumed)
     with pytest.raises(ArgumentError, match=message):
@@ -395,8 +405,8 @@ def warned_of(program: Any, num_ranks: Any) -> list[str]:
 
 
 LACKS_AXIS = (
-    "each of 4 ranks reads samples of its own, while DeviceMesh(dp=2, tp=2) has several axes: name "
-    "the axis that splits data, DistributedSampler(data, mesh['dp']), or say that all do, "
+    "each of 4 ranks reads different samples, while DeviceMesh(dp=2, tp=2) has several axes: "
+    "pass the axis that splits the data, DistributedSampler(data, mesh['dp']), or all ranks, "
     "DistributedSampler(data, md.distributed.group.WORLD)"
 )
 

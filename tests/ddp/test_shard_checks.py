@@ -67,8 +67,10 @@ def test_a_marked_shard_is_rejected_by_each_group_that_spans_its_axis(way: str) 
 
     for rank, text in enumerate(md.simulate(program, 4)):
         if way == "bare":  # the bias alone is without a mark
-            assert text.startswith("weight is varying over 'tp', over which DDP keeps it equal\n")
-        assert "weight is varying over 'tp', over which DDP keeps it equal" in text
+            assert text.startswith(
+                "DDP cannot replicate weight: it is annotated as varying over 'tp'\n"
+            )
+        assert "DDP cannot replicate weight: it is annotated as varying over 'tp'" in text
         assert f"rank {rank}" in text and "device_mesh=mesh['dp']" in text
 
 
@@ -97,7 +99,9 @@ def test_marks_of_a_module_outlive_its_tensors(way: str, change: Any) -> None:
         return wrap(mesh, change(net), way)
 
     for text in md.simulate(program, 4):
-        assert text.startswith("weight is varying over 'tp', over which DDP keeps it equal\n")
+        assert text.startswith(
+            "DDP cannot replicate weight: it is annotated as varying over 'tp'\n"
+        )
 
 
 def test_a_copied_wrapper_keeps_its_further_axes() -> None:
@@ -131,15 +135,17 @@ def test_a_bare_wrapper_names_axes_while_a_mesh_of_several_is_open() -> None:
 
     for rank, (text, marked, row) in enumerate(md.simulate(program, 4)):
         assert text.startswith(
-            "DDP without device_mesh= would make the model equal on all ranks along 'dp', 'tp', "
-            "and no mark says that none of it is a shard\n"
+            "DDP without device_mesh= would make the model equal on all ranks along 'dp', "
+            "'tp', but some parameters could be shards\n"
         )
         assert f"rank {rank}, while DeviceMesh(dp=2, tp=2) is open" in text
-        assert "without a mark: weight, bias" in text
-        assert "pass device_mesh=mesh['dp']; where all parameters are replicas, " in text
-        assert "process_group=md.distributed.group.WORLD says so" in text
+        assert "not annotated: weight, bias" in text
+        assert "pass device_mesh=mesh['dp']; if all parameters are replicas, pass " in text
+        assert "pass process_group=md.distributed.group.WORLD; or annotate shards" in text
         assert "md.annotate(module, {name: pattern}, mesh=mesh)" in text
-        assert marked.startswith("weight is varying over 'tp'")
+        assert marked.startswith(
+            "DDP cannot replicate weight: it is annotated as varying over 'tp'"
+        )
         assert row == WHOLE.chunk(2)[rank % 2][0].tolist()
 
 
@@ -238,7 +244,7 @@ def test_replicas_and_seeds_of_their_own_pass_over_several_axes() -> None:
     assert len({*map(str, md.simulate(program, 4, (False,)))}) == 1
 
 
-# -- parameters that are reduced over further axes ------------------------------------------------
+# -- parameters that are reduced over additional axes---------------------------------------------
 
 
 def reduced(mesh: md.DeviceMesh, text: str = "f d {R:tp}") -> nn.Linear:
@@ -262,7 +268,7 @@ def rejected(**given: Any) -> str:
 def test_a_wrapper_of_a_group_knows_no_further_axis() -> None:
     text = rejected(process_group=lambda mesh: mesh.get_group("dp"))
     assert text.startswith(
-        "weight is reduced over 'tp', and DDP of a group knows no axis of that name\n"
+        "weight is reduced over 'tp', but the group of this DDP has no axis of that name\n"
     )
     assert "weight: float32[2, 2]{R:tp}" in text and "device_mesh=mesh['dp']" in text
 
@@ -299,11 +305,13 @@ def test_what_a_wrapper_with_further_axes_rejects() -> None:
 
     for joined, changed in md.simulate(program, 4):
         assert joined.startswith(
-            "a model with parameters that are reduced over further axes is in a join context\n"
+            "cannot use a join context with parameters that are reduced over additional axes\n"
         )
         assert "loop over md.uneven(loader, mesh)" in joined
-        assert changed.startswith("the group of a wrapper cannot change while parameters are ")
-        assert "wrap again with device_mesh=" in changed
+        assert changed.startswith(
+            "cannot change the group of a wrapper whose parameters are annotated as reduced"
+        )
+        assert "wrap the model again with device_mesh=" in changed
 
 
 @pytest.mark.parametrize("way", ["the whole mesh", "a flat axis"])
@@ -322,7 +330,9 @@ def test_marks_of_the_program_outlive_a_wrapper_over_all_their_axes(way: str) ->
         return text, mark, net.weight.grad[0, 0].item()
 
     for text, mark, grad in md.simulate(program, 4):
-        assert text.startswith("the group of a wrapper cannot change while parameters are marked")
+        assert text.startswith(
+            "cannot change the group of a wrapper whose parameters are annotated"
+        )
         assert (mark, grad) == (("tp",), 5.0)
 
 
@@ -357,7 +367,7 @@ def test_ranks_with_other_marks_are_all_told() -> None:
 
     for text in md.simulate(program, 4):
         assert "the ranks wrap different Linear modules" in text
-        assert "bias, reduced too over: ranks 0, 2: missing; ranks 1, 3: 'tp'" in text
+        assert "bias, also reduced over: ranks 0, 2: missing; ranks 1, 3: 'tp'" in text
 
 
 def test_marks_that_a_wrapper_has_made_go_with_it() -> None:
@@ -394,8 +404,12 @@ def test_a_shard_is_told_by_its_own_mesh_whatever_other_meshes_call_their_axes()
         return bare, by_other, net.weight[0].tolist()
 
     for rank, (bare, by_other, row) in enumerate(md.simulate(program, 4)):
-        assert bare.startswith("weight is varying over 'tp', over which DDP keeps it equal\n")
-        assert by_other.startswith("weight is varying over 'tp', over which DDP keeps it equal\n")
+        assert bare.startswith(
+            "DDP cannot replicate weight: it is annotated as varying over 'tp'\n"
+        )
+        assert by_other.startswith(
+            "DDP cannot replicate weight: it is annotated as varying over 'tp'\n"
+        )
         assert row == WHOLE.chunk(2)[rank % 2][0].tolist()
 
 
@@ -425,7 +439,9 @@ def test_a_shard_along_an_axis_that_was_made_of_two_is_rejected_along_each() -> 
 
     for texts in md.simulate(program, 4):
         for text in texts:
-            assert text.startswith("weight is varying over 'ep', over which DDP keeps it equal\n")
+            assert text.startswith(
+                "DDP cannot replicate weight: it is annotated as varying over 'ep'\n"
+            )
 
 
 def test_an_axis_that_was_made_of_two_is_compared_along_each() -> None:
@@ -473,7 +489,9 @@ def test_an_axis_of_another_mesh_does_not_stand_for_the_further_one() -> None:
 
     for other, names in (((4, 1), ("dp", "tp")), ((4,), ("tp",))):
         for text in md.simulate(program, 4, (other, names)):
-            assert text.startswith("weight is reduced over 'tp', and DDP of a group knows no axis")
+            assert text.startswith(
+                "weight is reduced over 'tp', but the group of this DDP has no axis"
+            )
 
 
 def test_a_group_of_a_part_of_the_axis_does_not_stand_for_it() -> None:
@@ -487,7 +505,7 @@ def test_a_group_of_a_part_of_the_axis_does_not_stand_for_it() -> None:
         return str(raised.value)
 
     for text in md.simulate(program, 4)[:2]:
-        assert text.startswith("weight is reduced over 'tp', and DDP of a group knows no axis")
+        assert text.startswith("weight is reduced over 'tp', but the group of this DDP has no axis")
 
 
 def test_a_mark_on_one_rank_alone_is_told_before_others_wait_for_a_group() -> None:
@@ -506,7 +524,7 @@ def test_a_mark_on_one_rank_alone_is_told_before_others_wait_for_a_group() -> No
     assert found[0] == found[2] == ""
     for text in (found[1], found[3]):
         assert "the ranks wrap different Linear modules" in text
-        assert "weight, reduced too over: rank 1: missing; rank 3: 'tp'" in text
+        assert "weight, also reduced over: rank 1: missing; rank 3: 'tp'" in text
 
 
 def test_a_copied_wrapper_keeps_further_axes_of_tensors_that_lost_their_marks() -> None:
@@ -561,7 +579,9 @@ def test_over_nccl_shards_are_guarded_alike(way: str, monkeypatch: pytest.Monkey
     with pretended_gpu():
         found = md.simulate(guarded, 4, (way,))
     for unmarked, marked in found:
-        assert marked.startswith("weight is varying over 'tp', over which DDP keeps it equal\n")
+        assert marked.startswith(
+            "DDP cannot replicate weight: it is annotated as varying over 'tp'\n"
+        )
         if way == "bare":
             assert unmarked.startswith("DDP without device_mesh=")
         elif way in ("the whole mesh", "both axes", "both axes, turned"):

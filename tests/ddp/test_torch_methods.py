@@ -56,7 +56,7 @@ def test_what_is_no_builtin_hook_is_rejected() -> None:
     assert str(error.value) == (
         "comm_hook_type is of type function\n"
         "  expected: a torch.distributed.BuiltinCommHookType\n"
-        "  fix:      register other hooks by model.register_comm_hook(state, hook)"
+        "  fix:      register other hooks with model.register_comm_hook(state, hook)"
     )
 
 
@@ -86,20 +86,20 @@ def test_a_static_graph_cannot_be_promised_later() -> None:
 
     for rank, text in enumerate(md.simulate(program, 2)):
         assert text == (
-            "static_graph was set after a backward\n"
+            "cannot set static_graph after a backward\n"
             f"  where:    rank {rank}, in the world\n"
-            "  expected: it set before the first backward, on every rank\n"
-            "  fix:      set it right after the model is wrapped"
+            "  expected: static_graph set before the first backward, on every rank\n"
+            "  fix:      set it right after you wrap the model"
         )
 
 
 def test_a_promise_that_is_given_twice_or_beside_unused_parameters_warns() -> None:
     def program() -> None:
         model = md.DDP(one_weight(), static_graph=True)
-        with pytest.warns(UserWarning, match="static_graph is True already"):
+        with pytest.warns(UserWarning, match="static_graph is already True"):
             model._set_static_graph()
         model = md.DDP(one_weight(), find_unused_parameters=True)
-        with pytest.warns(UserWarning, match="no effect beside a static graph"):
+        with pytest.warns(UserWarning, match="no effect with static_graph=True"):
             model._set_static_graph()
         assert model.static_graph
 
@@ -160,7 +160,7 @@ def test_torchs_wrapper_finds_the_same_names_and_ours_those_that_torchs_has_note
         (
             ["own.bias", "count"],
             "Partly has no parameter or buffer named 'own.bias'\n"
-            "  expected: names as named_parameters() and named_buffers() give them\n"
+            "  expected: names from named_parameters() or named_buffers()\n"
             "  found:    1 of 2 names unknown\n"
             "  fix:      take the names from dict(module.named_parameters())",
         ),
@@ -256,8 +256,8 @@ def test_a_backward_that_was_interrupted_has_not_ended() -> None:
         assert text == (
             "the last backward has not ended\n"
             f"  where:    rank {rank}, in the world\n"
-            "  found:    it raised, or is running\n"
-            "  fix:      run the forward again, which completes it on all ranks"
+            "  found:    a backward that raised, or is running\n"
+            "  fix:      run the forward again, which completes the backward on all ranks"
         )
 
 

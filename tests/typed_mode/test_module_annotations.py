@@ -287,7 +287,9 @@ def test_a_copied_shard_is_rejected_by_a_wrapper_over_its_axis() -> None:
         return str(caught.value)
 
     assert all(
-        text.startswith("mlp.up.weight is varying over 'tp', over which DDP keeps it equal\n")
+        text.startswith(
+            "DDP cannot replicate mlp.up.weight: it is annotated as varying over 'tp'\n"
+        )
         for text in in_mesh(body)
     )
 

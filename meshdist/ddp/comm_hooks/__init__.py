@@ -1,7 +1,7 @@
-"""Communication hooks under torch's names, and their states.
+"""Provide communication hooks and their states under torch's names.
 
 ``PowerSGDState``, ``PostLocalSGDState``, ``powerSGD_hook``, ``DDPCommHookType`` and
-``register_ddp_comm_hook`` are torch's own.
+``register_ddp_comm_hook`` are imported from torch.
 """
 
 from torch.distributed.algorithms.ddp_comm_hooks import DDPCommHookType, register_ddp_comm_hook

@@ -1,11 +1,11 @@
-"""Hooks that send fewer bytes: 16 bits, 8 bits, PowerSGD.
+"""Compress gradients in communication hooks: 16 bits, 8 bits, PowerSGD.
 
 *16 bits.* On the CPU a large bucket is converted inside its own memory, piece by piece while a
-piece is in the cache: new memory of that size would cost more than the bytes that are not sent.
+piece is in the cache: allocating new memory would cost more than the saved bytes.
 
-*8 bits.* A gradient is sent as a step between the least and the greatest. All ranks gather what
-every rank has sent, and add it up themselves in one order, so that all have the same averages. They
-work piece by piece, while a piece is in the cache.
+*8 bits.* A gradient is sent as a step between the minimum and the maximum. All ranks gather all
+ranks' steps and sum them in the same order, so all compute the same averages. They work piece by
+piece, while a piece is in the cache.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = [
     "quantization_pertensor_hook",
 ]
 
-PIECE = 1 << 17  # elements, and of those that are sent in 8 bits
+PIECE = 1 << 17  # elements that fit in the cache; fewer for 8 bits
 _QUANTIZED_PIECE = 1 << 16
 _STEPS = 255
 _LEAST_SCALE = torch.finfo(torch.float32).eps
@@ -46,10 +46,10 @@ def fp16_compress_hook(
 ) -> torch.futures.Future[torch.Tensor]:
     """Average in float16: half the bytes of float32, 11 bits of precision, at most 65,504.
 
-    Each rank's gradients are divided by the number of ranks before they are added.
+    Each rank divides its gradients by the number of ranks before the sum.
 
     Args:
-        process_group: a group or a mesh; None is that of the wrapper.
+        process_group: a group or a mesh; None for the wrapper's group.
         bucket: the gradients.
 
     Returns:
@@ -66,7 +66,7 @@ def bf16_compress_hook(
     """Average in bfloat16: half the bytes of float32, 8 bits of precision, float32's range.
 
     Args:
-        process_group: a group or a mesh; None is that of the wrapper.
+        process_group: a group or a mesh; None for the wrapper's group.
         bucket: the gradients.
 
     Returns:
@@ -78,7 +78,7 @@ def bf16_compress_hook(
 
 
 def fp16_compress_wrapper(hook: Hook) -> Hook:
-    """Let ``hook`` work on float16: its bucket is converted before, and its result after.
+    """Run ``hook`` on float16: convert its bucket before, and its result after.
 
     Args:
         hook: any communication hook, such as ``powerSGD_hook``.
@@ -96,7 +96,7 @@ def fp16_compress_wrapper(hook: Hook) -> Hook:
 
 
 def bf16_compress_wrapper(hook: Hook) -> Hook:
-    """Let ``hook`` work on bfloat16: its bucket is converted before, and its result after.
+    """Run ``hook`` on bfloat16: convert its bucket before, and its result after.
 
     Args:
         hook: any communication hook, such as ``powerSGD_hook``.
@@ -126,23 +126,23 @@ def _compressed(
 
 
 def _fits_inside(buffer: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Return whether ``buffer`` is large, and can be converted inside its own memory."""
+    """Return whether ``buffer`` is large and can be converted inside its own memory."""
     is_large = buffer.layout is torch.strided and buffer.numel() > PIECE
     has_room = buffer.element_size() >= 2 * dtype.itemsize and not buffer.is_complex()
     return is_large and has_room and buffer.is_cpu and buffer.is_contiguous()
 
 
 def _shrunk(buffer: torch.Tensor, dtype: torch.dtype, num_ranks: int) -> torch.Tensor:
-    """Write ``buffer / num_ranks`` in ``dtype`` over the beginning of ``buffer``; return that."""
+    """Write ``buffer / num_ranks`` in ``dtype`` over the start of ``buffer``; return that part."""
     half = buffer.view(dtype)[: buffer.numel()]
     for is_first, part, into in _pieces(buffer, half):
-        # Only the first piece would be read and written at the same place.
+        # Only the first piece overlaps its source.
         into.copy_(part.to(dtype) if is_first else part).div_(num_ranks)
     return half
 
 
 def _grown(half: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
-    """Expand ``half``, at the start of ``buffer``, in place to all of ``buffer``; return that."""
+    """Expand ``half``, at the start of ``buffer``, in place to all of ``buffer``; return it."""
     for is_first, into, part in reversed([*_pieces(buffer, half)]):
         into.copy_(part.clone() if is_first else part)
     return buffer
@@ -175,13 +175,13 @@ def quantization_pertensor_hook(
     """Average in 8 bits, with one scale for the whole bucket.
 
     Args:
-        process_group: a group or a mesh; None is that of the wrapper.
+        process_group: a group or a mesh; None for the wrapper's group.
         bucket: the gradients.
 
     Returns:
         A Future of the averages, in the bucket's own memory and dtype.
 
-    Cost: one all-gather of a byte per element: less than an all-reduce of float32 on up to 8 ranks.
+    Cost: one all-gather of one byte per element: less than a float32 all-reduce on up to 8 ranks.
     """
     return _averaged(process_group, bucket, _CHANNEL_SIZE, shares_scale=True)
 
@@ -189,17 +189,17 @@ def quantization_pertensor_hook(
 def quantization_perchannel_hook(
     process_group: ProcessGroup | None, bucket: GradBucket, bucket_size: int = _CHANNEL_SIZE
 ) -> torch.futures.Future[torch.Tensor]:
-    """Average in 8 bits, with a scale for each ``bucket_size`` elements, so more exactly.
+    """Average in 8 bits, with one scale per ``bucket_size`` elements, so more precisely.
 
     Args:
-        process_group: a group or a mesh; None is that of the wrapper.
+        process_group: a group or a mesh; None for the wrapper's group.
         bucket: the gradients.
-        bucket_size: how many elements share a scale.
+        bucket_size: the number of elements that share a scale.
 
     Returns:
         A Future of the averages, in the bucket's own memory and dtype.
 
-    Cost: one all-gather of a byte per element, and 8 per scale.
+    Cost: one all-gather of one byte per element, and 8 per scale.
     """
     return _averaged(process_group, bucket, bucket_size, shares_scale=False)
 
@@ -216,11 +216,11 @@ def _averaged(
 
     def add_up(_: object) -> torch.Tensor:
         parts = [_parts(packed, buffer.numel()) for packed in gathered.split(mine.numel())]
-        for device_groups, elements in _device_groups(buffer.numel(), size):
+        for channels, elements in _channels(buffer.numel(), size):
             total = buffer.new_zeros(elements.stop - elements.start, dtype=torch.float32)
             for facts, steps in parts:
-                scale, zero = facts if shares_scale else facts[:, device_groups]
-                total += (_rows(steps[elements], device_groups) - zero).mul_(scale).view(-1)
+                scale, zero = facts if shares_scale else facts[:, channels]
+                total += (_rows(steps[elements], channels) - zero).mul_(scale).view(-1)
             buffer[elements] = total.div_(group.size())
         return buffer
 
@@ -231,8 +231,8 @@ def _averaged(
 def _packed(values: torch.Tensor, size: int, shares_scale: bool) -> torch.Tensor:
     """Return scales and zero points per ``size`` values, or shared, then 8-bit values, as bytes."""
     ends = [
-        _rows(values[elements], device_groups).aminmax(dim=1)
-        for device_groups, elements in _device_groups(values.numel(), size)
+        _rows(values[elements], channels).aminmax(dim=1)
+        for channels, elements in _channels(values.numel(), size)
     ]
     least = torch.cat([end.min for end in ends]).float()
     greatest = torch.cat([end.max for end in ends]).float()
@@ -245,24 +245,22 @@ def _packed(values: torch.Tensor, size: int, shares_scale: bool) -> torch.Tensor
     packed = torch.empty(facts.nbytes + values.numel(), dtype=torch.uint8, device=values.device)
     packed[: facts.nbytes] = facts.view(-1).view(torch.uint8)
     steps = packed[facts.nbytes :]
-    for device_groups, elements in _device_groups(values.numel(), size):
-        scale, zero = facts if shares_scale else facts[:, device_groups]
-        # A value that is not finite gets any step: its scale makes the sum NaN, or infinite.
-        found = (_rows(values[elements], device_groups) / scale).round_().add_(zero)
+    for channels, elements in _channels(values.numel(), size):
+        scale, zero = facts if shares_scale else facts[:, channels]
+        # A non-finite value may get any step: its scale makes the sum NaN or infinite.
+        found = (_rows(values[elements], channels) / scale).round_().add_(zero)
         steps[elements] = found.clamp_(0, _STEPS).view(-1)
     return packed
 
 
 def _parts(packed: torch.Tensor, numel: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return scales and zero points as (2, device groups, 1), and steps: the inverse of
-    ``_packed``."""
+    """Return scales and zero points as (2, channels, 1), and steps: the inverse of ``_packed``."""
     facts, steps = packed.split([packed.numel() - numel, numel])
     return facts.clone().view(torch.float32).view(2, -1, 1), steps
 
 
-def _device_groups(numel: int, size: int) -> Iterator[tuple[slice, slice]]:
-    """Yield slices (of device groups, of elements) piece by piece; a device group has ``size``
-    elements."""
+def _channels(numel: int, size: int) -> Iterator[tuple[slice, slice]]:
+    """Yield slices (of channels, of elements) piece by piece; a channel has ``size`` elements."""
     whole = numel - numel % size
     step = max(_QUANTIZED_PIECE // size, 1) * size
     for start in range(0, whole, step):
@@ -272,20 +270,20 @@ def _device_groups(numel: int, size: int) -> Iterator[tuple[slice, slice]]:
         yield slice(whole // size, whole // size + 1), slice(whole, numel)
 
 
-def _rows(elements: torch.Tensor, device_groups: slice) -> torch.Tensor:
-    """Return a piece's elements as a matrix that has a row for each of ``device_groups``."""
-    return elements.view(device_groups.stop - device_groups.start, -1)
+def _rows(elements: torch.Tensor, channels: slice) -> torch.Tensor:
+    """Return a piece's elements as a matrix with one row per channel."""
+    return elements.view(channels.stop - channels.start, -1)
 
 
 def batched_powerSGD_hook(
     state: PowerSGDState, bucket: GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
-    """Average an approximation of low rank of the whole bucket; what it lacks is added next time.
+    """Average a low-rank approximation of the bucket; add its error to the next gradient.
 
     The first ``state.start_powerSGD_iter`` backwards average exactly.
 
     Args:
-        state: torch's; its ``process_group`` is a group or a mesh, and None that of the wrapper.
+        state: torch's; its ``process_group`` is a group, a mesh, or None for the wrapper's group.
         bucket: the gradients.
 
     Returns:
@@ -313,7 +311,7 @@ def batched_powerSGD_hook(
     matrix = wanted.view(side, side)
     q = state.q_memory_dict.get(index) if state.warm_start else None
     if q is None:
-        seed = state.rng.randint(1_000_000_000)  # equal on all ranks, another in each step
+        seed = state.rng.randint(1_000_000_000)  # equal on all ranks, different in each step
         q = torch.randn(side, rank, generator=torch.Generator().manual_seed(seed), device="cpu")
     p = matrix @ _orthogonal(q.to(buffer))
 

@@ -1,7 +1,7 @@
-"""A hook that a wrapper calls for each bucket, checked at its registration and its answers.
+"""Check communication hooks at registration, and check the averages that they return.
 
-Ours take the place of torch's own hooks of the same names. Torch's ask torch's world where their
-state names no group. Some fail on CPU tensors in any case.
+Hooks of meshdist replace torch's hooks of the same names. Torch's hooks use torch's default group
+if their state has none, and some fail on CPU tensors.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ _WRAPPERS = {
 
 
 def ours_for(hook: Callable[..., Any], state: Any) -> Callable[..., Any]:
-    """Return ``hook``, or our hook of its name where torch's cannot run on groups of ours."""
+    """Return ``hook``, or the meshdist hook that replaces a torch hook."""
     if not str(getattr(hook, "__module__", "")).startswith(_TORCHS):
         return hook
     name = getattr(hook, "__qualname__", "")
@@ -80,7 +80,7 @@ def ours_for(hook: Callable[..., Any], state: Any) -> Callable[..., Any]:
         return _IN_ANY_CASE[name]
     if name in _WITHOUT_A_GROUP and _names_no_group(state):
         return _WITHOUT_A_GROUP[name]
-    if name in _WRAPPERS:  # of torch's, around another hook
+    if name in _WRAPPERS:  # torch's wrapper around another hook
         inner = inspect.getclosurevars(hook).nonlocals["hook"]
         ours = ours_for(inner, state)
         return hook if ours is inner else _WRAPPERS[name](ours)
@@ -108,19 +108,19 @@ _SIGNATURE = "hook(state, bucket: GradBucket) -> torch.futures.Future[torch.Tens
 
 
 class RegisteredHook:
-    """A communication hook and its state, for the gradients that are averaged over one group."""
+    """A communication hook and its state, for gradients averaged over one group."""
 
     def __init__(self, state: Any, hook: Callable[..., Any], group: ProcessGroup) -> None:
         _check(hook, group)
         self.name = hook_name(hook)
         if state is None and self.name in _WANT_A_STATE:
             raise KindError(
-                f"communication hook {self.name} wants a state of its own",
+                f"communication hook {self.name} requires a state",
                 where=f"rank {group.world.rank}",
                 expected=f"a {_WANT_A_STATE[self.name]}",
                 found="None",
                 fix=f"pass md.distributed.comm_hooks.{_WANT_A_STATE[self.name]}(None, ...), "
-                "whose group None is that of the wrapper",
+                "where None selects the wrapper's group",
             )
         self.group = group
         self._hook = ours_for(hook, state)
@@ -152,7 +152,7 @@ class PendingBucket:
         if not isinstance(self._future, torch._C.Future):
             raise self._error(
                 KindError,
-                "returned no Future",
+                "did not return a Future",
                 expected="a torch.futures.Future of the averaged tensor",
                 found=f"an object of type {type(self._future).__name__}",
                 fix="return work.get_future().then(lambda done: done.value()[0])",
@@ -160,7 +160,7 @@ class PendingBucket:
 
     def wait(self) -> bool:
         """Wait for the hook's Future, copy its checked averages into the bucket, return True."""
-        # Callbacks of the hook's futures run here, on this thread.
+        # Callbacks of the hook's futures run on this thread.
         with self._deferral.entered(), group_in_state(self._state, self._registered.group):
             error = self._deferral.settle()
             if not self._future.done():
@@ -170,24 +170,26 @@ class PendingBucket:
         return True
 
     def _await_others(self, error: Exception | None) -> None:
-        """Raise ``error``, or wait until a thread completes the Future; raise if it is late."""
+        """Raise ``error``, or wait until a thread completes the Future; raise on timeout."""
         if error is not None:
             raise error
         timeout = self._registered.group.timeout
-        limit = timedelta(0) if find_rank_here() is not None else timeout  # there is no other
+        limit = timedelta(0) if find_rank_here() is not None else timeout  # without other threads
         if wait_until(self._future.done, Deadline(limit)) is None:
             raise self._error(
                 CollectiveTimeoutError,
-                "returned a Future that nothing has completed",
-                expected="a Future that a callback of the hook's collectives completes, or another "
+                "returned a Future that was never completed",
+                expected="a Future completed by a callback of the hook's collectives, or by "
+                "another "
                 f"thread within {timeout.total_seconds():g} s",
-                found="all collectives that the hook has started are done",
-                fix="look for a callback that raises before it calls set_result; return what "
-                "then() gives instead, which carries the error",
+                found="all collectives that the hook started are complete",
+                fix="return the Future that then() returns, which passes on a callback's error, "
+                "instead of calling set_result() in the callback",
             )
 
     def _checked(self, value: Any) -> torch.Tensor:
-        """Return the tensor in the value of the hook's Future; raise unless it fits the bucket."""
+        """Return the tensor in the value of the hook's Future; raise unless it matches the
+        bucket."""
         if isinstance(value, (list, tuple)) and len(value) == 1:
             value = value[0]
         into = self._into
@@ -195,47 +197,47 @@ class PendingBucket:
         if not isinstance(value, torch.Tensor):
             raise self._error(
                 KindError,
-                "gave a Future of something else than a tensor",
+                "returned a Future of a value that is not a tensor",
                 expected=f"one tensor, or a list of one: {expected}",
                 found=f"an object of type {type(value).__name__}",
-                fix="let the last callback return the averaged tensor",
+                fix="return the averaged tensor from the last callback",
             )
-        fix = "let the last callback return bucket.buffer(), or a tensor like it"
+        fix = "return bucket.buffer(), or a tensor like it, from the last callback"
         fields = {"expected": expected, "fix": fix}
         if value.numel() != into.numel() or value.layout != into.layout:
             fields["found"] = f"shape {shape_text(value.shape)}"
             if value.layout != into.layout:
                 fields["found"] += f", layout {str(value.layout).removeprefix('torch.')}"
-            raise self._error(ShapeError, "gave a tensor of another shape", **fields)
+            raise self._error(ShapeError, "returned a tensor of a different shape", **fields)
         if value.dtype not in (into.dtype, self._bucket.buffer().dtype):
             fields["found"] = dtype_name(value.dtype)
-            raise self._error(DtypeError, "gave a tensor of another dtype", **fields)
+            raise self._error(DtypeError, "returned a tensor of a different dtype", **fields)
         if value.device != into.device:
             fields["found"] = str(value.device)
-            raise self._error(ArgumentError, "gave a tensor on another device", **fields)
+            raise self._error(ArgumentError, "returned a tensor on a different device", **fields)
         return value
 
     def _error(self, kind: type[MeshdistError], summary: str, **fields: str) -> MeshdistError:
-        """Return an error of class ``kind`` about the hook's answer for this bucket."""
+        """Return an error of class ``kind`` about the hook's result for this bucket."""
         name, group = self._registered.name, self._registered.group
         where = f"rank {group.world.rank}, hook {name}, {self._bucket!r} in {group.group_name}"
         return kind(f"communication hook {name} {summary}", where=where, **fields)
 
     def _take(self, value: torch.Tensor) -> None:
-        """Copy ``value``, the averages, into the bucket's memory unless it lies there already."""
+        """Copy ``value``, the averages, into the bucket's memory unless it is already there."""
         into = self._into
         if value is into:
             return
         if into.is_sparse:
             into.copy_(value)
             return
-        lies_there = value.data_ptr() == into.data_ptr() and value.dtype == into.dtype
-        if not (lies_there and value.is_contiguous()):
+        is_there = value.data_ptr() == into.data_ptr() and value.dtype == into.dtype
+        if not (is_there and value.is_contiguous()):
             into.copy_(value.reshape(into.shape))
 
 
 def hook_name(hook: object) -> str:
-    """Return the name of a hook, any object that can be called, for messages."""
+    """Return the name of a hook, any callable, for messages."""
     named = getattr(hook, "func", hook)  # of functools.partial
     return str(getattr(named, "__qualname__", type(named).__qualname__))
 
@@ -257,33 +259,32 @@ def _check(hook: Callable[..., Any], group: ProcessGroup) -> None:
         signature.bind(None, None)
     except TypeError:
         raise KindError(
-            f"communication hook {name} does not take a state and a bucket",
+            f"communication hook {name} does not accept the arguments (state, bucket)",
             where=where,
             expected=_SIGNATURE,
             found=f"{name}{signature}",
+            fix=f"define it as {_SIGNATURE}",
         ) from None
     of_bucket = [*signature.parameters.values()][1:2]
     for parameter in of_bucket:
         said = parameter.annotation
         if not isinstance(said, str) and said not in (_EMPTY, Any, GradBucket, TorchBucket):
             raise ArgumentError(
-                f"communication hook {name}: {parameter.name} is annotated as something else than "
-                "a GradBucket",
+                f"communication hook {name}: {parameter.name} is not annotated as a GradBucket",
                 where=where,
                 expected=_SIGNATURE,
                 found=inspect.formatannotation(said),
                 fix="annotate it as meshdist.distributed.GradBucket or "
-                "torch.distributed.GradBucket, or leave it without",
+                "torch.distributed.GradBucket, or remove the annotation",
             )
     said = signature.return_annotation
     if not isinstance(said, str) and said not in (_EMPTY, Any, _FUTURE):
         raise ArgumentError(
-            f"communication hook {name} is annotated to return something else than a Future of a "
-            "tensor",
+            f"communication hook {name} is not annotated to return a Future of a tensor",
             where=where,
             expected=_SIGNATURE,
             found=inspect.formatannotation(signature.return_annotation),
-            fix="annotate it as torch.futures.Future[torch.Tensor], or leave it without",
+            fix="annotate it as torch.futures.Future[torch.Tensor], or remove the annotation",
         )
 
 
@@ -291,7 +292,7 @@ def _find_signature(hook: Callable[..., Any]) -> inspect.Signature | None:
     """Return the signature of a hook, or None for an object without a signature."""
     try:
         return inspect.signature(hook, eval_str=True)
-    except Exception:  # any, of evaluating an annotation: then annotations stay text
+    except Exception:  # evaluating an annotation may raise anything
         pass
     try:
         return inspect.signature(hook)

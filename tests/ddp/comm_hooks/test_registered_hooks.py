@@ -245,36 +245,35 @@ SIGNATURE = "hook(state, bucket: GradBucket) -> torch.futures.Future[torch.Tenso
             of_nothing,
             KindError,
             [
-                "communication hook of_nothing does not take a state and a bucket",
+                "communication hook of_nothing does not accept the arguments (state, bucket)",
                 "  where:    rank 0",
                 f"  expected: {SIGNATURE}",
                 "  found:    of_nothing() -> None",
+                f"  fix:      define it as {SIGNATURE}",
             ],
         ),
         (
             of_an_int,
             ArgumentError,
             [
-                "communication hook of_an_int: bucket is annotated as something else than a "
-                "GradBucket",
+                "communication hook of_an_int: bucket is not annotated as a GradBucket",
                 "  where:    rank 0",
                 f"  expected: {SIGNATURE}",
                 "  found:    int",
                 "  fix:      annotate it as meshdist.distributed.GradBucket or "
-                "torch.distributed.GradBucket, or leave it without",
+                "torch.distributed.GradBucket, or remove the annotation",
             ],
         ),
         (
             to_an_int,
             ArgumentError,
             [
-                "communication hook to_an_int is annotated to return something else than a "
-                "Future of a tensor",
+                "communication hook to_an_int is not annotated to return a Future of a tensor",
                 "  where:    rank 0",
                 f"  expected: {SIGNATURE}",
                 "  found:    int",
-                "  fix:      annotate it as torch.futures.Future[torch.Tensor], "
-                "or leave it without",
+                "  fix:      annotate it as torch.futures.Future[torch.Tensor], or remove "
+                "the annotation",
             ],
         ),
     ],
@@ -303,7 +302,7 @@ def test_a_hook_that_wants_a_state_is_not_taken_without(hook: Any, state: str) -
         return str(found.value)
 
     (text,) = md.simulate(program, 1)
-    assert text.startswith(f"communication hook {hook.__name__} wants a state of its own\n")
+    assert text.startswith(f"communication hook {hook.__name__} requires a state\n")
     assert f"expected: a {state}\n  found:    None\n" in text
 
 
@@ -342,15 +341,15 @@ def test_a_second_hook_and_a_late_one_are_rejected() -> None:
         return told
 
     assert md.simulate(program, 2)[1] == [
-        "a communication hook is registered already\n"
+        "a communication hook is already registered\n"
         "  where:    rank 1, in the world\n"
-        "  expected: register_comm_hook at most once for each wrapper\n"
+        "  expected: register_comm_hook() at most once per wrapper\n"
         "  found:    hook average\n"
-        "  fix:      call both in one hook, or wrap the model anew",
-        "a communication hook was registered after the first backward\n"
+        "  fix:      call both in one hook, or wrap the model again",
+        "cannot register a communication hook after the first backward\n"
         "  where:    rank 1, in the world\n"
-        "  expected: register_comm_hook before gradients are first averaged\n"
-        "  fix:      register it right after the model is wrapped",
+        "  expected: register_comm_hook() before gradients are first averaged\n"
+        "  fix:      register it right after you wrap the model",
     ]
 
 
@@ -368,15 +367,16 @@ def test_a_hook_that_returns_no_future() -> None:
 
     name = "test_a_hook_that_returns_no_future.<locals>.program.<locals>.hook"
     assert md.simulate(program, 2)[1] == (
-        f"communication hook {name} returned no Future\n"
-        f"  where:    rank 1, hook {name}, <GradBucket 0: 1 gradients, 1 float32> in the world\n"
+        f"communication hook {name} did not return a Future\n"
+        f"  where:    rank 1, hook {name}, <GradBucket 0: 1 gradients, 1 float32> in the "
+        "world\n"
         "  expected: a torch.futures.Future of the averaged tensor\n"
         "  found:    an object of type Tensor\n"
         "  fix:      return work.get_future().then(lambda done: done.value()[0])"
     )
 
 
-LIKE_IT = "let the last callback return bucket.buffer(), or a tensor like it"
+LIKE_IT = "return bucket.buffer(), or a tensor like it, from the last callback"
 
 
 @pytest.mark.parametrize(
@@ -384,19 +384,19 @@ LIKE_IT = "let the last callback return bucket.buffer(), or a tensor like it"
     [
         (
             "x",
-            "gave a Future of something else than a tensor",
+            "returned a Future of a value that is not a tensor",
             "an object of type str",
-            "let the last callback return the averaged tensor",
+            "return the averaged tensor from the last callback",
         ),
-        (torch.ones(2), "gave a tensor of another shape", "shape (2,)", LIKE_IT),
+        (torch.ones(2), "returned a tensor of a different shape", "shape (2,)", LIKE_IT),
         (
             torch.ones(1).to_sparse(),
-            "gave a tensor of another shape",
+            "returned a tensor of a different shape",
             "shape (1,), layout sparse_coo",
             LIKE_IT,
         ),
-        (torch.ones(1).double(), "gave a tensor of another dtype", "float64", LIKE_IT),
-        (torch.ones(1, device="meta"), "gave a tensor on another device", "meta", LIKE_IT),
+        (torch.ones(1).double(), "returned a tensor of a different dtype", "float64", LIKE_IT),
+        (torch.ones(1, device="meta"), "returned a tensor on a different device", "meta", LIKE_IT),
     ],
 )
 def test_a_future_of_something_else(value: Any, summary: str, found: str, fix: str) -> None:
@@ -454,16 +454,17 @@ def test_a_future_that_nothing_completes(pool: Pool) -> None:
 
     (told, _), (simulated, _) = pool.run(program, 2), md.simulate(program, 2)
     assert told.splitlines()[2:] == [
-        "  expected: a Future that a callback of the hook's collectives completes, or another thread "
-        "within 0.2 s",
-        "  found:    all collectives that the hook has started are done",
-        "  fix:      look for a callback that raises before it calls set_result; return what "
-        "then() gives instead, which carries the error",
+        "  expected: a Future completed by a callback of the hook's collectives, or by "
+        "another thread within 0.2 s",
+        "  found:    all collectives that the hook started are complete",
+        "  fix:      return the Future that then() returns, which passes on a callback's "
+        "error, instead of calling set_result() in the callback",
     ]
     for text in (told, simulated):
         assert text.startswith(
-            "communication hook hook_whose_future_stays_empty returned a Future that nothing has "
-            "completed\n  where:    rank 0, hook hook_whose_future_stays_empty, <GradBucket 0"
+            "communication hook hook_whose_future_stays_empty returned a Future that was "
+            "never completed\n"
+            "  where:    rank 0, hook hook_whose_future_stays_empty, <GradBucket 0"
         )
 
 
