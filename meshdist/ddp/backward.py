@@ -127,7 +127,7 @@ class Backward:
         self.outcome: BackwardOutcome | None = None  # None until its end
         # Parameters whose gradient was computed after its bucket was sent.
         self._late: list[int] = []
-        self._places, self._is_learned = layout.places, layout.is_learned
+        self._places = layout.places
 
     # -- gradients --------------------------------------------------------------------------------
 
