@@ -40,9 +40,10 @@ class Backend(str):
         """Return the name in lower case."""
         if not isinstance(name, str):
             raise ArgumentError(
-                "a backend is named by a str",
+                "a backend name must be a str",
                 expected="for example 'gloo', 'nccl' or 'cpu:gloo,cuda:nccl'",
                 found=f"{name!r}",
+                fix="pass the name as a string",
             )
         return super().__new__(cls, name.lower())
 
@@ -66,7 +67,7 @@ class Backend(str):
             devices: the device types it serves; None means cpu and cuda, with a warning.
         """
         if devices is None:
-            warn_caller(f"register_backend({name!r}) names no devices: cpu and cuda are assumed")
+            warn_caller(f"register_backend({name!r}) got no devices: assuming cpu and cuda")
             devices = ("cpu", "cuda")
         kinds = frozenset([devices] if isinstance(devices, str) else devices)
         register_backend(RegisteredBackend(name.lower(), func, kinds, extended_api))
@@ -105,7 +106,11 @@ def parse_backends(backend: str | None) -> dict[str, str]:
     if backend is None:
         return default_backends()
     if not isinstance(backend, str):
-        raise KindError("backend must be a str", found=f"{backend!r}")
+        raise KindError(
+            "backend must be a str or None",
+            found=f"{backend!r}",
+            fix="pass a name, for example 'gloo', or None for the default of each device type",
+        )
     adopt_torch_backends()
     text = backend.lower()
     if text == "tcp":
@@ -124,7 +129,7 @@ def parse_backends(backend: str | None) -> dict[str, str]:
                 f"{pair!r} does not pair a device type with a backend",
                 where=f"backend={backend!r}",
                 expected="DEVICE:BACKEND, separated by commas",
-                fix="for example backend='cpu:gloo,cuda:nccl'",
+                fix="write pairs, for example backend='cpu:gloo,cuda:nccl'",
             )
         if device_type in backends:
             raise ArgumentError(
@@ -132,6 +137,7 @@ def parse_backends(backend: str | None) -> dict[str, str]:
                 where=f"backend={backend!r}",
                 expected="each device type once",
                 found=f"{backends[device_type]} and {name}",
+                fix=f"remove all but one backend of {device_type!r}",
             )
         backends[device_type] = name
     return backends

@@ -147,9 +147,7 @@ class Communicator(ABC):
             try:
                 communicator.abort()
             except Exception:
-                _log.exception(
-                    "a communicator on backend %s could not be aborted", communicator.backend
-                )
+                _log.exception("failed to abort a communicator of backend %s", communicator.backend)
 
     @abstractmethod
     def close(self) -> None:

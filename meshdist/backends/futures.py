@@ -140,7 +140,9 @@ class WorkFuture(torch.futures.Future):  # type: ignore[type-arg]
             except Exception as error:
                 child._fill_error(error)
             except BaseException as error:
-                child._fill_error(BackendError(f"{type(error).__name__} ended a future's callback"))
+                child._fill_error(
+                    BackendError(f"a callback of a future raised {type(error).__name__}")
+                )
                 raise
             finally:
                 child._run_callbacks()

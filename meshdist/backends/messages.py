@@ -69,7 +69,7 @@ class Mailbox:
                 transfer.is_done = True
         deadline = Deadline(timeout)
         if not wait_until(transfer.poll, deadline, self._check, longest_pause_s=_LONGEST_PAUSE_S):
-            raise BackendTimeout("no counterpart for a message of this rank to itself")
+            raise BackendTimeout("no matching send or receive for a message of this rank to itself")
 
     def abort(self) -> None:
         """Let every thread that waits in ``finish`` raise BackendAborted."""
@@ -141,11 +141,11 @@ class TagNumbers:
 
         def check() -> None:
             if is_aborted():
-                raise BackendAborted("aborted while a tag was given its number")
+                raise BackendAborted("aborted while waiting for the number of a tag")
 
         def is_drawn() -> bool:  # not by waiting in the store, which other threads need
             return bool(store.check([key]))
 
         if not wait_until(is_drawn, Deadline(DRAWING_S), check):
-            raise BackendTimeout("the member that was to number a tag has not done so")
+            raise BackendTimeout("the rank that must assign a number to a tag did not respond")
         return int(store.get(key))

@@ -301,8 +301,8 @@ class _Overwritten(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
         raise GradientError(
-            f"{ctx.operation} wrote into a tensor with gradient history, and has no gradient itself",
-            expected="a collective that differentiates",
-            fix="use meshdist.lax.psum(x, axis, mesh=mesh) in its place, whose result is new; or "
-            "call it on x.detach(): gradients then ignore the call",
+            f"{ctx.operation} cannot be differentiated: it overwrote a tensor with gradient history",
+            expected="a differentiable collective",
+            fix="use meshdist.lax.psum(x, axis, mesh=mesh), which returns a new tensor; or call "
+            f"{ctx.operation} on x.detach(), so that gradients ignore the call",
         )

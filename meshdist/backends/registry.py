@@ -115,11 +115,11 @@ def lack_error(rank: int, text: str, members: Sequence[int], found: str) -> Back
         found: the lack of each member, as text.
     """
     return BackendError(
-        f"{text} cannot be opened: a member can open too few files and sockets, or threads",
+        f"{text} cannot be opened because a rank has too few file descriptors or threads",
         where=f"rank {rank}, among {ranks_text(members)}",
         found=found,
-        fix=f"{MORE_DESCRIPTORS} (of threads: pids.max of the control group, --pids-limit of "
-        "Docker); or close groups that are not needed any more",
+        fix=f"{MORE_DESCRIPTORS} (for threads: raise pids.max of the control group, with Docker "
+        "--pids-limit); or close groups that you no longer need",
     )
 
 
@@ -163,7 +163,10 @@ class BackendType(ABC):
 
     def why_unavailable(self) -> tuple[str, str]:
         """Return why this machine cannot use the backend, and the fix."""
-        return f"the backend {self.name!r} says so", "ask whoever registered it"
+        return (
+            f"is_available() of backend {self.name!r} returns False",
+            "install what the package that registered it requires",
+        )
 
     def connection_for(self, device_type: str) -> str:
         """Return a name that is equal for device types which share a communicator of a group."""
@@ -211,12 +214,12 @@ def get_backend(name: str) -> BackendType:
             f"backend {name!r} is not available on this machine",
             expected=expected,
             found=found,
-            fix=f"{fix}; or name another, or None for the default of each device type",
+            fix=f"{fix}; or pass another backend, or None for the default of each device type",
         )
     close = difflib.get_close_matches(name, known, n=1)
     meant = f"did you mean {close[0]!r}? " if close else ""
     raise BackendError(
         f"backend {name!r} is not registered",
         expected=expected,
-        fix=f"{meant}name one of these, or None for the default of each device type",
+        fix=f"{meant}pass one of these, or None for the default of each device type",
     )

@@ -230,9 +230,9 @@ def complete(request: Completed) -> None:
 def reject_to_complete() -> None:
     """Raise BackendError, since an exception has ended the completion of the result."""
     raise BackendError(
-        "its result is not complete: an exception has ended the wait in which it was written",
-        expected="a first wait that returns, before the result is used",
-        fix="call the collective again, on tensors that are filled anew",
+        "the result is incomplete because an exception interrupted the wait that writes it",
+        expected="a first wait() that returns, before the result is used",
+        fix="fill the tensors again and repeat the collective",
     )
 
 

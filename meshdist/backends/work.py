@@ -190,9 +190,9 @@ class Work:
         """
         if not cuda_devices(self._result):
             raise BackendError(
-                "no stream can be made to wait for a collective whose result lies on the CPU",
+                "block_current_stream() cannot order a stream after a collective on the CPU",
                 expected="a collective on CUDA arrays",
-                fix="call wait(), which returns when the result is there",
+                fix="call wait(), which returns when the result is complete",
             )
         self.wait()
 
@@ -211,7 +211,7 @@ class Work:
             raise BackendError(
                 "a send or a receive has no future",
                 expected="the Work of a collective",
-                fix="call wait() or is_completed() on it",
+                fix="call wait() or is_completed() on the Work",
             )
         self._warn_dropped = None
         if self._is_in_flight_on_stream():
@@ -253,17 +253,17 @@ class Work:
         """Raise BackendError: only works of torch's own can be boxed for its dispatcher."""
         raise BackendError(
             "a Work of meshdist cannot be boxed for torch's dispatcher",
-            expected="a Work that torch.distributed made, which lives in C++",
-            fix="hand on the Work itself, or its get_future()",
+            expected="a Work of torch.distributed, which is a C++ object",
+            fix="pass the Work itself, or its get_future()",
         )
 
     @staticmethod
     def unbox(arg0: object) -> NoReturn:
         """Raise BackendError: see ``boxed``."""
         raise BackendError(
-            "no box holds a Work of meshdist",
+            "unbox() cannot return a Work of meshdist, because such a Work cannot be boxed",
             found=type(arg0).__name__,
-            fix="open a box of torch's with torch.distributed.Work.unbox",
+            fix="unbox torch's objects with torch.distributed.Work.unbox",
         )
 
     def _complete(self) -> None:
