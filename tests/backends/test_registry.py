@@ -48,7 +48,7 @@ def test_a_misspelt_backend() -> None:
     assert caught.value.fix.startswith("did you mean 'gloo'? pass one of these, or None for the")
     with pytest.raises(md.BackendError) as caught:
         get_backend("pigeon")
-    assert caught.value.fix.startswith("name one of these")
+    assert caught.value.fix.startswith("pass one of these")
 
 
 def test_mpi_without_mpi4py(monkeypatch: pytest.MonkeyPatch) -> None:
