@@ -124,25 +124,23 @@ def cuts(count: int, num_parts: int) -> list[int]:
 
 
 class OperationArgs:
-    """Call that is ready to be run by a device group and started by a backend.
+    """Arguments of one call, ready for a device group and a backend.
 
     Args:
-        collective: its public name; "" for a call of a backend's own.
-        way: the collective of a communicator that carries it.
-        inputs: what this member brings: one tensor, a tensor for each member, or some that travel
-            together.
-        outputs: what this member's result is written into, in any of these forms.
+        operation: its public name; "" for a call that a backend makes itself.
+        way: the operation of the communicator that implements it.
+        inputs: one tensor, a tensor for each member, or a list that is sent together.
+        outputs: the tensors for this member's result, in any of these forms.
         noted: the tensor, or list of tensors, whose dtype and size members compare.
-        op: what the backend reduces by.
-        root: the place of its source or destination; of a message, of its other side (None: any).
-        sizes: how many elements go to and come from each member, where members may differ in that.
+        op: the reduction of the backend.
+        root: the group rank of the source or destination, or of a message's peer (None: any).
+        sizes: how many elements to send to and receive from each member, if members may differ.
     """
 
-    # Tensors have no gradient, and are contiguous; those of an elementwise collective have no gaps,
-    # where the backend takes them so. A collective in place has its tensors as inputs and as
-    # outputs.
+    # Tensors have no gradient and are contiguous; in an elementwise operation they may have another
+    # order, if the backend takes layouts. An in-place operation has equal inputs and outputs.
 
-    # Of most calls these are as they stand in the class, which costs a call nothing.
+    # Most calls use the defaults of the class, which cost a call nothing.
     operation: str = ""
     way: str = ""
     inputs: Tensors = ()
