@@ -74,7 +74,7 @@ def test_cells() -> None:
     assert "simulated ranks of this world have ended: simulate has returned" in error_of(ended)
     assert data_of(kept)["text/plain"] == "([[1.0, 1.0], [1.0, 1.0]], (4, 4))"
     assert "DistributedDataParallel: the ranks wrap different Linear" in error_of(ddp)
-    assert "deadlock: no simulated rank can go on" in error_of(backward)
+    assert "deadlock: no simulated rank can continue" in error_of(backward)
     for outputs in (first, ended, ddp, backward):
         assert "\nFile " not in error_of(outputs)  # frames of cells alone
     assert re.search(r"--> \d md.simulate\(wrap, 2\)", error_of(ddp))

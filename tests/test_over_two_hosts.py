@@ -317,6 +317,6 @@ def test_a_host_that_others_cannot_reach_is_named(two_hosts: TwoHosts) -> None:
     for done in two_hosts.start(text, places, hosts="AB"):
         assert done.returncode == 1
         assert (
-            "that the other hosts reach lo, which Gloo uses on this rank; if not, set "
-            "GLOO_SOCKET_IFNAME to an interface that they reach" in done.stderr
+            "that the other hosts can reach lo, which Gloo uses on this rank; if they cannot, set "
+            "GLOO_SOCKET_IFNAME to an interface that they can reach" in done.stderr
         )

@@ -1,4 +1,4 @@
-"""The names of backends: torch's ``Backend``, and the texts that pair device types with backends."""
+"""Parse backend names, such as "gloo" and "cpu:gloo,cuda:nccl", and find the defaults."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _DEFAULT_BACKENDS = {"cpu": ("shm", "gloo"), "cuda": ("nccl",), "xpu": ("xccl",)
 
 
 class Backend(str):
-    """A backend's name in lower case; ``Backend("GLOO") == "gloo" == Backend.GLOO``.
+    """A backend name in lower case: ``Backend("GLOO") == "gloo" == Backend.GLOO``.
 
-    An unknown name is kept, and rejected where it is used.
+    An unknown name raises only when a group is created with it.
     """
 
     __slots__ = ()
@@ -40,9 +40,10 @@ class Backend(str):
         """Return the name in lower case."""
         if not isinstance(name, str):
             raise ArgumentError(
-                "a backend is named by a str",
+                "a backend name must be a str",
                 expected="for example 'gloo', 'nccl' or 'cpu:gloo,cuda:nccl'",
                 found=f"{name!r}",
+                fix="pass the name as a string",
             )
         return super().__new__(cls, name.lower())
 
@@ -54,19 +55,19 @@ class Backend(str):
         extended_api: bool = False,
         devices: str | Sequence[str] | None = None,
     ) -> None:
-        """Make a backend written for torch.distributed a backend; afterwards ``Backend.NAME``
-        exists.
+        """Register a backend that was written for torch.distributed, and set ``Backend.NAME``.
 
         Args:
-            name: its name.
-            func: called as ``func(store, rank, world_size, timeout)`` for each group, and returns
-                torch's kind of process group.
-            extended_api: whether it is called as ``func(options, backend_options)`` instead, with
+            name: The name of the backend.
+            func: Called as ``func(store, rank, world_size, timeout)`` for each group; returns a
+                torch process group.
+            extended_api: If True, ``func`` is called as ``func(options, backend_options)``, with
                 torch's DistributedBackendOptions.
-            devices: the device types it serves; None means cpu and cuda, with a warning.
+            devices: The device types that the backend supports. None means cpu and cuda, with a
+                warning.
         """
         if devices is None:
-            warn_caller(f"register_backend({name!r}) names no devices: cpu and cuda are assumed")
+            warn_caller(f"register_backend({name!r}) got no devices: assuming cpu and cuda")
             devices = ("cpu", "cuda")
         kinds = frozenset([devices] if isinstance(devices, str) else devices)
         register_backend(RegisteredBackend(name.lower(), func, kinds, extended_api))
@@ -74,7 +75,7 @@ class Backend(str):
 
 
 def usable_defaults() -> set[str]:
-    """Return the names of those default backends that work on this machine."""
+    """Return the names of the default backends that work on this machine."""
     backends = filter(
         None, (find_backend(name) for names in _DEFAULT_BACKENDS.values() for name in names)
     )
@@ -82,7 +83,7 @@ def usable_defaults() -> set[str]:
 
 
 def default_backends(usable: Collection[str] | None = None) -> dict[str, str]:
-    """Return the best backend per device type among ``usable``; None: those that work here."""
+    """Return the best of the ``usable`` backends (None: all that work here) per device type."""
     found = usable_defaults() if usable is None else usable
     return {
         device_type: next(filter(found.__contains__, names), names[-1])
@@ -94,9 +95,8 @@ def parse_backends(backend: str | None) -> dict[str, str]:
     """Return ``{device type: backend}`` for the argument ``backend``.
 
     Args:
-        backend: a backend's name, for all device types that it serves, or that of a backend that a
-            plug-in has registered with torch; pairs such as "cpu:gloo,cuda:nccl"; or None, for
-            the default backend of each device type.
+        backend: a name, also of a plug-in's backend, for all device types that it supports; pairs
+            such as "cpu:gloo,cuda:nccl"; or None, for the default of each device type.
 
     Example:
         >>> parse_backends("cpu:gloo,cuda:NCCL")
@@ -105,7 +105,11 @@ def parse_backends(backend: str | None) -> dict[str, str]:
     if backend is None:
         return default_backends()
     if not isinstance(backend, str):
-        raise KindError("backend must be a str", found=f"{backend!r}")
+        raise KindError(
+            "backend must be a str or None",
+            found=f"{backend!r}",
+            fix="pass a name, for example 'gloo', or None for the default of each device type",
+        )
     adopt_torch_backends()
     text = backend.lower()
     if text == "tcp":
@@ -124,7 +128,7 @@ def parse_backends(backend: str | None) -> dict[str, str]:
                 f"{pair!r} does not pair a device type with a backend",
                 where=f"backend={backend!r}",
                 expected="DEVICE:BACKEND, separated by commas",
-                fix="for example backend='cpu:gloo,cuda:nccl'",
+                fix="write pairs, for example backend='cpu:gloo,cuda:nccl'",
             )
         if device_type in backends:
             raise ArgumentError(
@@ -132,6 +136,7 @@ def parse_backends(backend: str | None) -> dict[str, str]:
                 where=f"backend={backend!r}",
                 expected="each device type once",
                 found=f"{backends[device_type]} and {name}",
+                fix=f"remove all but one backend of {device_type!r}",
             )
         backends[device_type] = name
     return backends
@@ -145,8 +150,8 @@ def _device_types(name: str) -> list[str]:
 
 
 def backends_in(world: World | None, backends: dict[str, str]) -> dict[str, str]:
-    """Return ``backends``, or a simulated world's own instead; raise for a backend that is unknown."""
-    # Simulated ranks have one backend, whatever a program names, so that it runs there unchanged.
+    """Return ``backends``, or the simulated backend in a simulated world; reject unknown names."""
+    # Simulated ranks ignore the named backend, so that a program runs there unchanged.
     is_simulated = world is not None and world.is_simulated
     for name in set(backends.values()):
         if not is_simulated or find_backend(name) is None:
@@ -165,7 +170,7 @@ def backends_text(backends: dict[str, str]) -> str:
 
 
 class BackendConfig:
-    """The meaning of a backend text, in the form of torch's class of this name.
+    """The backend of each device type, parsed from a string as ``init_process_group`` takes it.
 
     Example:
         >>> BackendConfig("cpu:gloo")

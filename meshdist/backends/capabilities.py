@@ -1,8 +1,8 @@
-"""The abilities of each backend, its own or built for it, and what has no meaning: one table.
+"""Tabulate which operations, ops and dtypes each backend supports.
 
-It is made from the code (``BackendType.support``), never written by hand. ``meshdist doctor``
-prints it; ``python -m meshdist.backends.capabilities docs/collectives.md`` writes it into the page,
-between its marks.
+The table is generated from ``BackendType.support``. ``meshdist doctor`` prints it;
+``python -m meshdist.backends.capabilities docs/collectives.md`` writes it into the page, between
+its markers.
 """
 
 from __future__ import annotations
@@ -47,8 +47,7 @@ def public_support(
     dtype: torch.dtype,
     op: ReduceKind | None = None,
 ) -> str:
-    """Return ``"native"``, ``"built"`` or ``""`` (rejected): how ``backend`` does a public
-    collective.
+    """Return how ``backend`` runs a public operation: ``"native"``, ``"built"``, or ``""`` (not).
 
     Example:
         >>> gloo = find_backend("gloo")
@@ -74,21 +73,19 @@ def public_support(
 
 
 def available_backends() -> list[BackendType]:
-    """Return the backends that work on this machine, those that plug-ins have registered too."""
+    """Return the backends that work on this machine, also those of torch plug-ins."""
     adopt_torch_backends()
     backends = [backend for name in backend_names() if (backend := find_backend(name)) is not None]
     return [backend for backend in backends if backend.is_available()]
 
 
 def capabilities(backends: Iterable[BackendType] | None = None) -> dict[str, Any]:
-    """Return nested dicts ``{backend: {device type: {operation: {op: {state: dtypes}}}}}`` of
-    names.
+    """Return names as ``{backend: {device type: {operation: {op: {state: dtypes}}}}}``.
 
     Args:
-        backends: which; by default those available here.
+        backends: None means all that are available here.
     """
-    # An op is ``""`` where there is none; a state ``"native"`` or ``"built"``, and what is in
-    # neither is rejected.
+    # The op is ``""`` for operations without one. Dtypes in neither state are not supported.
     table: dict[str, Any] = {}
     for backend in available_backends() if backends is None else backends:
         for device_type in _in_order(backend.device_types):
@@ -105,7 +102,7 @@ def capabilities(backends: Iterable[BackendType] | None = None) -> dict[str, Any
 
 
 def dtypes_text(dtypes: Iterable[torch.dtype]) -> str:
-    """Return a short text of dtypes: whole groups by their names.
+    """Return a short text of dtypes, in which group names replace complete groups.
 
     Example:
         >>> dtypes_text([torch.bool, *DTYPE_GROUPS["floating"], torch.int8])
@@ -124,8 +121,7 @@ def dtypes_text(dtypes: Iterable[torch.dtype]) -> str:
 def overview_grid(
     backends: Sequence[BackendType], device_types: Collection[str] | None = None
 ) -> list[tuple[str, ...]]:
-    """Return a head and a row for each collective, a column for each backend; equal rows are
-    joined.
+    """Return a header and a row per operation, a column per backend; merge equal rows.
 
     Args:
         device_types: None means all.
@@ -151,7 +147,7 @@ def overview_grid(
 def table_grid(
     backends: Sequence[BackendType], device_types: Collection[str] | None = None
 ) -> list[tuple[str, ...]]:
-    """Return a head, and a row per backend, devices, collectives and ops; equal rows are joined.
+    """Return a header and a row per backend, devices, operations and ops; merge equal rows.
 
     Args:
         device_types: None means all.
@@ -172,7 +168,7 @@ def table_grid(
             for where in dict.fromkeys(devices for _, devices in keys):
                 operations = ", ".join(operation for operation, devices in keys if devices == where)
                 place = (backend.name, ", ".join(where), operations)
-                # Backend, devices, collectives stand in the first row that they hold for.
+                # Backend, devices and operations are printed only in their first row.
                 for ops, states in _joined(dict(profile)):
                     texts = (dtypes_text(_with(state, states)) for state in ("native", "built", ""))
                     grid.append((*place, ", ".join(ops), *(text or "-" for text in texts)))
@@ -182,11 +178,11 @@ def table_grid(
 
 _BEGIN, _END = "<!-- capabilities: begin -->", "<!-- capabilities: end -->"
 _OWN = ("gloo", "mpi", "nccl", "shm", "simulated", "ucc", "xccl")
-"""The backends of this package, whether or not this machine has them."""
+"""The backends of this package, available here or not."""
 
 
 def table_page(page: str) -> str:
-    """Return ``page``, a Markdown text, with new tables of backends between its two marks."""
+    """Return the Markdown text ``page`` with new tables between its two markers."""
     backends = [backend for name in _OWN if (backend := find_backend(name)) is not None]
     parts = [_markdown(overview_grid(backends)), _markdown(table_grid(backends))]
     before, rest = page.split(_BEGIN)
@@ -217,7 +213,7 @@ def _with(state: str, states: _Profile) -> list[torch.dtype]:
 
 
 def _summary(rows: Iterable[tuple[str, _Profile]]) -> str:
-    """Return "native", "built", "native, in part built" or "-" (none) for all ops of a collective."""
+    """Return "native", "built", "native, in part built" or "-" for all ops of an operation."""
     # PREMUL_SUM is built for every backend.
     found = {state for op, states in rows if op != _PREMUL_SUM for state in states if state}
     if len(found) == 2:

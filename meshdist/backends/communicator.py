@@ -1,24 +1,23 @@
-"""Connection of a group over one backend: how a call is started, and what the backend says of
-itself.
+"""Define the interface through which a group starts operations on one backend.
 
-Tensors that reach a backend are contiguous torch tensors of a device type it serves, without
-gradients, checked by the collectives above; roots and peers count inside the group; only numbers of
-elements matter, never shapes. A backend that ``takes_layouts`` may get others without gaps. Results
-are the same bits on every member, since every member reduces in group order.
+The public collectives check tensors before they reach a backend: contiguous torch tensors of a
+supported device type, without gradients. Roots and peers are group ranks. Only numbers of elements
+matter, never shapes. A backend that ``takes_layouts`` may get tensors in other memory orders,
+without gaps. Results are bitwise equal on all members, since each reduces in group order.
 
-What a collective of a communicator does:
+Operations of a communicator:
 
-* all_reduce, all_reduce_list: each tensor becomes the reduction of all members' in its place.
-* reduce: that on the root; the other members' tensors stay as they are.
-* reduce_scatter: each member's output is its own block of the reduction of all inputs, or of those
-  in its place of the lists, whose sizes may differ (reduce_scatter_list).
-* broadcast: every member gets the root's. gather, scatter: the root gets a tensor from each, gives
-  a tensor to each, all of equal size; the lists of the other members are empty.
-* all_gather: every output holds all inputs in a row; all_gather_list: member j's comes into the
-  j-th output, of any size.
-* all_to_all, all_to_all_single: the j-th input, or part, goes to member j; any sizes.
-* barrier: finished on a member when every member has started it.
-* send: finished when the tensor may be written again. recv: from the root, or from any member.
+* all_reduce, all_reduce_list: replace each tensor by the reduction of all members' tensors.
+* reduce: the same on the root; leave the other members' tensors unchanged.
+* reduce_scatter: write member j's block of the reduction into its output. reduce_scatter_list:
+  reduce the j-th inputs of all lists for member j; their sizes may differ.
+* broadcast: copy the root's tensor to every member. gather, scatter: collect or distribute tensors
+  of equal size at the root; the lists of the other members are empty.
+* all_gather: concatenate all inputs in every output. all_gather_list: copy member j's input into
+  the j-th output, of any size.
+* all_to_all, all_to_all_single: send the j-th input, or part, to member j; any sizes.
+* barrier: finish on a member when every member has started it.
+* send: finish when the tensor may be overwritten. recv: receive from the root, or any member.
 """
 
 from __future__ import annotations
@@ -48,10 +47,10 @@ if TYPE_CHECKING:
 _log = logging.getLogger("meshdist.backends")
 
 Explain: TypeAlias = Callable[[BackendFailure, int | None], BaseException]
-"""Makes the error to raise of a failure, given the number of the call's note."""
+"""Turns a failure, and the number of the call's record, into the error to raise."""
 
 ANY_SIZE = (1 << 63) - 1
-"""The most bytes of a shortcut's call if any number will do."""
+"""The most bytes of a fast-path call without a limit."""
 
 NUMBERED_OPS = {op.value: op for op in PLAIN_OPS}
 """The reductions by their numbers in the native core."""
@@ -60,7 +59,7 @@ FAST_REDUCTIONS = [
     (op, op.value, {dtype: 0 for dtype in DTYPES if find_lack(op, dtype) is None})
     for op in PLAIN_OPS
 ]
-"""The reductions, as ``FastPath`` takes them, where Python names them to the backend."""
+"""The reductions, as ``FastPath`` takes them, for backends that are called through Python."""
 
 
 def explained(explain: Explain, timeout: timedelta, error: BaseException) -> BaseException:
@@ -79,25 +78,24 @@ def explained(explain: Explain, timeout: timedelta, error: BaseException) -> Bas
 class Communicator(ABC):
     """Connection of a group over one backend, which starts calls."""
 
-    # ``start`` starts an operation at once and returns it; nothing is kept of the tensors once it
-    # is finished. Operations of one communicator are started in program order by one thread at a
-    # time.
+    # ``start`` never waits for the caller. A finished operation keeps no references to tensors.
+    # One thread at a time starts the operations of a communicator, in program order.
 
     ways: ClassVar[Mapping[str, str]]
-    """The method of each collective that the backend does itself: its name behind an underscore,
-    unless the class says otherwise. All but the rows of ``built_operations`` are there."""
+    """The method of each native operation: its name after an underscore, unless the class sets
+    another. Operations of ``composed_collectives`` may be missing."""
 
     on_stream: ClassVar[bool] = False
     """Whether its collectives are enqueued on a device, so that only streams wait for them."""
 
     leaves_early: ClassVar[bool] = False
-    """Whether a member of a rooted call may return from it before the others have come."""
+    """Whether a rooted call may return on one member before the other members have called."""
 
     posts_at_once = False
-    """Whether starting a receive neither waits nor needs the number of its note."""
+    """Whether starting a receive neither waits nor needs the number of its record."""
 
     averages_at_once: ClassVar[bool] = False
-    """Whether an average costs no more than a sum; else a division over all of the result."""
+    """Whether an average costs no more than a sum, without a division of the result."""
 
     def __init_subclass__(cls) -> None:
         if "ways" not in cls.__dict__:
@@ -112,83 +110,80 @@ class Communicator(ABC):
 
     @classmethod
     def support(cls, operation: str, device_type: str, dtype: torch.dtype, op: ReduceKind) -> str:
-        """Return ``"native"`` for a collective that the backend does itself, else ``"built"``."""
+        """Return ``"native"`` for an operation of the backend itself, else ``"built"``."""
         return "native" if operation in cls.ways else "built"
 
     def takes_layouts(self, operation: str, tensors: Tensors, op: ReduceKind | None) -> bool:
         """Return whether the backend takes gapless tensors in any memory order for ``operation``.
 
         Args:
-            collective: a method of this class whose tensors correspond element by element on all
-                members.
-            tensors: whose dtypes, like ``op``, are equal on all members.
+            operation: an operation whose tensors correspond element by element on all members.
+            tensors: their dtypes, like ``op``, are equal on all members.
         """
-        # Elements correspond by their places in the shape; a backend that returns True must be
-        # right where members' layouts differ, too.
+        # Elements correspond by their indices in the shape: a backend that returns True must give
+        # correct results if the members' layouts differ.
         return False
 
     def start(self, prepared: OperationArgs) -> Request:
-        """Start ``prepared`` by the backend's method for it, or by ``build``; return its operation."""
+        """Start ``prepared`` by the backend's method for it, or by ``build``; return the request."""
         own = self.ways.get(prepared.way)
         return self.build(prepared) if own is None else getattr(self, own)(prepared)
 
     def build(self, prepared: OperationArgs) -> Request:
-        """Start ``prepared`` by a composition of other collectives; return its operation."""
+        """Start ``prepared`` as a composition of other collectives; return the request."""
         return COMPOSED[prepared.way](self, prepared)
 
     @abstractmethod
     def abort(self) -> None:
-        """Free every thread of this process that waits for an operation; any thread may call it."""
+        """Release every thread of this process that waits here; any thread may call this."""
 
     @classmethod
     def abort_together(cls, communicators: Sequence[Communicator]) -> None:
-        """Abort all ``communicators``, of this class; log an exception of any, and go on."""
+        """Abort all ``communicators`` of this class; log exceptions and continue."""
         for communicator in communicators:
             try:
                 communicator.abort()
             except Exception:
-                _log.exception(
-                    "a communicator on backend %s could not be aborted", communicator.backend
-                )
+                _log.exception("failed to abort a communicator of backend %s", communicator.backend)
 
     @abstractmethod
     def close(self) -> None:
-        """End this member's part, without later calls; a backend may wait here for calls in flight."""
+        """Close this member's connection; a backend may wait here for calls in flight."""
 
     def leave(self) -> None:  # noqa: B027 (most backends announce nothing)
-        """Announce to the others that this process exits normally."""
+        """Announce to the other members that this process exits normally."""
 
     def shared_bytes(self, num_bytes: int, timeout: timedelta) -> torch.Tensor:
-        """Return ``num_bytes`` new bytes, in memory all members map if the backend can; collective."""
+        """Allocate ``num_bytes``, in memory that all members map if possible; collective."""
         return torch.empty(
             num_bytes, dtype=torch.uint8, device="cpu"
-        )  # where the backend shares none
+        )  # for a backend without shared memory
 
     def batch(self, explain: Explain) -> AbstractContextManager[None]:
-        """Start the sends and receives inside as a batch, in which their order does not matter.
+        """Start the sends and receives in the context as a batch, in any order.
 
         Args:
-            explain: makes the error of a batch that fails as a whole.
+            explain: makes the error if the batch fails.
         """
-        return nullcontext()  # where starting a message never waits
+        return nullcontext()  # for a backend that never waits in the start of a message
 
     def connect(self, device: torch.device) -> None:  # noqa: B027 (most connect as they open)
-        """Connect now, not at the first collective; collective; raise BackendFailure if it fails."""
+        """Connect now instead of at the first collective; collective; may raise BackendFailure."""
 
     def take_error(self) -> MeshdistError | None:
-        """Return, once, the error of a call that failed while nobody waited for it; or None."""
+        """Return, once, the error of a call that failed while no thread waited for it, or None."""
         return None
 
     def watch(self, explain: Explain) -> None:  # noqa: B027 (most calls can be ended)
-        """Store ``explain``, by which a watchdog explains a call that can neither end nor raise."""
+        """Store ``explain``, with which a watchdog explains a call that hangs."""
 
     def fast_path(
         self, entry: Any, explain: Explain, timeout: timedelta, works: tuple[Any, ...]
     ) -> FastPath | None:
-        """Return the native object that runs the group's plain calls, None if the backend has none.
+        """Return the native object that runs the group's fast-path calls, or None.
 
         Args:
-            entry: the native object that notes and compares plain calls.
-            works: what calls that are started make their Work of, as ``FastPath`` takes it.
+            entry: the native object that records and compares fast-path calls.
+            works: the arguments of the Works of started calls, as ``FastPath`` takes them.
         """
         return None

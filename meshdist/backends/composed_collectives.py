@@ -85,7 +85,7 @@ def check_reducible(backend: str, op: ReduceKind, dtype: torch.dtype) -> None:
     lack = find_lack(op, dtype)
     if lack is not None:
         raise DtypeError(
-            f"the backend {backend!r} cannot reduce {dtype_name(dtype)} with {op.name}",
+            f"backend {backend!r} cannot reduce {dtype_name(dtype)} with {op.name}",
             expected=lack,
             fix="use another reduction, or convert the tensor",
         )

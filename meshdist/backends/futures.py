@@ -1,15 +1,13 @@
-"""Futures of collectives in flight.
+"""Provide torch futures for collectives in flight.
 
-A ``WorkFuture`` is completed by the thread that first waits for it or polls it. What waits for it
-without a call of its methods (``torch.futures.collect_all``, torch's C++) needs another thread to
-complete it: in a process that is a ``Watcher``'s, which polls from time to time. Simulated ranks
-have no such thread, since nothing may happen while no rank runs: there a rank polls its futures
-whenever it has waited, and ``collect_all`` is replaced while they run.
+The first thread that waits for a ``WorkFuture`` or polls it completes it. Code that waits without
+calling its methods (``torch.futures.collect_all``, torch's C++) needs another thread: in a process,
+a ``Watcher`` polls periodically. Simulated ranks have no such thread, since exactly one rank runs
+at a time: each rank polls its futures after its waits, and ``collect_all`` is patched meanwhile.
 
-A future's callbacks run in the thread that finds its collective done, so at a time that differs
-from rank to rank. Where callbacks start collectives, as those of communication hooks do, the ranks
-would start them in different orders. In a ``Deferral`` nothing completes a future until it is
-waited for.
+Callbacks run in the thread that finds the collective done, at different times on different ranks.
+If callbacks start collectives, for example in communication hooks, the ranks would start them in
+different orders. In a ``Deferral`` a future therefore completes only when it is waited for.
 """
 
 from __future__ import annotations
@@ -35,21 +33,21 @@ _here = threading.local()
 
 
 class Deferral:
-    """Queue of a context's futures; ``settle`` waits for each and so runs callbacks in order."""
+    """Queue of a context's futures; ``settle`` waits for each, and runs callbacks in order."""
 
-    # On NCCL a future is complete as soon as its collective is enqueued: there callbacks run at
-    # once, on the thread that starts the collectives, which is one order as well.
+    # On NCCL a future is complete once its collective is enqueued: its callbacks run immediately, on
+    # the thread that starts the collectives, and so in the same order on all ranks.
 
     def __init__(self) -> None:
         self._futures: deque[torch.futures.Future[Any]] = deque()
 
     def add(self, future: torch.futures.Future[Any]) -> None:
-        """Append ``future``, which no thread completes until a wait or ``settle``."""
+        """Append ``future``, which completes only in a wait or in ``settle``."""
         self._futures.append(future)
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Collect here, for ``settle``, the futures that this thread makes in the context."""
+        """Collect the futures that this thread creates in the context, for ``settle``."""
         before = find_deferral()
         _here.deferral = self
         try:
@@ -59,15 +57,15 @@ class Deferral:
             _here.deferral = before
 
     def settle(self) -> Exception | None:
-        """Wait for all futures, and so run their callbacks, here; return the first error."""
+        """Wait for all futures, and run their callbacks, in this thread; return the first error."""
         first: Exception | None = None
         with self.entered():
-            while self._futures:  # those that the callbacks ask for come behind the others
+            while self._futures:  # callbacks may append more
                 try:
                     self._futures.popleft().wait()
                 except (
                     Exception
-                ) as error:  # of a collective; its callbacks have run, and may expect it
+                ) as error:  # its callbacks have run, and may handle it
                     first = first or error
         return first
 
@@ -82,15 +80,15 @@ _log = logging.getLogger("meshdist.futures")
 
 
 class WorkFuture(torch.futures.Future):  # type: ignore[type-arg]
-    """A torch Future that its methods ``wait`` and ``done`` complete by themselves.
+    """A torch Future whose methods ``wait`` and ``done`` complete it.
 
     Args:
-        pull: waits until it is completed, in this thread or another; raises nothing that belongs
-            into the future.
-        poll: completes it if that takes no waiting.
+        pull: waits until this or another thread has completed it; does not raise the errors that
+            the future holds.
+        poll: completes it if no wait is necessary.
         devices: the CUDA devices of the tensors in its value.
-        hand_back: hands the arrays in its value back to their library, in each thread that has
-            waited; torch's Future lets torch's streams follow, and no others.
+        hand_back: returns the arrays in its value to their library, in each thread that has
+            waited; torch's Future orders only torch's streams.
     """
 
     def __init__(
@@ -105,13 +103,13 @@ class WorkFuture(torch.futures.Future):  # type: ignore[type-arg]
         self._poll = poll
         self._devices = tuple(devices)
         self._hand_back = hand_back
-        # Taken, for good, by the thread that completes it, where several may come to.
+        # The first thread that acquires it completes the future, and never releases it.
         self._completing = threading.Lock()
         self._guard = threading.Lock()
         self._callbacks: list[Callable[[], None]] | None = []  # None: they run now
 
     def done(self) -> bool:
-        """Return whether the value, or the error, is there, without waiting."""
+        """Return whether the future has its value or error, without waiting."""
         if not super().done():
             self._poll()
         return super().done()
@@ -130,8 +128,8 @@ class WorkFuture(torch.futures.Future):  # type: ignore[type-arg]
         return self.wait()
 
     def then(self, callback: Callable[[Any], Any]) -> WorkFuture:
-        """Return a Future of ``callback(this)``, called once when this is completed."""
-        # Callbacks run in the thread that completes a future, in the order added.
+        """Return a Future of ``callback(self)``, called once when this future is completed."""
+        # Callbacks run in the thread that completes a future, in the order of their addition.
         child = WorkFuture(self._pull, self._poll, self._devices, self._hand_back)
 
         def run() -> None:
@@ -140,7 +138,9 @@ class WorkFuture(torch.futures.Future):  # type: ignore[type-arg]
             except Exception as error:
                 child._fill_error(error)
             except BaseException as error:
-                child._fill_error(BackendError(f"{type(error).__name__} ended a future's callback"))
+                child._fill_error(
+                    BackendError(f"a callback of a future raised {type(error).__name__}")
+                )
                 raise
             finally:
                 child._run_callbacks()
@@ -149,7 +149,7 @@ class WorkFuture(torch.futures.Future):  # type: ignore[type-arg]
         return child
 
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:
-        """Call ``callback(this)`` once, when this is completed; its errors are logged."""
+        """Call ``callback(self)`` once when this future is completed; log its errors."""
 
         def run() -> None:
             try:
@@ -160,7 +160,7 @@ class WorkFuture(torch.futures.Future):  # type: ignore[type-arg]
         self._when_done(run)
 
     def complete(self, value: Any, error: Exception | None = None) -> None:
-        """Complete the future with the value, or the error, unless a thread has, or is about to."""
+        """Complete the future with the value or error, unless another thread does."""
         if not self._completing.acquire(blocking=False):
             return
         if error is None:
@@ -169,7 +169,7 @@ class WorkFuture(torch.futures.Future):  # type: ignore[type-arg]
             self.set_exception(error)
 
     def set_result(self, result: Any) -> None:
-        """Complete the future with ``result`` and run its callbacks; can be done once."""
+        """Complete the future with ``result`` and run its callbacks; call it once."""
         self._fill(result)
         self._run_callbacks()
 
@@ -186,7 +186,7 @@ class WorkFuture(torch.futures.Future):  # type: ignore[type-arg]
             raise without_frames(error)
 
         self._set_unwrap_func(raise_it)
-        # torch pickles the value of a future on a device, and not every error can be pickled.
+        # torch pickles the value of a future with devices, but not every error can be pickled.
         super().set_result(None)
 
     def _when_done(self, callback: Callable[[], None]) -> None:
@@ -197,7 +197,7 @@ class WorkFuture(torch.futures.Future):  # type: ignore[type-arg]
         callback()
 
     def _run_callbacks(self) -> None:
-        """Run all callbacks, then raise the first exception that any raised, such as Ctrl-C."""
+        """Run all callbacks, then raise the first exception of any of them, such as Ctrl-C."""
         with self._guard:
             callbacks, self._callbacks = self._callbacks or [], None
         ended: BaseException | None = None
@@ -211,7 +211,7 @@ class WorkFuture(torch.futures.Future):  # type: ignore[type-arg]
 
 
 Completion: TypeAlias = tuple[Callable[[], bool], Callable[[], None]]
-"""``poll``, which never waits, says whether it is time for ``complete``."""
+"""``poll``, which never waits, returns whether to call ``complete``."""
 
 _SHORTEST_S, _LONGEST_S = 0.0005, 0.005
 
@@ -219,8 +219,8 @@ _SHORTEST_S, _LONGEST_S = 0.0005, 0.005
 class Watcher:
     """Thread, started by the first ``watch``, that calls ``complete`` once ``poll()`` is true."""
 
-    # It polls every half to five milliseconds while there is something, and sleeps otherwise. A
-    # wait in Python does not depend on it and is not held up by the pause.
+    # It polls every 0.5 to 5 ms while it watches something, and sleeps otherwise. Waits in Python
+    # do not depend on it, so the pauses do not delay them.
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -241,7 +241,7 @@ class Watcher:
             self._changed.notify()
 
     def end(self) -> None:
-        """Stop the thread for good, waiting a second at most for a callback that runs."""
+        """Stop the thread permanently; wait one second at most for a running callback."""
         with self._changed:
             self._is_ending = True
             self._changed.notify()
@@ -267,12 +267,12 @@ class Watcher:
             del still
 
     def _try_to_complete(self, poll: Callable[[], bool], complete: Callable[[], None]) -> bool:
-        """Call ``complete`` if ``poll()``; return whether to stop: it was called, or failed."""
+        """Call ``complete`` if ``poll()``; return whether to stop: it was called or failed."""
         try:
             if not poll():
                 return False
             complete()
-        except BaseException:  # SystemExit in a callback, for example, ends no thread
+        except BaseException:  # SystemExit in a callback, for example, must not end the thread
             _log.exception("a future could not be completed")
         return True
 
@@ -284,7 +284,7 @@ def get_watcher() -> Watcher:
 
 
 def watched_future(has_ended: Callable[[], bool], value: Callable[[], Any]) -> WorkFuture:
-    """Return a Future of ``value()``, completed when a poll of ``has_ended()`` returns True."""
+    """Return a Future of ``value()``, completed once ``has_ended()`` returns True."""
 
     def complete() -> None:
         future.complete(value())
@@ -294,7 +294,7 @@ def watched_future(has_ended: Callable[[], bool], value: Callable[[], Any]) -> W
             complete()
 
     def pull() -> None:
-        wait_until(has_ended, Deadline(None))  # the communicator's watchdog bounds it
+        wait_until(has_ended, Deadline(None))  # the communicator's watchdog ends it
         complete()
 
     future = WorkFuture(pull, poll)
@@ -303,7 +303,7 @@ def watched_future(has_ended: Callable[[], bool], value: Callable[[], Any]) -> W
 
 
 def _forget_watcher() -> None:
-    """Forget the watcher in a forked child, whose thread is not there and may hold the lock."""
+    """Forget the watcher in a forked child: its thread does not exist there."""
     if get_watcher.cache_info().currsize:
         atexit.unregister(get_watcher().end)
     get_watcher.cache_clear()
@@ -320,7 +320,7 @@ _torchs_collect_all = torch._C._collect_all
 @contextmanager
 def collecting_by_need() -> Iterator[None]:
     """Patch ``torch.futures.collect_all`` in the context: its waits complete WorkFutures."""
-    # torch's own collection waits in C++, where nothing completes them while a simulated rank runs.
+    # torch's function waits in C++, where no thread completes the futures of simulated ranks.
     global _num_collecting
     with _collecting.current:
         _num_collecting += 1
@@ -341,7 +341,7 @@ def _collect_all(futures: Sequence[Any]) -> Any:
 
 
 class _Collection(WorkFuture):
-    """Several futures as one future: its value is their list, or the first error among them."""
+    """Future of several futures: its value is their list, or their first error."""
 
     def __init__(self, futures: list[Any]) -> None:
         devices: set[torch.device] = set()

@@ -1,4 +1,4 @@
-"""Messages of a rank to itself, and small numbers for large tags."""
+"""Deliver messages of a rank to itself, and map large tags to small numbers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _LONGEST_PAUSE_S = 0.001
 
 @dataclass(eq=False, slots=True)
 class SelfTransfer(Request):
-    """A send or receive of a rank to itself; done once its counterpart was started."""
+    """A send or receive of a rank to itself; done once its counterpart is started."""
 
     mailbox: Mailbox
     tensor: torch.Tensor
@@ -43,9 +43,9 @@ class SelfTransfer(Request):
 class Mailbox:
     """Pairs of sends and receives of one rank to itself, by tag, in the order they were started."""
 
-    # Starting the second of a pair copies the data. A send that is waited for before its receive
-    # has started is buffered, so that it is done: no other rank could start the receive. Where
-    # sizes or dtypes of a pair differ, the second is rejected and the first stays as it was.
+    # Starting the second of a pair copies the data. A wait for a send whose receive has not started
+    # buffers the data, because no other rank could start the receive. If sizes or dtypes differ,
+    # the second raises and the first keeps waiting.
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -58,21 +58,21 @@ class Mailbox:
         return self._start(SelfTransfer(self, tensor, is_send=True), tag)
 
     def recv(self, tensor: torch.Tensor, tag: int) -> SelfTransfer:
-        """Start a receive into ``tensor`` of this rank's message to itself by ``tag``."""
+        """Start a receive into ``tensor`` of this rank's message to itself under ``tag``."""
         return self._start(SelfTransfer(self, tensor, is_send=False), tag)
 
     def finish(self, transfer: SelfTransfer, timeout: timedelta) -> None:
-        """Finish a send by copying its tensor; for a receive wait until its message was sent."""
+        """Finish a send by copying its tensor; for a receive, wait until its message is sent."""
         with self._lock:
             if transfer.is_send and not transfer.is_done:
                 transfer.tensor = transfer.tensor.clone()
                 transfer.is_done = True
         deadline = Deadline(timeout)
         if not wait_until(transfer.poll, deadline, self._check, longest_pause_s=_LONGEST_PAUSE_S):
-            raise BackendTimeout("no counterpart for a message of this rank to itself")
+            raise BackendTimeout("no matching send or receive for a message of this rank to itself")
 
     def abort(self) -> None:
-        """Let every thread that waits in ``finish`` raise BackendAborted."""
+        """Make every thread that waits in ``finish`` raise BackendAborted."""
         self._is_aborted = True
 
     def has_sent(self, tag: int) -> bool:
@@ -124,7 +124,7 @@ class TagNumbers:
         self._numbering = threading.Lock()
 
     def number_of(self, tag: int, is_aborted: Callable[[], bool]) -> int:
-        """Return the number of ``tag``, drawn once in the store; raise if ``is_aborted()``."""
+        """Return the number of ``tag``, assigned in the store; raise if ``is_aborted()``."""
         number = self._numbers.get(tag)
         if number is not None:
             return number
@@ -141,11 +141,11 @@ class TagNumbers:
 
         def check() -> None:
             if is_aborted():
-                raise BackendAborted("aborted while a tag was given its number")
+                raise BackendAborted("aborted while waiting for the number of a tag")
 
-        def is_drawn() -> bool:  # not by waiting in the store, which other threads need
+        def is_drawn() -> bool:  # polls, because other threads need the store meanwhile
             return bool(store.check([key]))
 
         if not wait_until(is_drawn, Deadline(DRAWING_S), check):
-            raise BackendTimeout("the member that was to number a tag has not done so")
+            raise BackendTimeout("the rank that must assign a number to a tag did not respond")
         return int(store.get(key))

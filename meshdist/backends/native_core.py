@@ -33,10 +33,10 @@ except ImportError:
     if _is_clone and sys.platform == "linux" and multiprocessing.parent_process() is None:
         warnings.warn(
             explain(
-                "meshdist comes from its sources, without a native core: the ranks of a host talk "
-                "over Gloo, which is slower, and messages are not compared",
+                "meshdist is imported from its source folder, without the native core: ranks of one "
+                "host use Gloo, which is slower, and messages are not checked for mismatches",
                 found=str(_root / "meshdist"),
-                fix="build it by `pip install -e .`, or start where the installed package is found",
+                fix="build it with `pip install -e .`, or start Python in another folder",
             ),
             stacklevel=2,
         )

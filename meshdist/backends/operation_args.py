@@ -1,7 +1,6 @@
-"""One call as it is carried: the tensors that travel, and all that a backend must know of it.
+"""Hold the arguments of one operation in the form that a backend executes.
 
-Tensors lie in memory without gaps; a flat tensor may hold those of several members as consecutive
-parts.
+Tensors are dense in memory; a flat tensor may hold consecutive parts for several members.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ from ..reduce_ops import Factor, ReduceKind, multiply
 from .requests import DONE, Request
 
 Layout: TypeAlias = "tuple[tuple[int, ...], tuple[int, ...]]"
-"""The sizes and strides of the dims that have several elements."""
+"""The sizes and strides of the dimensions with several elements."""
 
 ROW_MAJOR: Layout = ((), ())
 """The layout of every tensor that is contiguous."""
 
 
 Tensors: TypeAlias = Sequence[torch.Tensor]
-"""Several tensors: one for each member, or such as one collective carries together."""
+"""Several tensors: one for each member, or a list that one operation transfers together."""
 
 Sizes: TypeAlias = Sequence[int]
 """Numbers of elements, one for each member."""
@@ -37,21 +36,20 @@ Sizes: TypeAlias = Sequence[int]
 _NO_TIME = timedelta()
 
 LARGEST_TAG = (1 << 30) - 3
-"""The largest tag that every backend takes; larger tags belong to the collectives and backends
-themselves."""
+"""The largest tag of programs; larger tags are reserved for collectives and backends."""
 
 EXCHANGE_TAG = (1 << 30) - 1
-"""The tag of messages that belong to an all-to-all; no program's message bears it."""
+"""The reserved tag of the messages of an all-to-all."""
 
 Written: TypeAlias = tuple[Any, torch.Tensor, torch.Tensor]
-"""An array that a collective writes: the caller's, a tensor on its memory, and what travels."""
+"""An array that an operation writes: the caller's, a tensor on its memory, and the sent tensor."""
 
 writing = partial(_InferenceMode, True)
-"""torch.inference_mode without its Python: parameters and inference tensors can be written."""
+"""torch.inference_mode without its Python code: allows writes to parameters, for example."""
 
 
 def find_layout(tensor: torch.Tensor) -> Layout | None:
-    """Return the layout of a tensor; None where its memory has gaps, or elements share a place.
+    """Return the layout of a tensor; None if its memory has gaps or elements overlap.
 
     Example:
         >>> find_layout(torch.empty(2, 1, 3).transpose(0, 2))
@@ -71,12 +69,12 @@ def find_layout(tensor: torch.Tensor) -> Layout | None:
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the elements of a tensor that has a layout, as one dim in the order of memory."""
+    """Return the elements of a tensor with a layout as a flat view in memory order."""
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
 def parts(tensor: torch.Tensor, sizes: Sizes) -> list[torch.Tensor]:
-    """Return flat views of consecutive parts of a contiguous tensor; sizes in elements."""
+    """Return flat views of consecutive parts of a contiguous tensor, of ``sizes`` elements."""
     return list(tensor.view(-1).split_with_sizes(list(sizes)))
 
 
@@ -91,7 +89,7 @@ def blocks(tensor: torch.Tensor, num_blocks: int) -> tuple[torch.Tensor, ...]:
 
 
 def packed(tensors: Tensors) -> torch.Tensor:
-    """Return a new flat tensor with the elements of all ``tensors`` in a row."""
+    """Return a new flat tensor that concatenates the elements of ``tensors``."""
     return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
 
@@ -115,7 +113,7 @@ def write_blocks(outputs: Tensors, whole: torch.Tensor) -> None:
 
 
 def cuts(count: int, num_parts: int) -> list[int]:
-    """Return sizes of ``num_parts`` parts of ``count`` elements, which differ by 1 at most.
+    """Return the sizes of ``num_parts`` parts of ``count`` elements; they differ by 1 at most.
 
     Example:
         >>> cuts(7, 3)
@@ -126,25 +124,23 @@ def cuts(count: int, num_parts: int) -> list[int]:
 
 
 class OperationArgs:
-    """Call that is ready to be run by a device group and started by a backend.
+    """Arguments of one call, ready for a device group and a backend.
 
     Args:
-        collective: its public name; "" for a call of a backend's own.
-        way: the collective of a communicator that carries it.
-        inputs: what this member brings: one tensor, a tensor for each member, or some that travel
-            together.
-        outputs: what this member's result is written into, in any of these forms.
+        operation: its public name; "" for a call that a backend makes itself.
+        way: the operation of the communicator that implements it.
+        inputs: one tensor, a tensor for each member, or a list that is sent together.
+        outputs: the tensors for this member's result, in any of these forms.
         noted: the tensor, or list of tensors, whose dtype and size members compare.
-        op: what the backend reduces by.
-        root: the place of its source or destination; of a message, of its other side (None: any).
-        sizes: how many elements go to and come from each member, where members may differ in that.
+        op: the reduction of the backend.
+        root: the group rank of the source or destination, or of a message's peer (None: any).
+        sizes: how many elements to send to and receive from each member, if members may differ.
     """
 
-    # Tensors have no gradient, and are contiguous; those of an elementwise collective have no gaps,
-    # where the backend takes them so. A collective in place has its tensors as inputs and as
-    # outputs.
+    # Tensors have no gradient and are contiguous; in an elementwise operation they may have another
+    # order, if the backend takes layouts. An in-place operation has equal inputs and outputs.
 
-    # Of most calls these are as they stand in the class, which costs a call nothing.
+    # Most calls use the defaults of the class, which cost a call nothing.
     operation: str = ""
     way: str = ""
     inputs: Tensors = ()
@@ -155,46 +151,45 @@ class OperationArgs:
     sizes: tuple[Sizes, Sizes] | None = None
     tag: int = 0
     device: torch.device | None = None
-    """Where a barrier runs; None takes the connected device."""
+    """The device of a barrier; None means the connected device."""
     op_name: str = ""
-    """The plan or collective that it is part of, equal on all members; "" where it stands alone."""
+    """The plan or collective that it belongs to, equal on all members; "" if none."""
     limit: timedelta | None = None
-    """How long it may take, in place of the group's timeout."""
+    """Its timeout, which overrides the group's."""
     written: Sequence[Written] = ()
     """The arrays that it writes."""
     foreign: Sequence[Any] = ()
-    """The arrays of other libraries than torch that it reads or writes."""
+    """The arrays of libraries other than torch that it reads or writes."""
     result: Sequence[Any] | None = None
-    """The arrays that its Work returns, where these are more than what is written."""
+    """The arrays that its Work returns, if these are more than the written arrays."""
     factor: Factor | None = None
-    """The factor of PREMUL_SUM, by which ``outputs`` are multiplied as the call starts."""
+    """The factor of PREMUL_SUM, by which ``outputs`` are multiplied before the call."""
     noted_op: ReduceKind | None = None
     """The reduction that members compare."""
     then: Callable[[], None] | None = None
-    """Completes the result, once the backend is done."""
+    """Completes the result once the backend is done."""
     lies_otherwise: bool = False
-    """Whether some of its tensors, which correspond element by element on all members, lie in
-    another order than row-major, as they may travel."""
+    """Whether tensors of an elementwise operation are sent in another order than row-major."""
     shows_all: bool = True
-    """Whether way and tensors show a backend all of the call that must be equal on all members."""
+    """Whether ``way`` and tensors determine everything that must be equal on all members."""
     is_message: bool = False
-    """Whether it is a send or a receive that is compared and noted as such."""
+    """Whether it is recorded and compared as a send or receive."""
 
     # A device group fills these in.
     call: Call | None = None
-    """The call that members compare; None for a call of a backend's own."""
+    """The call that members compare; None for a call that a backend makes itself."""
     timeout: timedelta = _NO_TIME
     waits: bool = False
-    """Whether its caller waits for it at once."""
+    """Whether its caller waits immediately."""
     sequence: int = 0
     """Its number among the group's collectives, or a message's in the recorder."""
     number: int | None = None
-    """The number under which the recorder has noted it; None for a call of a backend's own."""
+    """The number of its record; None for a call that a backend makes itself."""
     recorder: Recorder | None = None
     request: Request = DONE
-    """The operation that the backend has started."""
+    """The request that the backend has started."""
     is_elsewhere: bool = False
-    """Whether something that it writes travels as another tensor than the caller's array."""
+    """Whether a written array is transferred through another tensor."""
 
     def __init__(
         self,
@@ -214,11 +209,11 @@ class OperationArgs:
 
     @property
     def note(self) -> CallRecord | None:
-        """Return the recorder's note of this call, None if it has no recorder."""
+        """Return the record of this call, None without a recorder."""
         return None if self.recorder is None else self.recorder.find_note(self.number)
 
     def as_own(self, timeout: timedelta) -> OperationArgs:
-        """Set ``timeout``, and that the caller waits, for a call of a backend's own; return it."""
+        """Set ``timeout``, and that the caller waits, for a backend's internal call; return it."""
         self.timeout, self.waits = timeout, True
         return self
 
@@ -232,7 +227,7 @@ class OperationArgs:
         sizes: tuple[Sizes, Sizes] | None = None,
         tag: int = 0,
     ) -> OperationArgs:
-        """Return a new call by ``way`` on other tensors, with the note and timeout of this call."""
+        """Return a call by ``way`` on other tensors, with the record and timeout of this call."""
         other = OperationArgs(
             self.operation, way, inputs, outputs, self.noted, op, root, sizes, tag
         )
@@ -242,16 +237,15 @@ class OperationArgs:
         return other
 
     def as_async(self) -> OperationArgs:
-        """Set that the caller does not wait at once, and return this call."""
+        """Set that the caller does not wait immediately; return this call."""
         self.waits = False
         return self
 
     def begin_here(self) -> None:
-        """Count up autograd's version of each written array; multiply outputs by the factor."""
-        # A backward that counts on what an array held before then raises, where else it would be
-        # wrong.
+        """Increment autograd's version of each written array; multiply outputs by the factor."""
+        # A backward that needs the overwritten values then raises instead of being wrong.
         for array, data, travelling in self.written:
-            increment_version((data,))  # torch.autograd.graph's takes twice as long
+            increment_version((data,))  # twice as fast as the function in torch.autograd.graph
             if array is not travelling:
                 self.is_elsewhere = True
         if self.factor is not None:
@@ -266,13 +260,13 @@ class OperationArgs:
         self.inputs = self.outputs = tensors
 
     def find_copy_back(self) -> Callable[[], None] | None:
-        """Return a function that copies the result to the caller's arrays, None if it is there."""
+        """Return a function that copies the result to the caller's arrays; None if not needed."""
         if not self.is_elsewhere:
             return None
         elsewhere = [array for array in self.written if array[0] is not array[2]]
         for _, data, _ in elsewhere:
             if torch.is_grad_enabled() and data.requires_grad and data.grad_fn is not None:
-                # Its backward must raise: the collective destroys a value that autograd counts on.
+                # Its backward must raise: the operation overwrites a value that autograd needs.
                 _Overwritten.apply(data, self.operation)  # type: ignore[no-untyped-call]
 
         def copy_back() -> None:
@@ -284,7 +278,7 @@ class OperationArgs:
         return copy_back
 
     def finish_here(self) -> None:
-        """Copy the result to the caller's arrays; let CuPy's streams, if used, wait for torch's."""
+        """Copy the result to the caller's arrays; make CuPy's streams, if used, wait for torch's."""
         if copy_back := self.find_copy_back():
             copy_back()
         if self.foreign and (hand_back := find_hand_back(self.foreign)):
@@ -301,8 +295,8 @@ class _Overwritten(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
         raise GradientError(
-            f"{ctx.operation} wrote into a tensor with gradient history, and has no gradient itself",
-            expected="a collective that differentiates",
-            fix="use meshdist.lax.psum(x, axis, mesh=mesh) in its place, whose result is new; or "
-            "call it on x.detach(): gradients then ignore the call",
+            f"{ctx.operation} cannot be differentiated: it overwrote a tensor with gradient history",
+            expected="a differentiable collective",
+            fix="use meshdist.lax.psum(x, axis, mesh=mesh), which returns a new tensor; or call "
+            f"{ctx.operation} on x.detach(), so that gradients ignore the call",
         )

@@ -1,7 +1,7 @@
-"""The protocol of all backends, and their registry.
+"""Define and register backends.
 
-A ``BackendType`` opens a ``Communicator`` among the members of one group, which starts operations.
-An ``Opening`` has the terms of that; ``Needs`` counts what it takes of the process.
+A ``BackendType`` opens a ``Communicator`` for the members of one group; the communicator starts
+operations. An ``Opening`` holds the arguments; ``Needs`` counts descriptors and threads.
 """
 
 from __future__ import annotations
@@ -25,30 +25,30 @@ from ..runtime.hosts import MORE_DESCRIPTORS, find_thread_lack, make_descriptor_
 from .communicator import Communicator
 from .requests import BackendFailure
 
-_MORE = 12  # descriptors, which the opening of any groups needs for a moment
+_MORE = 12  # descriptors that opening any group needs temporarily
 
 
 @dataclass(frozen=True)
 class Opening:
-    """The terms under which a backend opens a communicator, equal on all members but for ``rank``.
+    """Arguments of a backend that opens a communicator; only ``rank`` differs between members.
 
     Args:
         store: a store whose keys belong to this communicator alone.
-        make_torch_store: returns the same keys on a connection of its own, for classes of torch's
-            that use a store in threads of theirs.
+        make_torch_store: returns the same keys on a new connection, for torch classes that use a
+            store in their own threads.
         ranks: the members' global ranks, in group order.
-        rank: this member's place in ``ranks``.
-        timeout: bounds the opening, and each operation that names no timeout.
-        options: the backend's own options, or None.
-        name: what messages call the group that opens it.
+        rank: this member's index in ``ranks``.
+        timeout: bounds the opening, and each operation without a timeout.
+        options: backend-specific options, or None.
+        name: the group's name in messages.
         num_local: how many ranks of the world run on this host.
-        hosts: the number of each member's host; () where that is not known.
-        find_lost: called now and then while members connect; says which of them have ended before
-            that, "" for none.
-        has_died: returns whether the member of a global rank, to which the connection is lost, has
-            failed or was killed; False if it left the group in good order.
-        look: called now and then, by a backend that does not compare calls, while a caller waits;
-            raises BackendFailure to end the wait. None where calls are not compared for it.
+        hosts: the number of each member's host; () if unknown.
+        find_lost: polled while members connect; returns a text that names the members that have
+            exited, "" for none.
+        has_died: returns whether the member with this global rank failed or was killed after its
+            connection was lost; False if it left the group normally.
+        look: polled while a caller waits, by a backend that does not compare calls; raises
+            BackendFailure to end the wait. None if nothing compares its calls.
     """
 
     store: Store
@@ -67,12 +67,12 @@ class Opening:
     look: Callable[[], None] | None = None
 
     def check_present(self) -> None:
-        """Raise BackendFailure, with the text of ``find_lost``, if a member has ended."""
+        """Raise BackendFailure, with the text of ``find_lost``, if a member has exited."""
         if lost := self.find_lost():
             raise BackendFailure(lost)
 
     def below(self, prefix: str, **changes: Any) -> Opening:
-        """Return a copy whose store's keys stand below ``prefix``, with ``changes`` of fields."""
+        """Return a copy with ``changes`` of fields, whose store keys start with ``prefix``."""
         return replace(
             self,
             store=PrefixStore(prefix, self.store),
@@ -82,21 +82,21 @@ class Opening:
 
 
 class Needs(NamedTuple):
-    """Descriptors and threads that one member's part of a group takes while it opens."""
+    """Descriptors and threads that one member needs to open a group."""
 
     descriptors: int
     threads: int
 
 
 def make_room(needs: Mapping[str, Needs], num_local: int) -> str:
-    """Raise this process's limit of open files for ``needs``, by group; return what lacks, or "".
+    """Raise the limit of open files for ``needs``, by group; return what is missing, or "".
 
     Args:
         num_local: the ranks of this host, each of which needs as many threads.
     """
-    # Where 20 of 1,024 files are open, ``{"axis 'dp'": Needs(2047, 2)}`` gives "1004 more files can
-    # be opened of about 2059 needed; the limit is 1024 (axis 'dp': 2047)", if that limit is hard.
-    # Threads are those of ``num_local`` ranks, which share a control group.
+    # Example: with 20 of 1,024 files open and a hard limit, ``{"axis 'dp'": Needs(2047, 2)}`` gives
+    # "1004 more files can be opened of about 2059 needed; the limit is 1024 (axis 'dp': 2047)".
+    # The ``num_local`` ranks share a control group, so their threads are added up.
     descriptors, threads = (sum(of[i] for of in needs.values()) for i in (0, 1))
     if not descriptors and not threads:
         return ""
@@ -108,18 +108,18 @@ def make_room(needs: Mapping[str, Needs], num_local: int) -> str:
 
 
 def lack_error(rank: int, text: str, members: Sequence[int], found: str) -> BackendError:
-    """Return the error of members that lack files or threads to open the group ``text``.
+    """Return the error of members that lack descriptors or threads to open the group ``text``.
 
     Args:
         members: global ranks of the group.
-        found: the lack of each member, as text.
+        found: what each member lacks, as text.
     """
     return BackendError(
-        f"{text} cannot be opened: a member can open too few files and sockets, or threads",
+        f"{text} cannot be opened because a rank has too few file descriptors or threads",
         where=f"rank {rank}, among {ranks_text(members)}",
         found=found,
-        fix=f"{MORE_DESCRIPTORS} (of threads: pids.max of the control group, --pids-limit of "
-        "Docker); or close groups that are not needed any more",
+        fix=f"{MORE_DESCRIPTORS} (for threads: raise pids.max of the control group, with Docker "
+        "--pids-limit); or close groups that you no longer need",
     )
 
 
@@ -130,25 +130,24 @@ class BackendType(ABC):
     device_types: frozenset[str]
     default_timeout: timedelta = DEFAULT_TIMEOUT
     communicator_kind: type[Communicator] = Communicator  # type: ignore[type-abstract]
-    """The class of what ``open`` returns, which knows what it does itself."""
+    """The class of the communicators that ``open`` returns."""
     replacement = ""
-    """The backend of groups that it rejects or that span hosts, if the program named none."""
+    """The fallback if this default backend rejects the group or the group spans hosts."""
     compares_calls = False
-    """Whether it compares every call with the other members' by itself."""
+    """Whether the backend itself compares every call with the other members'."""
     descriptors_per_peer = 0
-    """How many files and sockets an opening takes for each other member."""
+    """How many descriptors an opening needs for each other member."""
     num_threads = 0
     """How many threads a communicator has."""
 
     def support(
         self, operation: str, device_type: str, dtype: torch.dtype, op: ReduceKind | None = None
     ) -> str:
-        """Return ``"native"``, ``"built"`` from others or in another dtype, or ``""`` for a
-        collective.
+        """Return ``"native"``, ``"built"`` (composed, or in another dtype) or ``""``.
 
         Args:
-            collective: a collective of a communicator.
-            op: for a collective that reduces; None is SUM.
+            operation: an operation of a communicator.
+            op: the reduction, if the operation reduces; None means SUM.
         """
         op = ReduceOp.SUM if op is None else op
         if device_type not in self.device_types:
@@ -163,10 +162,13 @@ class BackendType(ABC):
 
     def why_unavailable(self) -> tuple[str, str]:
         """Return why this machine cannot use the backend, and the fix."""
-        return f"the backend {self.name!r} says so", "ask whoever registered it"
+        return (
+            f"is_available() of backend {self.name!r} returns False",
+            "install what the package that registered it requires",
+        )
 
     def connection_for(self, device_type: str) -> str:
-        """Return a name that is equal for device types which share a communicator of a group."""
+        """Return a name that is equal for device types that share a communicator."""
         return self.name
 
     def needs(self, opening: Opening) -> Needs:
@@ -175,14 +177,14 @@ class BackendType(ABC):
 
     @abstractmethod
     def open(self, opening: Opening) -> Communicator:
-        """Return a communicator, opened with all other members; raise BackendFailure if that fails."""
+        """Open a communicator with all other members; raise BackendFailure if that fails."""
 
 
 _backends: dict[str, BackendType] = {}
 
 
 def register_backend(backend: BackendType) -> None:
-    """Add ``backend`` under its name, replacing an older backend of that name."""
+    """Add ``backend`` under its name; replace an older backend of that name."""
     _backends[backend.name] = backend
 
 
@@ -197,8 +199,7 @@ def find_backend(name: str) -> BackendType | None:
 
 
 def get_backend(name: str) -> BackendType:
-    """Return the available backend called ``name``; else raise BackendError, which lists the
-    backends."""
+    """Return the available backend called ``name``; raise BackendError if there is none."""
     name = name.lower()
     backend = find_backend(name)
     if backend is not None and backend.is_available():
@@ -211,12 +212,12 @@ def get_backend(name: str) -> BackendType:
             f"backend {name!r} is not available on this machine",
             expected=expected,
             found=found,
-            fix=f"{fix}; or name another, or None for the default of each device type",
+            fix=f"{fix}; or pass another backend, or None for the default of each device type",
         )
     close = difflib.get_close_matches(name, known, n=1)
     meant = f"did you mean {close[0]!r}? " if close else ""
     raise BackendError(
         f"backend {name!r} is not registered",
         expected=expected,
-        fix=f"{meant}name one of these, or None for the default of each device type",
+        fix=f"{meant}pass one of these, or None for the default of each device type",
     )

@@ -1,7 +1,6 @@
-"""Operations in flight: what a backend has started, chains of them, queues; and how a backend
-fails.
+"""Represent operations in flight, their chains and queues, and the failures of backends.
 
-The device group, or ``Work``, turns a failure into an error that explains.
+The device group, or ``Work``, turns a BackendFailure into an error for the user.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ from ..runtime.deadlines import Deadline
 
 
 class BackendFailure(Exception):
-    """Failure of a backend's operation, which the collectives turn into an error that explains."""
+    """Failure of a backend's operation, which the collectives turn into an error for the user."""
 
     limit: timedelta | None = None
-    """How long the caller was ready to wait, where that is not the group's timeout."""
+    """The caller's timeout, if it is not the group's."""
 
     fix: str = ""
-    """The fix, where the backend knows it."""
+    """The fix, if the backend knows it."""
 
 
 class BackendTimeout(BackendFailure):
@@ -38,7 +37,7 @@ class BackendTimeout(BackendFailure):
 
     @classmethod
     def after(cls, timeout: timedelta) -> BackendTimeout:
-        """Return the failure of an operation not finished after ``timeout``."""
+        """Return the failure of an operation that is not finished after ``timeout``."""
         return cls(f"not finished after {timeout.total_seconds():g} s")
 
 
@@ -47,7 +46,7 @@ class BackendAborted(BackendFailure):
 
 
 class MemberGaveUp(BackendAborted):
-    """Failure since ``member`` ended its wait in the same call, as ``text`` says."""
+    """Failure because ``member`` ended its wait in the same call; ``text`` describes it."""
 
     def __init__(self, text: str, member: int) -> None:
         super().__init__(text)
@@ -55,11 +54,11 @@ class MemberGaveUp(BackendAborted):
 
 
 class Interrupted(BackendFailure):
-    """The error of a signal's handler that ended this member's wait in a collective.
+    """Failure because a signal handler's exception ended this member's wait in a collective.
 
     Args:
-        error: as the program is to see it.
-        is_over: whether the backend uses no memory of the caller's any more.
+        error: the exception for the program.
+        is_over: returns whether the backend no longer uses the caller's memory.
     """
 
     def __init__(self, error: BaseException, is_over: Callable[[], bool] = lambda: True) -> None:
@@ -71,10 +70,10 @@ class Interrupted(BackendFailure):
 def given_up_for(
     error: BaseException, is_over: Callable[[], bool] = lambda: True
 ) -> BackendFailure:
-    """Return ``error`` if it is a BackendFailure, else an Interrupted made of ``error``.
+    """Return ``error`` if it is a BackendFailure, else an Interrupted around ``error``.
 
     Args:
-        is_over: whether the backend uses no memory of the caller's any more.
+        is_over: returns whether the backend no longer uses the caller's memory.
     """
     return error if isinstance(error, BackendFailure) else Interrupted(error, is_over)
 
@@ -86,22 +85,22 @@ def plain_text(error: Exception) -> str:
 
 
 def is_timeout(text: str) -> bool:
-    """Return whether the text of an error from torch tells of a timeout."""
+    """Return whether the text of an error from torch reports a timeout."""
     return "timed out" in text.lower() or "timeout" in text.lower()
 
 
 def failure_of(error: RuntimeError) -> BackendFailure:
-    """Return the BackendTimeout or BackendFailure that stands for an error from torch."""
+    """Convert an error from torch to a BackendTimeout or BackendFailure."""
     text = plain_text(error)
     return BackendTimeout(text) if is_timeout(text) else BackendFailure(text)
 
 
 class BackendUnsupported(BackendFailure):
-    """The backend cannot serve this group; every member raises this."""
+    """Failure because the backend does not support this group; every member raises this."""
 
 
 class MemberLost(BackendFailure):
-    """A member has ended or left the group, as ``text`` says, while others waited for it."""
+    """Failure because a member exited or left the group (``text``) while others waited for it."""
 
     def __init__(self, text: str, member: int) -> None:
         super().__init__(text)
@@ -109,18 +108,18 @@ class MemberLost(BackendFailure):
 
 
 class MessageMismatch(BackendFailure):
-    """A message came that is longer or shorter than the tensor that receives it."""
+    """Failure because a message is longer or shorter than the tensor that receives it."""
 
 
 class RanksMismatch(BackendFailure):
-    """A backend that compares calls found that members have started different calls.
+    """Failure because members started different calls, found by a backend that compares calls.
 
     Args:
-        text: what differs.
-        number: of the call; None for the last. Of a message what the collectives gave as ``number``
-            where the peer's is known as well; else how many of its kind there were.
-        message: for a message whether it is a send, the peer and the tag.
-        other_number: what the peer's collective gave as ``number``.
+        text: the difference.
+        number: the call's number; None for the last call. For a message, its record's number if
+            the peer's is known as well, else the count of messages of its kind.
+        message: for a message: whether it is a send, the peer and the tag.
+        other_number: the number of the peer's record.
     """
 
     def __init__(
@@ -137,35 +136,34 @@ class RanksMismatch(BackendFailure):
 
 
 class Request(ABC):
-    """An operation that a communicator has started, or done already."""
+    """An operation that a communicator has started, or has done already."""
 
-    # A helper thread may finish an operation while the program's starts or finishes others; never
-    # two threads the same operation.
+    # A helper thread may finish a request while the program's thread starts or finishes others.
+    # Two threads never finish the same request.
 
     __slots__ = ()
 
     is_plain = False
-    """Whether ``wait(seconds)`` waits for it as a whole.
+    """Whether ``wait(seconds)`` waits for all of it.
 
-    It returns 0 where it has ended well, or on a stream where that waits for it; else ``finish``
-    goes on, or raises.
+    ``wait`` returns 0 if the request has succeeded, or if the current stream waits for it; else
+    call ``finish``, which continues or raises.
     """
 
     @property
     def on_stream(self) -> bool:
         """Return whether ``finish`` makes only the current stream wait, and not the host."""
-        # It is done once ``poll`` says so, and may be finished again, on another stream.
+        # The request is done once ``poll`` returns True; it may be finished on several streams.
         return False
 
     @property
     def adds_to_stream(self) -> bool:
-        """Return whether the first ``finish`` enqueues work that other streams have to wait for."""
+        """Return whether the first ``finish`` enqueues work that other streams must wait for."""
         return True
 
     @abstractmethod
     def finish(self, timeout: timedelta) -> None:
-        """Wait until the operation is done; raise BackendTimeout, BackendAborted, another
-        BackendFailure."""
+        """Wait until the operation is done; raise a BackendFailure if it fails or is late."""
 
     @abstractmethod
     def poll(self) -> bool:
@@ -176,20 +174,20 @@ class Request(ABC):
         return self.poll()
 
     def has_ended(self) -> bool:
-        """Return whether the operation is over, without asking a device; raise its failure."""
+        """Return whether the operation is over, without querying a device; raise its failure."""
         return self.poll()
 
-    def bound(self, timeout: timedelta) -> None:  # noqa: B027 (elsewhere the wait is bounded)
-        """Let the operation fail once ``timeout`` is over, even if no host thread waits for it."""
+    def bound(self, timeout: timedelta) -> None:  # noqa: B027 (by default, only waits are bounded)
+        """Set a timeout after which the operation fails, even if no host thread waits for it."""
 
     def source(self) -> int:
-        """Return the group rank that a finished receive came from; BackendError for all others."""
+        """Return the group rank of a finished receive's sender; other requests raise."""
         raise BackendError("only a receive has a source rank", fix="call it on the Work of irecv")
 
 
 @dataclass(eq=False, slots=True)
 class Done(Request):
-    """An operation that is done; ``sender`` is the member that a receive came from."""
+    """A request that is done; ``sender`` is the member that sent a received message."""
 
     sender: int | None = None
 
@@ -204,23 +202,23 @@ class Done(Request):
 
 
 DONE = Done()
-"""The operation of every collective that was done as it was started, and is no receive."""
+"""The request of every operation that was done when it was started, except receives."""
 
 
 class Completed(Protocol):
-    """Protocol of operations with ``then``, a function that completes their result, or None."""
+    """A request with ``then``: a function that completes its result, or None."""
 
     then: Callable[[], None] | None
 
 
 def complete(request: Completed) -> None:
-    """Call ``request.then``, which completes its result, unless that is done.
+    """Call ``request.then``, which completes the result, once.
 
     Raises:
-        BackendError: an exception has ended it before; the result may be anything.
+        BackendError: an exception interrupted an earlier call; the result is undefined.
     """
-    # It may not be done twice, as the division of a mean. Nor is a wait that comes after the
-    # exception, such as that of a signal's handler, told that the result is there.
+    # ``then`` must not run twice: it may divide the sum of a mean. A wait after the exception, for
+    # example in a signal handler, must not report that the result is complete.
     then, request.then = request.then, reject_to_complete
     if then is not None:
         then()
@@ -228,17 +226,17 @@ def complete(request: Completed) -> None:
 
 
 def reject_to_complete() -> None:
-    """Raise BackendError, since an exception has ended the completion of the result."""
+    """Raise BackendError because an exception interrupted the completion of the result."""
     raise BackendError(
-        "its result is not complete: an exception has ended the wait in which it was written",
-        expected="a first wait that returns, before the result is used",
-        fix="call the collective again, on tensors that are filled anew",
+        "the result is incomplete because an exception interrupted the wait that writes it",
+        expected="a first wait() that returns, before the result is used",
+        fix="fill the tensors again and repeat the collective",
     )
 
 
 @dataclass(eq=False, slots=True)
 class Chain(Request):
-    """Operations that end together; ``then`` copies the result back once all are finished."""
+    """Requests that end together; ``then`` copies the result back once all are finished."""
 
     parts: Sequence[Request]
     then: Callable[[], None] | None = None
@@ -274,7 +272,7 @@ class Chain(Request):
 
 
 def followed(started: Request, then: Callable[[], None] | None) -> Request:
-    """Return an operation that calls ``then`` after ``started``, at once if ``started`` is done."""
+    """Return a request that calls ``then`` after ``started``, now if ``started`` is done."""
     if then is None:
         return started
     if started is DONE:
@@ -288,7 +286,7 @@ _GRACE_S = 1.0
 
 @dataclass(eq=False, slots=True)
 class QueuedRequest(Request):
-    """An operation that ``run`` does, on another thread than the caller's."""
+    """A request that ``run`` executes, on a thread other than the caller's."""
 
     _act: Callable[[], None] | None
     _is_over: threading.Event = field(default_factory=threading.Event)
@@ -304,7 +302,7 @@ class QueuedRequest(Request):
         return self._is_over.is_set()
 
     def run(self) -> None:
-        """Do the operation and keep its failure for ``finish``; called once."""
+        """Execute the operation and keep its failure for ``finish``; called once."""
         act, self._act = self._act, None
         assert act is not None
         try:
@@ -312,22 +310,22 @@ class QueuedRequest(Request):
         except BaseException as error:  # raised in the thread that waits for it
             self._failure = error
         finally:
-            del act  # and the tensors that it keeps
+            del act  # frees the tensors that it references
             self._is_over.set()
 
 
 class WorkerQueue:
-    """Thread that runs operations in turn; its end calls ``release`` if an operation hangs."""
+    """Thread that runs operations in order; ``end`` calls ``release`` if an operation hangs."""
 
     def __init__(self, release: Callable[[], None]) -> None:
         self._release = release
         self._queue: SimpleQueue[QueuedRequest | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._at_exit = _end_at_exit(WeakMethod(self.end))
-        finalize(self, self._queue.put, None).atexit = False  # nothing can be started any more
+        finalize(self, self._queue.put, None).atexit = False  # nothing can be queued any more
 
     def start(self, act: Callable[[], None]) -> QueuedRequest:
-        """Queue ``act``; return its operation, which raises what ``act`` raises."""
+        """Queue ``act``; return its request, which raises what ``act`` raises."""
         if self._thread is None:
             self._thread = threading.Thread(
                 target=_work, args=(self._queue,), name="meshdist-collectives", daemon=True
@@ -339,7 +337,7 @@ class WorkerQueue:
         return job
 
     def end(self) -> None:
-        """End the thread after its queued jobs, or by ``release`` if that takes too long."""
+        """End the thread after its queued jobs, with ``release`` if that takes too long."""
         thread, self._thread = self._thread, None
         if thread is None:
             return

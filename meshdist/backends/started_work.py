@@ -1,4 +1,4 @@
-"""The Work of a collective that the native core has started."""
+"""Wait for collectives that the native core has started."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _unfolding = ForkSafeLock(threading.RLock)  # a signal's handler may ask for ano
 class StartedWork(Work):
     """Work of a call that native code started; any use but a plain ``wait`` changes its class."""
 
-    # It has its result, its user and ``_started``, the operation, which knows the rest: where a
-    # program asks for that it becomes a Work like others.
+    # It holds only its result, its user and the native request, which keeps all other fields. If a
+    # program needs those, it becomes a WatchedWork.
 
     __slots__ = ()
 
@@ -33,7 +33,7 @@ class StartedWork(Work):
         return getattr(self, name)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Become a WatchedWork, which alone has fields to copy, and return how to copy that."""
+        """Become a WatchedWork, which has the fields to copy, and return how to copy that."""
         StartedWork._unfold(self)
         return self.__reduce_ex__(protocol)
 
@@ -41,7 +41,7 @@ class StartedWork(Work):
         self._started.may_be_dropped()
 
     def _unfold(self) -> None:
-        """Set the fields of this Work and its class to WatchedWork, unless another thread has."""
+        """Become a WatchedWork, unless another thread has changed the class already."""
         with _unfolding.current:
             if type(self) is StartedWork:
                 fields, is_done = self._started.leave_work(self._result, self._user)

@@ -42,27 +42,25 @@ _AT_ONCE = timedelta(milliseconds=1)
 
 @dataclass(eq=False, repr=False, slots=True)
 class Work:
-    """One collective in flight. Until ``wait`` returns, leave its tensors alone.
+    """Handle of a collective in flight. Do not use its tensors before ``wait`` returns.
 
-    On NCCL ``wait()`` lets the current stream wait for the collective, and the CPU goes on: the
-    Work is in flight until the device has done it. A wait with another current stream orders that,
-    too.
+    On NCCL, ``wait()`` blocks only the current CUDA stream: the collective may still run on the
+    device. Call ``wait()`` again on each other stream that uses the result.
 
     Args:
-        request: the collective, started.
-        timeout: bounds a wait that names none.
-        explain: makes the error to raise of a backend's failure, and of ``note``.
-        result: the tensors that hold the result.
-        copy_back: copies the result to where it belongs, once the backend is done.
-        collective, group: what messages call the collective, and its group.
-        is_transfer: whether this is a send or a receive, which have no future.
-        hand_back: hands the arrays back to their library, in each thread that has waited.
-        note: under which the collective was noted.
-        warn_dropped: called with the note where nothing has waited for the collective, nor seen it
-            done, nor taken a future of it, as long as the Work is there; None where that is as
-            meant.
-        user: its group, which is not collected as long as the Work is there.
-        uses_streams: whether streams may have to wait for it, since a device has a part in it.
+        request: The started operation.
+        timeout: The timeout of a wait without ``timeout=``.
+        explain: Turns a backend's failure and ``note`` into the error to raise.
+        result: The tensors that hold the result.
+        copy_back: Copies the result to its destination once the backend is done.
+        operation, group: Names of the operation and its group in messages.
+        is_transfer: Whether this is a send or receive, which have no future.
+        hand_back: Returns the arrays to their library, in each thread that has waited.
+        note: The number of the call's record.
+        warn_dropped: Called with ``note`` if the Work is collected before anything waited for it,
+            found it done or took its future; None for no warning.
+        user: The group, which the Work keeps alive.
+        uses_streams: Whether streams may have to wait, since a device takes part.
     """
 
     _request: Request
@@ -85,11 +83,11 @@ class Work:
     _future: torch.futures.Future[list[Any]] | None = field(default=None, init=False)
     _ordered: list[StreamPlace] = field(default_factory=list, init=False)
     _deadline: Deadline | None = field(default=None, init=False)
-    # Of a StartedWork, also once it has become another: a thread may be about to wait for it.
+    # Set in a StartedWork, and kept when it becomes a WatchedWork: a thread may be about to wait.
     _started: Any = field(init=False)
 
     def __repr__(self) -> str:
-        """The collective and its state, without a poll of the backend."""
+        """Return the operation and its state, without polling the backend."""
         state = "not known to be finished"
         if self._done:
             error = self._error
@@ -97,16 +95,20 @@ class Work:
         return f"<Work: {self._operation} on {self._group}, {state}>"
 
     def wait(self, timeout: timedelta = _UNSET) -> bool:
-        """Return True when the collective is done; zero means the group's timeout.
+        """Wait until the collective is done, and return True.
 
-        On NCCL: when the current stream waits for it; with a timeout, when the device has done it.
+        On NCCL, make the current stream wait; with ``timeout``, block until the device is done.
+
+        Args:
+            timeout: The longest wait; zero means the group's timeout.
 
         Raises:
-            CollectiveTimeoutError: not done in time; the group is broken then.
-            AbortedError: the group was aborted.
-            BackendError: the backend failed, for example because a member died.
-            NestedCollectiveError: not done, and a signal's handler calls it inside another
-                collective.
+            CollectiveTimeoutError: The collective is not done in time; the group can no longer be
+                used.
+            AbortedError: The group was aborted.
+            BackendError: The backend failed, for example because a rank died.
+            NestedCollectiveError: A signal handler waits inside another collective, for a
+                collective that is not done.
         """
         self._warn_dropped = None
         try:
@@ -116,7 +118,7 @@ class Work:
             is_over = self._done
             is_plain = request.is_plain and not (timeout or is_over or self._copy_back)
             if is_plain and under_way[0] is None and get_ident() == _MAIN_THREAD:
-                try:  # in no function of its own, which would cost each wait a frame
+                try:  # inline: a function would cost each wait a frame
                     under_way[0] = f"wait() of {self._operation}"
                     if request.on_stream:
                         with self._guard:
@@ -134,7 +136,7 @@ class Work:
             if self._future is not None:
                 self._complete()
             if self._error is not None:
-                raise without_frames(self._error)  # which a kept Work does not hold
+                raise without_frames(self._error)  # so that a kept Work keeps no frames alive
             if self._ordered or self._hand_back is not None:
                 self._order_streams()
             return True
@@ -146,8 +148,8 @@ class Work:
     def is_completed(self) -> bool:
         """Return whether the collective is done, without waiting.
 
-        Its results are in place then, as after ``wait``. A collective that is not done a timeout
-        after it was first asked has failed, and so is done too. On NCCL this asks the device.
+        If True, the result is complete, as after ``wait``. A collective that is not done one
+        timeout after the first call fails, and counts as done. On NCCL, query the device.
         """
         if self._poll():
             if self._future is not None:
@@ -161,7 +163,7 @@ class Work:
         return self.is_completed() and self._error is None
 
     def exception(self) -> Exception | None:
-        """The error of a collective that is done, or None."""
+        """Return the error of a collective that is done, or None."""
         self.is_completed()
         return self._error
 
@@ -171,47 +173,47 @@ class Work:
         return self._result
 
     def source_rank(self) -> int:
-        """The group rank that a finished receive came from.
+        """Return the group rank of the sender of a finished receive.
 
         Raises:
-            BackendError: this is no receive.
+            BackendError: The Work is not a receive.
         """
         return self._request.source()
 
     def synchronize(self) -> None:
-        """The same as ``wait()``."""
+        """Wait, as ``wait()`` does."""
         self.wait()
 
     def block_current_stream(self) -> None:
-        """Let what is enqueued on the current CUDA stream from now on come after the collective.
+        """Make work enqueued on the current CUDA stream from now on wait for the collective.
 
         Raises:
-            BackendError: the result lies on the CPU, where there is no stream to order.
+            BackendError: The result is on the CPU.
         """
         if not cuda_devices(self._result):
             raise BackendError(
-                "no stream can be made to wait for a collective whose result lies on the CPU",
+                "block_current_stream() cannot order a stream after a collective on the CPU",
                 expected="a collective on CUDA arrays",
-                fix="call wait(), which returns when the result is there",
+                fix="call wait(), which returns when the result is complete",
             )
         self.wait()
 
     def get_future(self) -> torch.futures.Future[list[Any]]:
-        """A torch Future of the result's tensors; ``then`` chains callbacks.
+        """Return a torch Future of the result's tensors; ``then`` chains callbacks.
 
-        It is completed when the collective is done, also where nothing waits for it: callbacks run
-        in the thread that finds it done, on a simulated rank after one of its waits or at its end.
-        Those of a communication hook run where the reducer waits for its bucket. On NCCL the future
-        is torch's own: complete at once, with callbacks on streams that come after the collective.
+        The future completes when the collective is done, even if no thread waits. Callbacks run in
+        the thread that finds the collective done; on a simulated rank, after one of its waits or at
+        its end; in a communication hook, when the reducer waits for the bucket. On NCCL the future
+        is torch's own: complete immediately, with callbacks on streams that wait for the result.
 
         Raises:
-            BackendError: this is a send or a receive.
+            BackendError: The Work is a send or a receive.
         """
         if self._is_transfer:
             raise BackendError(
                 "a send or a receive has no future",
                 expected="the Work of a collective",
-                fix="call wait() or is_completed() on it",
+                fix="call wait() or is_completed() on the Work",
             )
         self._warn_dropped = None
         if self._is_in_flight_on_stream():
@@ -235,13 +237,12 @@ class Work:
         return future
 
     def get_future_result(self) -> torch.futures.Future[int]:
-        """A torch Future of how the collective ended, as the number of a WorkResult; it never
-        raises.
+        """Return a torch Future of the collective's WorkResult, as a number; it never raises.
 
-        SUCCESS is 0, TIMEOUT 1; COMM_ERROR, 2, stands for every other failure.
+        SUCCESS is 0, TIMEOUT is 1, and COMM_ERROR (2) is any other failure.
 
         Raises:
-            BackendError: this is a send or a receive.
+            BackendError: The Work is a send or a receive.
         """
         self._warn_dropped = None
         if self._is_transfer or not self._is_in_flight_on_stream():
@@ -250,20 +251,20 @@ class Work:
         return watched_future(self._has_ended, lambda: int(self._ending()))
 
     def boxed(self) -> NoReturn:
-        """Raise BackendError: only works of torch's own can be boxed for its dispatcher."""
+        """Raise BackendError: only torch's own Works can be boxed for its dispatcher."""
         raise BackendError(
             "a Work of meshdist cannot be boxed for torch's dispatcher",
-            expected="a Work that torch.distributed made, which lives in C++",
-            fix="hand on the Work itself, or its get_future()",
+            expected="a Work of torch.distributed, which is a C++ object",
+            fix="pass the Work itself, or its get_future()",
         )
 
     @staticmethod
     def unbox(arg0: object) -> NoReturn:
         """Raise BackendError: see ``boxed``."""
         raise BackendError(
-            "no box holds a Work of meshdist",
+            "unbox() cannot return a Work of meshdist, because such a Work cannot be boxed",
             found=type(arg0).__name__,
-            fix="open a box of torch's with torch.distributed.Work.unbox",
+            fix="unbox torch's objects with torch.distributed.Work.unbox",
         )
 
     def _complete(self) -> None:
@@ -273,14 +274,13 @@ class Work:
 
     def _ordering_of_waits(self) -> tuple[list[torch.device], Callable[[], None] | None]:
         """Return the devices on which torch orders a future's waits, or a function that orders."""
-        # The function is for other libraries' arrays: torch would look for tensors in them by
-        # pickling them.
+        # Other libraries' arrays need the function: torch would pickle them to look for tensors.
         if self._hand_back is None:
             return cuda_devices(self._result), None
         return [], self._order_streams
 
     def _complete_beside(self) -> None:
-        """Complete the future in another thread, whose current device is not the program's."""
+        """Complete the future in another thread, and leave its current device unchanged."""
         devices = cuda_devices(self._result)
         with torch.cuda.device(devices[0]) if devices else nullcontext():
             self._complete()
@@ -288,7 +288,7 @@ class Work:
     def _wait_quietly(self) -> None:
         try:
             self.wait()
-        except Exception as error:  # the future has it, whatever it is
+        except Exception as error:  # the future reports it
             with self._guard:
                 if not self._done:
                     self._fail(error)
@@ -298,10 +298,10 @@ class Work:
         return self._request.on_stream and not (self._has_ended() and self._error is not None)
 
     def _future_on_stream(self) -> torch.futures.Future[list[Any]]:
-        """Return a future that is complete at once, on streams that come after the collective."""
-        # Where arrays are other libraries', each wait orders their streams in its own thread.
+        """Return a complete future whose streams wait for the collective."""
+        # For other libraries' arrays, each wait orders their streams in its own thread.
 
-        def finish(_: object) -> list[Any]:  # on streams of the future's own
+        def finish(_: object) -> list[Any]:  # on the future's own streams
             self._go_on(_UNSET, self._finish)
             self._raise_error()
             return self._result
@@ -318,13 +318,12 @@ class Work:
         return future
 
     def _has_ended(self) -> bool:
-        """Return whether the collective is done or has failed, without asking a device."""
+        """Return whether the collective is done or has failed, without querying a device."""
         found = not self._done and self._ask(lambda _: self._request.has_ended())
         return self._done or bool(found)
 
     def _ask(self, step: _Step) -> bool | None:
-        """Run ``step``, which never blocks, on the collective, unless another thread holds the
-        guard."""
+        """Run ``step``, which never blocks, unless another thread holds the guard."""
         if not self._guard.acquire(blocking=False):
             return False
         try:
@@ -335,8 +334,8 @@ class Work:
     def _go_on(
         self, timeout: timedelta, step: _Step | None = None, *, is_polled: bool = False
     ) -> bool | None:
-        """Let ``step``, or a wait, go on with the collective; return its answer, None once it ends."""
-        # What a backend raises ends the collective, too. The caller has the guard, if it is polled.
+        """Run ``step``, or a wait, on the collective; return its result, None once it has ended."""
+        # A backend's error ends the collective, too. If it is polled, the caller holds the guard.
         if step is None:
             is_plain = self._copy_back is None and not self._uses_streams
             step = self._request.finish if is_plain else self._how_to_finish(timeout)
@@ -353,9 +352,8 @@ class Work:
                 failure.limit = timeout
                 self._fail(self._explain(failure, self._note))
             except Exception as error:
-                # No caller waits for what is polled: wait() and exception() raise it. An error of a
-                # signal's handler, such as that of a nested collective, is none of this
-                # collective's.
+                # A poll has no waiting caller: wait() and exception() report its failure. The error
+                # of a signal handler, such as a nested collective, does not belong to this one.
                 is_own = is_polled or isinstance(error, MeshdistError)
                 if not is_own or isinstance(error, NestedCollectiveError):
                     raise
@@ -363,7 +361,7 @@ class Work:
         return None
 
     def _how_to_finish(self, timeout: timedelta) -> _Step:
-        """The step that waits for a collective with a part on a device, or copies its result home."""
+        """Return the step that waits for the device, or that copies the result back."""
         if not timeout or not self._request.on_stream:
             return self._finish
         is_over = bool(wait_until(self._request.poll, Deadline(timeout)))
@@ -372,12 +370,12 @@ class Work:
     def _finish(
         self, timeout: timedelta, *, is_late: bool = False, is_over: bool = False
     ) -> bool | None:
-        """Finish the operation, at once if ``is_late``; copy its result; False if it goes on."""
-        # On a stream the collective has ended only if it ``is_over``.
+        """Finish the operation, without waiting if ``is_late``; return False if it still runs."""
+        # On a stream, the collective has ended only if ``is_over``.
         request, copy_back = self._request, self._copy_back
         adds_to_stream = copy_back is not None or request.adds_to_stream
         if is_late and request.on_stream and not request.poll():
-            raise BackendTimeout.after(timeout)  # the device has not done it
+            raise BackendTimeout.after(timeout)  # the device is not done
         request.finish(_AT_ONCE if is_late else timeout)
         self._copy_back = None
         if copy_back is not None:
@@ -391,8 +389,7 @@ class Work:
         return None if is_over or not request.on_stream else False
 
     def _order_streams(self) -> None:
-        """Let this thread's current streams, those of the arrays' library too, follow the
-        collective."""
+        """Make this thread's current streams, also of other libraries, wait for the collective."""
         for place in self._ordered:
             follow(place)
         if self._hand_back is not None:
@@ -404,9 +401,8 @@ class Work:
         self._done = True
 
     def _poll(self) -> bool:
-        """Finish the collective if it is over or late, without blocking; return whether it has
-        ended."""
-        if not self._done and not is_nested():  # else a handler asks inside another collective
+        """Finish the collective if it is over or late, without blocking; return if it has ended."""
+        if not self._done and not is_nested():  # a handler may ask inside another collective
             self._ask(self._finish_if_over)
         return self._done
 
@@ -417,7 +413,7 @@ class Work:
         return self._finish(timeout, is_late=True) if is_late else False  # no clock in simulate
 
     def _start_deadline(self) -> Deadline:
-        """The deadline: a timeout after the collective was first polled."""
+        """Return the deadline: one timeout after the collective was first polled."""
         if self._deadline is None:
             self._deadline = Deadline(self._timeout)
         return self._deadline
@@ -437,8 +433,7 @@ class Work:
 
 
 class WatchedWork(Work):
-    """Work that warns if it is collected while its collective is not done and nothing waited for
-    it."""
+    """Work that warns if it is collected before its collective is done and without a wait."""
 
     __slots__ = ()
 
@@ -459,7 +454,7 @@ def bound(work: Work, timeout: timedelta) -> None:
 
 
 def joined(works: Sequence[Work]) -> Work:
-    """Return a Work that ends when all ``works`` have; a failure is explained by its own Work."""
+    """Return a Work that ends when all ``works`` have; each explains its own failure."""
     first = works[0]
     if len(works) == 1:
         return first
@@ -472,14 +467,14 @@ def joined(works: Sequence[Work]) -> Work:
 
 
 def may_be_dropped(work: Work) -> Work:
-    """Return ``work``, marked so that no warning follows if nothing waits for it."""
+    """Return ``work``, which will not warn if nothing waits for it."""
     work._may_be_dropped()
     return work
 
 
 @dataclass(eq=False, slots=True)
 class _OfWork(Request):
-    """A Work as an Operation: it ends with the result in place, or raises the Work's own error."""
+    """A Work as a Request, which raises the Work's own error."""
 
     work: Work
 

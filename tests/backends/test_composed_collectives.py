@@ -153,7 +153,7 @@ def test_what_torch_cannot_reduce_is_rejected_before_anything_is_sent() -> None:
             backend, prepared("all_reduce", x, ReduceOp.MAX)
         )
     assert str(caught.value) == (
-        "the backend 'bare' cannot reduce float4_e2m1fn_x2 with MAX\n"
+        "backend 'bare' cannot reduce float4_e2m1fn_x2 with MAX\n"
         "  expected: bool, or integers, floats and complex numbers of 8 bits and more\n"
         "  fix:      use another reduction, or convert the tensor"
     )

@@ -45,10 +45,10 @@ def test_a_backend_that_this_machine_lacks() -> None:
 def test_a_misspelt_backend() -> None:
     with pytest.raises(md.BackendError) as caught:
         get_backend("glo")
-    assert caught.value.fix.startswith("did you mean 'gloo'? name one of these, or None for the")
+    assert caught.value.fix.startswith("did you mean 'gloo'? pass one of these, or None for the")
     with pytest.raises(md.BackendError) as caught:
         get_backend("pigeon")
-    assert caught.value.fix.startswith("name one of these")
+    assert caught.value.fix.startswith("pass one of these")
 
 
 def test_mpi_without_mpi4py(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,16 +67,23 @@ def test_a_backend_that_does_not_say_why_it_is_missing(monkeypatch: pytest.Monke
     monkeypatch.setattr(gloo, "is_available", lambda: False)
     with pytest.raises(md.BackendError) as caught:
         get_backend("gloo")
-    assert caught.value.found == "the backend 'gloo' says so"
-    assert caught.value.fix.startswith("ask whoever registered it; or name another")
+    assert caught.value.found == "is_available() of backend 'gloo' returns False"
+    assert caught.value.fix.startswith(
+        "install what the package that registered it requires; or pass another"
+    )
 
 
 @pytest.mark.parametrize(
     ("has_nccl", "visible", "found", "fix"),
     [
         (False, None, f"torch {torch.__version__} was built without NCCL", "install a build of"),
-        (True, None, "torch sees no GPU", "nvidia-smi tells whether the driver sees one; or"),
-        (True, "", "CUDA_VISIBLE_DEVICES= shows no GPU", "unset CUDA_VISIBLE_DEVICES; or name"),
+        (
+            True,
+            None,
+            "torch sees no GPU",
+            "run nvidia-smi to check whether the driver sees a GPU; or",
+        ),
+        (True, "", "CUDA_VISIBLE_DEVICES= shows no GPU", "unset CUDA_VISIBLE_DEVICES; or pass"),
     ],
 )
 def test_why_there_is_no_nccl(

@@ -96,6 +96,6 @@ def test_a_result_that_was_not_completed_is_never_there() -> None:
     with pytest.raises(KeyboardInterrupt):
         chain.finish(SECONDS)
     for _ in range(2):
-        with pytest.raises(BackendError, match="its result is not complete"):
+        with pytest.raises(BackendError, match="the result is incomplete"):
             chain.finish(SECONDS)
     assert calls == ["begun"]

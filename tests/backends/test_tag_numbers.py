@@ -30,10 +30,12 @@ def test_who_waits_for_a_number_is_freed(monkeypatch: pytest.MonkeyPatch) -> Non
     store = HashStore()
     store.set_timeout(timedelta(seconds=5))
     store.add("tag/7/users", 1)  # another member draws it, and never says which
-    with pytest.raises(BackendAborted, match="aborted while a tag was given its number"):
+    with pytest.raises(BackendAborted, match="aborted while waiting for the number of a tag"):
         TagNumbers(store).number_of(7, lambda: True)
     monkeypatch.setattr(messages, "DRAWING_S", 0.05)
     begin = time.monotonic()
-    with pytest.raises(BackendTimeout, match="the member that was to number a tag has not done so"):
+    with pytest.raises(
+        BackendTimeout, match="the rank that must assign a number to a tag did not respond"
+    ):
         TagNumbers(store).number_of(7, never)
     assert is_within(time.monotonic() - begin, 5)

@@ -286,14 +286,14 @@ def test_a_work_cannot_be_boxed() -> None:
     with pytest.raises(BackendError, match="cannot be boxed") as caught:
         work_of(Hand()).boxed()
     assert "get_future()" in caught.value.fix
-    with pytest.raises(BackendError, match="no box holds a Work of meshdist") as caught:
+    with pytest.raises(BackendError, match="cannot return a Work of meshdist") as caught:
         Work.unbox(3)
     assert caught.value.found == "int"
 
 
 def test_no_stream_waits_for_the_cpu() -> None:
     hand = Hand()
-    with pytest.raises(BackendError, match="no stream can be made to wait") as caught:
+    with pytest.raises(BackendError, match="cannot order a stream after a collective") as caught:
         work_of(hand).block_current_stream()
     assert "call wait()" in caught.value.fix and hand.waited == []
 
@@ -490,7 +490,7 @@ def test_a_deadlock_arrives_in_the_future() -> None:
             future = md.all_reduce(torch.ones(1), async_op=True).get_future()
             torch.futures.wait_all([future])
 
-    with pytest.raises(md.DeadlockError, match="no simulated rank can go on"):
+    with pytest.raises(md.DeadlockError, match="no simulated rank can continue"):
         md.simulate(program, 2)
 
 

@@ -329,7 +329,7 @@ def test_a_transfer_has_no_future(on_ranks) -> None:
     text = (
         "a send or a receive has no future\n"
         "  expected: the Work of a collective\n"
-        "  fix:      call wait() or is_completed() on it"
+        "  fix:      call wait() or is_completed() on the Work"
     )
     assert on_ranks(futures, 2) == [[text] * 2] * 2
 

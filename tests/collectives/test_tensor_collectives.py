@@ -388,10 +388,12 @@ def history() -> str:
 
 def test_overwriting_gradient_history_raises_in_backward(on_ranks) -> None:
     for text in on_ranks(history, 2):
-        assert text.startswith("all_reduce wrote into a tensor with gradient history")
+        assert text.startswith(
+            "all_reduce cannot be differentiated: it overwrote a tensor with gradient history"
+        )
         assert text.endswith(
-            "fix:      use meshdist.lax.psum(x, axis, mesh=mesh) in its place, whose result is "
-            "new; or call it on x.detach(): gradients then ignore the call"
+            "fix:      use meshdist.lax.psum(x, axis, mesh=mesh), which returns a new tensor; or "
+            "call all_reduce on x.detach(), so that gradients ignore the call"
         )
 
 

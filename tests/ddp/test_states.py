@@ -261,7 +261,7 @@ INTERRUPTED = "the gradients of this step are wrong: a backward was interrupted"
 UNEXPECTED = "unexpected gradients: the gradients of this step are dropped"
 CHECKED = "cannot check gradients while a backward runs"
 DIFFERENT = "the members of a group disagree about their call 16"
-LEFT = "deadlock: no simulated rank can go on"
+LEFT = "deadlock: no simulated rank can continue"
 UNSERVED = (
     "a rank that joined does not make this call, because no joinable of the context has a hook for "
     "it"

@@ -223,7 +223,7 @@ def test_all_members_are_told_which_one_can_open_too_few_files(pool: Pool, backe
         return str(caught.value).splitlines()
 
     for rank, lines in enumerate(pool.run(program, 3, backend=backend)):
-        assert "cannot be opened: a member can open too few files and sockets" in lines[0]
+        assert "cannot be opened because a rank has too few file descriptors" in lines[0]
         assert lines[1] == f"  where:    rank {rank}, among ranks 0-2"
         # Another thread may have a file open for a moment.
         assert re.match("  found:    rank 1: [89] more files can be opened of about 16 ", lines[2])

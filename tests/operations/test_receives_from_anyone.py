@@ -306,8 +306,8 @@ def test_a_message_of_another_size_raises_where_it_arrives(
 @pytest.mark.parametrize(
     ("count", "told"),
     [
-        (2, "a message of 8 bytes came where 384 were to be received"),
-        (200, "a longer message came where 384 bytes were to be received"),
+        (2, "a message of 8 bytes arrived for a receive of 384 bytes"),
+        (200, "a longer message arrived for a receive of 384 bytes"),
     ],
 )
 @pytest.mark.parametrize("is_named_later", [False, pytest.param(True, marks=pytest.mark.soak)])

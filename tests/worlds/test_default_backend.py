@@ -226,7 +226,7 @@ def test_a_rank_that_ends_while_memory_is_shared_is_named_by_all(
     assert isinstance(found[1], Failure)
     for rank in (0, 2):
         assert found[rank].startswith("the world could not be opened on backend 'shm'")
-        assert "found:    rank 1 left while memory was shared" in found[rank]
+        assert "found:    rank 1 disconnected while setting up shared memory" in found[rank]
 
 
 def holdings() -> tuple[int, int, int]:

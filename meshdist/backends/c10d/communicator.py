@@ -63,7 +63,7 @@ class _Closed:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # looked up by code that inspects objects
             raise AttributeError(name)
-        raise RuntimeError("the group's connection was closed, as at the end of the program")
+        raise RuntimeError("the group's connection is closed, for example because the program ends")
 
 
 CLOSED = _Closed()

@@ -279,7 +279,7 @@ class GlooCommunicator(C10dCommunicator):
                 self._left.add(peer)
         if len(self._left) < len(peers):
             return None
-        return MemberLost("has left this group, as all others have", peers[0])
+        return MemberLost("has left this group, like all other ranks", peers[0])
 
     def _peers(self) -> list[int]:
         return [(self.rank + step) % self.size for step in range(1, self.size)]
@@ -421,7 +421,7 @@ class GlooTransfer(C10dTransfer):
         try:
             self.work.wait(_AT_ONCE)
         except RuntimeError:
-            raise BackendFailure("the group was closed before this message came or went") from None
+            raise BackendFailure("the group was closed before this message was complete") from None
 
     def _finish_here(self, timeout: timedelta) -> None:
         timer = Timer(timeout, self.communicator.disconnect)

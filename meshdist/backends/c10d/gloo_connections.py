@@ -150,9 +150,9 @@ def reach_fix(devices: Devices | None) -> str:
     """Return the fix for a group that cannot connect between hosts; it names what Gloo uses."""
     used = ", ".join(devices.interfaces if devices else ()) or socket.gethostname()
     return (
-        f"check that all of these ranks make this call, and that the other hosts reach {used}, "
-        "which Gloo uses on this rank; if not, set GLOO_SOCKET_IFNAME to an interface that they "
-        "reach"
+        f"check that all of these ranks make this call, and that the other hosts can reach {used}, "
+        "which Gloo uses on this rank; if they cannot, set GLOO_SOCKET_IFNAME to an interface that "
+        "they can reach"
     )
 
 
@@ -187,7 +187,7 @@ def check_interfaces(opening: Opening, patience: timedelta) -> None:
         found = grouped_text(
             (rank, text) for rank, (_, text) in zip(opening.ranks, said, strict=True)
         )
-        raise _refusal(f"GLOO_SOCKET_IFNAME does not fit between the ranks\n{found}")
+        raise _refusal(f"GLOO_SOCKET_IFNAME lists different numbers of interfaces\n{found}")
 
 
 def gloo_devices(interfaces: tuple[str, ...]) -> Devices:
@@ -214,14 +214,17 @@ def _make_devices(interfaces: tuple[str, ...]) -> list[Any]:
     except RuntimeError as error:
         there = ", ".join(name for _, name in socket.if_nameindex())
         raise _refusal(
-            f"GLOO_SOCKET_IFNAME={','.join(interfaces)} names an interface that has no address "
-            f"here; this host has {there}"
+            f"GLOO_SOCKET_IFNAME={','.join(interfaces)} names an interface without an address; "
+            f"this host has {there}"
         ) from error
 
 
 def _refusal(text: str) -> BackendUnsupported:
     refusal = BackendUnsupported(text)
-    refusal.fix = "list interfaces that the host has, as many on every rank, or unset the variable"
+    refusal.fix = (
+        "set GLOO_SOCKET_IFNAME to interfaces of the host, the same number on every rank, or "
+        "unset it"
+    )
     return refusal
 
 

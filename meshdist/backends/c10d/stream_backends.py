@@ -229,14 +229,14 @@ class EnqueueingCommunicator(C10dCommunicator):
 
         def check() -> None:
             if self.is_aborted or self.torch_group is CLOSED:
-                raise BackendAborted("aborted while the members connected")
+                raise BackendAborted("aborted while the ranks were connecting")
 
         check()
         connect = partial(self.torch_group.eager_connect_single_device, device)
         try:
             TimeoutCall(connect, "connect").wait(self._timeout, check)
         except TimeoutError as late:
-            raise BackendTimeout(f"the members did not connect: {late}") from None
+            raise BackendTimeout(f"the ranks did not connect: {late}") from None
         except RuntimeError as error:
             raise failure_of(error) from None
         self._device = device
@@ -340,7 +340,9 @@ class EnqueueingCommunicator(C10dCommunicator):
             if call is not None:
                 call.wait(limit)
         except (TimeoutError, RuntimeError) as error:
-            _log.warning("rank %d of a group on %s: its end: %s", self.rank, self.backend, error)
+            _log.warning(
+                "rank %d failed to close its group on %s: %s", self.rank, self.backend, error
+            )
             return False
         return True
 
@@ -392,7 +394,7 @@ class EnqueueingCommunicator(C10dCommunicator):
             return
         error = outcome.error
         if error is None:
-            raise BackendAborted("aborted while it was on the device")
+            raise BackendAborted("aborted while running on the device")
         if self._unraised is error:
             self._unraised = None
         raise error.with_traceback(None)
@@ -451,7 +453,7 @@ def _abort_groups(groups: Sequence[Any]) -> None:
             try:
                 call.wait(_ABORT_S)
             except (TimeoutError, RuntimeError) as error:
-                _log.error("the abort of a process group: %s", error)
+                _log.error("failed to abort a process group: %s", error)
     finally:
         if has_groups:
             first._group_end()

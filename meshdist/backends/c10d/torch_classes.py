@@ -219,7 +219,7 @@ class NcclBackend(XcclBackend):
         hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
         if hidden is not None:
             return f"CUDA_VISIBLE_DEVICES={hidden} shows no GPU", "unset CUDA_VISIBLE_DEVICES"
-        return "torch sees no GPU", "nvidia-smi tells whether the driver sees one"
+        return "torch sees no GPU", "run nvidia-smi to check whether the driver sees a GPU"
 
     def _make_group(self, kind: Any, *arguments: Any) -> Any:
         with _failures_left_to_us():
@@ -292,7 +292,7 @@ register_backend(
         "ucc",
         "ProcessGroupUCC",
         frozenset({"cpu", "cuda"}),
-        "build torch with UCC; Gloo and NCCL serve the same devices",
+        "build torch with UCC, or use gloo or nccl for the same devices",
     )
 )
 register_backend(

@@ -406,11 +406,12 @@ class MpiCommunicator(Communicator):
             try:
                 number = self._tag_numbers.number_of(tag, lambda: link.is_aborted)
             except RuntimeError as error:
-                lack = f"the store is lost, and tag {tag} has no number: {error}"
+                lack = f"the store is lost, so tag {tag} cannot get a number: {error}"
                 raise BackendFailure(lack) from None
             if (tag := num_direct + number) >= num_tags:
-                most = f"more than {_MOST_NUMBERED_TAGS} different tags from {num_direct} on"
-                raise BackendFailure(most)
+                raise BackendFailure(
+                    f"more than {_MOST_NUMBERED_TAGS} different tags of {num_direct} or more"
+                )
         return tag * len(_CODES) + _CODES[dtype]
 
     def _most_for_one(self, x: torch.Tensor) -> int:

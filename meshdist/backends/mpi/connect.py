@@ -44,7 +44,7 @@ def _end_opening(opening: Opening, find_process_infos: FindProcessInfos) -> None
     try:
         for rank, process_info in zip(opening.ranks, find_process_infos(), strict=True):
             if process_info is None:
-                silent.append(f"rank {rank} has not come")
+                silent.append(f"rank {rank} has not made this call")
             elif is_stopped(process_info):
                 silent.append(f"rank {rank}, {process_info}, is stopped")
     except RuntimeError as lost:  # of the store: its text names the process that serves it
@@ -52,17 +52,17 @@ def _end_opening(opening: Opening, find_process_infos: FindProcessInfos) -> None
     error = CollectiveTimeoutError(
         f"{opening.name} was not opened on backend 'mpi' within {opening.timeout.total_seconds():g} s",
         where=f"rank {opening.ranks[opening.rank]}, among {ranks_text(opening.ranks)}",
-        expected="every member to make the calls of MPI's that open it",
-        found="\n".join(silent) or "MPI does not say which rank is missing",
-        fix="look at what keeps these ranks",
+        expected="every rank to make the MPI calls that open the group",
+        found="\n".join(silent) or "a missing rank, which MPI does not identify",
+        fix="start or resume these ranks, or pass a longer timeout= to the group",
     )
     _end_with(error, opening)
 
 
 def _end_with(error: BaseException, opening: Opening) -> None:
     print(
-        f"meshdist: rank {opening.ranks[opening.rank]} ends: nothing else can end the call of "
-        f"MPI's that it is in, and under MPI the other ranks end with it\n"
+        f"meshdist: rank {opening.ranks[opening.rank]} exits, because nothing else can end the MPI "
+        f"call that it is in; under MPI, the other ranks exit with it\n"
         f"{type(error).__name__}: {error}",
         file=sys.stderr,
         flush=True,
@@ -93,7 +93,7 @@ def open_link(opening: Opening) -> MpiConnection:
             "summary": "MPI cannot be used for this group",
             "where": f"rank {opening.ranks[opening.rank]}, {opening.name}",
             "found": f"{type(error).__name__}: {error}",
-            "fix": "see what `meshdist doctor` says of MPI",
+            "fix": "run `meshdist doctor`, which reports what MPI lacks",
         }
     members = _exchanged(opening, mine)
     _check(opening, members)
@@ -133,7 +133,7 @@ def _exchanged(opening: Opening, mine: dict[str, Any]) -> list[dict[str, Any]]:
     store.set(f"mpi/{opening.rank}", json.dumps(mine))
     keys = [f"mpi/{member}" for member in range(len(opening.ranks))]
     if not wait_until(lambda: store.check(keys), Deadline(opening.timeout), opening.check_present):
-        raise BackendTimeout("a member did not come to open its connection")
+        raise BackendTimeout("a rank did not open its connection")
     try:
         return read_jsons(store, keys, parse_member)
     except StoreError as junk:
@@ -160,10 +160,11 @@ def _check(opening: Opening, members: Sequence[dict[str, Any]]) -> None:
     are_in_one = len(sizes) == 1 and all(0 <= place < min(sizes) for place in places)
     if len(places) < len(members) or not are_in_one:
         raise BackendError(
-            "the members of this group are not in one world of MPI",
+            "the ranks of this group do not belong to one MPI world",
             where=f"rank {opening.ranks[opening.rank]}, {opening.name}",
-            expected="processes that one mpiexec has started",
-            found=f"{len(members)} processes, with {len(places)} rank(s) of MPI's among them, "
-            f"in worlds of {', '.join(map(str, sorted(sizes)))} rank(s)",
-            fix="mpiexec -n 4 python script.py, or `meshdist run --launcher mpi -n 4 script.py`",
+            expected="processes started by one mpiexec",
+            found=f"{len(members)} processes, with {len(places)} different MPI rank(s), "
+            f"in MPI worlds of {', '.join(map(str, sorted(sizes)))} rank(s)",
+            fix="start the program with `mpiexec -n 4 python script.py` or "
+            "`meshdist run --launcher mpi -n 4 script.py`",
         )

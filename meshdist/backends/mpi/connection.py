@@ -205,15 +205,13 @@ class MpiConnection:
         """Raise MessageMismatch unless ``count``, the bytes that came, equals ``num_bytes``."""
         if count != num_bytes:
             raise MessageMismatch(
-                f"a message of {count} bytes came where {num_bytes} were to be received"
+                f"a message of {count} bytes arrived for a receive of {num_bytes} bytes"
             )
 
     def failure(self, error: Any, num_bytes: int | None = None) -> BackendFailure:
         """Return the failure for MPI's error, in a receive of ``num_bytes`` or elsewhere (None)."""
         if num_bytes is not None and error.Get_error_class() == self.MPI.ERR_TRUNCATE:
-            return MessageMismatch(
-                f"a longer message came where {num_bytes} bytes were to be received"
-            )
+            return MessageMismatch(f"a longer message arrived for a receive of {num_bytes} bytes")
         text = first_line(error)
         return BackendAborted(text) if self.is_aborted else BackendFailure(text)
 
@@ -244,7 +242,7 @@ class MpiConnection:
             self.opening.look()
         lost, text = self.find_dead(), "has ended"
         if not lost and queries:
-            lost, text = self._find_left(request.awaited), "has closed this group, or ends"
+            lost, text = self._find_left(request.awaited), "has closed this group or exits"
         # What it sent before may be on its way still.
         limit = Deadline(_LOOK_S)
         if lost and not wait_until(request.test, limit, longest_pause_s=_LATE_PAUSE_S):
@@ -291,10 +289,10 @@ def _report(number: int, frame: object) -> None:
             them = ", ".join(
                 f"rank {ranks[member]} ({link.process_infos[member]})" for member in dead
             )
-            operation = "has" if len(dead) == 1 else "have"
+            have = "has" if len(dead) == 1 else "have"
             print(
-                f"meshdist: rank {ranks[link.opening.rank]} is ended by mpiexec: {them} {operation} "
-                "ended before, and under MPI all ranks end with one",
+                f"meshdist: rank {ranks[link.opening.rank]} is ended by mpiexec: {them} {have} "
+                "ended before, and under MPI all ranks end together",
                 file=sys.stderr,
                 flush=True,
             )

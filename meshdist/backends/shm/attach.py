@@ -122,7 +122,9 @@ class _Member:
             for socket_ in self._ready([*listener.watched(), *connections], listener.awaited):
                 if socket_ in connections:  # no member sends anything before all have come
                     rank = self.ranks[connections[socket_]]
-                    raise _Trouble("left", f"rank {rank} left while memory was shared")
+                    raise _Trouble(
+                        "left", f"rank {rank} disconnected while setting up shared memory"
+                    )
                 with _as_trouble(self.ranks[0], "a member"):
                     came = listener.look(socket_)
                 if came is not None:
@@ -166,7 +168,7 @@ class _Member:
                 close_all(files)
                 if answer == OF_ANOTHER_USER:
                     raise PermissionError(f"rank {self.ranks[0]} runs as another user")
-                raise OSError(f"rank {self.ranks[0]} has sent {len(files)} files")
+                raise OSError(f"rank {self.ranks[0]} sent {len(files)} file descriptors")
             memory, *pidfds = files
             os.close(pidfds[self.rank])
             pidfds[self.rank] = -1
@@ -193,15 +195,15 @@ class _Member:
                 raise _Trouble(*_read_trouble(self.store.get(_TROUBLE)))
         if self.deadline.is_over:
             missing = ranks_text(self.ranks[member] for member in sorted(awaited))
-            raise _Trouble("late", f"{missing} did not come to share memory")
+            raise _Trouble("late", f"{missing} did not connect to set up shared memory")
         return ready
 
     def _await_address(self) -> str:
         if not wait_until(lambda: self.store.check([_ADDRESS]), self.deadline, self._look):
-            raise _Trouble("late", f"rank {self.ranks[0]} did not come to share memory")
+            raise _Trouble("late", f"rank {self.ranks[0]} did not connect to set up shared memory")
         address = self.store.get(_ADDRESS).decode(errors="replace")
         if not address:  # its reason is in the store
-            raise _Trouble("left", f"rank {self.ranks[0]} has made no memory")
+            raise _Trouble("left", f"rank {self.ranks[0]} failed to create the shared memory")
         return address
 
     def _look(self) -> None:
@@ -218,9 +220,9 @@ def _as_trouble(rank: int, other: str) -> Iterator[None]:
     except ConnectionRefusedError as error:
         raise _Trouble("rejected", f"rank {rank} cannot reach {other}: {error}") from None
     except ConnectionError:
-        raise _Trouble("left", f"{other} left while memory was shared") from None
+        raise _Trouble("left", f"{other} disconnected while setting up shared memory") from None
     except TimeoutError:
-        raise _Trouble("late", f"{other} did not answer while memory was shared") from None
+        raise _Trouble("late", f"{other} did not respond while setting up shared memory") from None
     except (OSError, MemoryError, RuntimeError) as error:
         text = str(error) or type(error).__name__
         raise _Trouble("rejected", f"rank {rank}: {text}") from None
@@ -238,7 +240,7 @@ def _read_trouble(found: bytes) -> tuple[str, str]:
         kind, text = json.loads(found)
         if kind in _KINDS:
             return kind, str(text)
-    return "left", "a key of the group in the store holds what no member has written"
+    return "left", "a store key of this group holds a value that no rank has written"
 
 
 def _own_handle() -> int:

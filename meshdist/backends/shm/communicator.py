@@ -218,12 +218,12 @@ class ShmBackend(BackendType):
         folder = Path(__file__).parents[3]
         if (folder / "CMakeLists.txt").exists():
             return (
-                f"meshdist is imported from its source folder {folder}, where nothing is built",
-                f"pip install -e {folder}, or start the program in another folder",
+                f"meshdist is imported from its source folder {folder}, without a native core",
+                f"run `pip install -e {folder}`, or start the program in another folder",
             )
         return (
-            "its native core was not built: that takes Linux and a C++ compiler",
-            "on Linux, install a C++ compiler and then meshdist anew",
+            "the native core was not built: it requires Linux and a C++ compiler",
+            "on Linux, install a C++ compiler and reinstall meshdist",
         )
 
     def open(self, opening: Opening) -> Communicator:
@@ -262,7 +262,7 @@ def _check_room(num_bytes: int) -> None:
     """Raise MemoryError if this system has fewer than ``num_bytes`` free."""
     free = free_bytes()
     if num_bytes > free:
-        raise MemoryError(f"{num_bytes:,} bytes are asked for, and {free:,.0f} are free")
+        raise MemoryError(f"{num_bytes:,} bytes are needed, but only {free:,.0f} are free")
 
 
 def _attach_memory(shared: Shared) -> Any:
@@ -395,10 +395,10 @@ def failure_of(
     if cause == known["CLOSED"]:
         return BackendFailure("the communicator was closed")
     if cause == known["INTERRUPTED"] and failure.culprit >= 0:
-        return MemberGaveUp("has given up waiting for this call", failure.culprit)
+        return MemberGaveUp("has stopped waiting in this call", failure.culprit)
     if cause == known["CANCELLED"] and message is not None:
         peer = message[1] if message[1] >= 0 else failure.source
-        return MemberGaveUp("has given up this message", peer)
+        return MemberGaveUp("has cancelled this message", peer)
     return BackendAborted(text or "the communicator was aborted")
 
 

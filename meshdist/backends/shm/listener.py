@@ -49,7 +49,9 @@ def receive(
         data += begin
     number, num_files = _HEAD.unpack(data)
     if num_files > most_files:
-        raise OSError(f"{num_files} files are announced where {most_files} may come")
+        raise OSError(
+            f"{num_files} file descriptors are announced, at most {most_files} may follow"
+        )
     files: list[int] = []
     try:
         while len(files) < num_files:
@@ -204,9 +206,7 @@ def enter(
         name, secret = address.split()
         greeting = _GREETING.pack(bytes.fromhex(secret), place)
     except ValueError:
-        raise OSError(
-            f"the store has {address[:80]!r} where the socket's address should be"
-        ) from None
+        raise OSError(f"the store holds {address[:80]!r} instead of the socket's address") from None
     if not wait_until(partial(_try_to_connect, connection, name), deadline):
         raise TimeoutError
     if _peer_user(connection) != os.getuid():

@@ -150,7 +150,7 @@ class SimulatedBackend(BackendType):
         rank = find_rank_here()
         if rank is None:
             raise BackendFailure(
-                "the backend 'simulated' serves simulated ranks alone: run the program with "
+                "backend 'simulated' works on simulated ranks only: run the program with "
                 "meshdist.simulate(fn, ranks)"
             )
         # The store's keys are this communicator's alone, so the first member to come names it.
@@ -161,11 +161,12 @@ class SimulatedBackend(BackendType):
         matching = rank.scheduler.tables[opening.store.get("simulated/name").decode()]
         if matching.ranks != opening.ranks:
             raise MismatchError(
-                "the members of a group disagree about who they are",
+                "the ranks of a group passed different lists of ranks",
                 where=f"rank {rank.index}, opening a group on the backend 'simulated'",
-                expected="the same ranks in the same order on every member",
-                found=f"{ranks_text(matching.ranks)} elsewhere; {ranks_text(opening.ranks)} here",
-                fix="give every member the same list of ranks",
+                expected="the same ranks in the same order on every rank of the group",
+                found=f"{ranks_text(matching.ranks)} on another rank\n"
+                f"{ranks_text(opening.ranks)} on this rank",
+                fix="pass the same list of ranks on every rank of the group",
             )
         return SimulatedCommunicator(matching, opening, rank)
 

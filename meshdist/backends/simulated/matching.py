@@ -239,7 +239,7 @@ class PendingReceive(PendingCall):
         note, matching = self.note, self.matching
         lines = [f"{note.called} over {matching.op_name}, called at {note.where}"]
         lines += [
-            f"  rank {matching.ranks[message.source]} called {message.note.text}, which nobody has "
+            f"  rank {matching.ranks[message.source]} called {message.note.text}, which no rank has "
             "received"
             for message in matching.messages[self.member]
             if self.peer in (None, message.source)
@@ -317,14 +317,14 @@ class Matching:
                 "make every member call the same collectives in the same order, on fitting tensors"
             )
         elif mismatch := find_mismatch(started.member, notes, self.ranks):
-            expected = "what a member sends to another is what that one takes from it"
+            expected = "each rank receives as many elements as the other rank sends to it"
             fix = (
-                "give each output as many elements as its source sends; where a member cannot "
-                "know them, exchange the sizes first"
+                "give each output as many elements as its source sends; if a rank cannot know "
+                "these sizes, exchange them first"
             )
         else:
             return None
-        texts = dict.fromkeys(self.ranks, "not there yet")
+        texts = dict.fromkeys(self.ranks, "has not made this call")
         texts |= {self.ranks[member]: note.text for member, note in notes.items()}
         return MismatchError(
             f"the members of a group disagree about their call {started.note.sequence}",
@@ -385,7 +385,7 @@ def find_mismatch(member: int, notes: Mapping[int, CallRecord], ranks: Sequence[
             gives, wants = sizes[source][0][target], sizes[target][1][source]
             if gives != wants:
                 receiver = "itself" if source == target else f"rank {ranks[target]}"
-                does = "and takes" if source == target else "which takes"
+                does = "and receives" if source == target else "which receives"
                 return f"rank {ranks[source]} sends {gives} to {receiver}, {does} {wants}"
     return None
 
@@ -402,7 +402,7 @@ def _attempt(action: Callable[[], None]) -> Exception | None:
         action()
     except Exception as failure:
         backend_failure = BackendFailure(
-            f"moving the data failed: {type(failure).__name__}: {failure}"
+            f"copying the data failed: {type(failure).__name__}: {failure}"
         )
         backend_failure.__cause__ = failure
         return backend_failure

@@ -325,12 +325,12 @@ class Scheduler(Generic[T]):
         report = self._report()
         for rank in stuck:
             rank.interruption = DeadlockError(
-                "deadlock: no simulated rank can go on",
+                "deadlock: no simulated rank can continue",
                 where=f"{self.size} simulated ranks, one at a time",
-                expected="at least one rank that waits for nobody",
+                expected="at least one rank that can run",
                 found=report,
-                fix="make every member call the same collectives in the same order, give every receive "
-                "its send, and set every key that a rank waits for",
+                fix="call the same collectives in the same order on every rank, start a send for "
+                "every receive, and set every store key that a rank waits for",
             )
         return stuck[0]
 

@@ -104,6 +104,7 @@ class SimulatedStore(Store):
             raise ArgumentError(
                 "store.multi_set needs one value for each key",
                 found=f"{len(keys)} keys, {len(values)} values",
+                fix="pass as many values as keys",
             )
         for key, value in zip(keys, values, strict=True):
             self.set(key, value)
@@ -146,10 +147,10 @@ class SimulatedStore(Store):
         rank = find_rank_here()
         if rank is None:
             raise WorldError(
-                f"{call} would wait, and this thread is no simulated rank",
+                f"{call} cannot wait because this thread is not a simulated rank",
                 where=f"called at {show_site(call_site())}",
-                expected="waits on the thread of a simulated rank",
-                fix="set the key first, or ask with store.check",
+                expected="a call on the thread of a simulated rank",
+                fix="set the key first, or test for it with store.check",
             )
         rank.wait(CallWait(call, call_site(), is_ready))
         return True

@@ -430,7 +430,7 @@ def test_a_result_that_was_not_completed_is_never_there(
             with pytest.raises(KeyboardInterrupt):
                 work.wait()
         for _ in range(2):
-            with pytest.raises(md.BackendError, match="its result is not complete"):
+            with pytest.raises(md.BackendError, match="the result is incomplete"):
                 work.wait()
         assert not work.is_success()
         md.all_reduce(torch.ones(2))

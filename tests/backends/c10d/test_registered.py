@@ -48,7 +48,7 @@ def test_a_registered_backend_carries_a_world(
 
 def test_no_devices_means_cpu_and_cuda_with_a_warning(pool: Pool) -> None:
     def program(rank: int) -> dict[str, str]:
-        with pytest.warns(UserWarning, match="names no devices: cpu and cuda are assumed"):
+        with pytest.warns(UserWarning, match="got no devices: assuming cpu and cuda"):
             md.Backend.register_backend("pigeon", print)
         return dict(md.BackendConfig("pigeon").device_backend_map)
 

@@ -148,7 +148,7 @@ def test_all_is_decided_once_it_has_ended(device: Device) -> None:
     communicator, device.shutting_down = opened(SHORT), threading.Event()
     work = work_of(all_reduce(communicator))
     communicator.close()
-    with pytest.raises(BackendError, match="aborted while it was on the device"):
+    with pytest.raises(BackendError, match="aborted while running on the device"):
         work.wait()
     device.shutting_down.set()
 
@@ -232,7 +232,7 @@ def test_a_work_that_was_cut_off_raises(device: Device, *, is_waited_for: bool) 
     communicator.abort()
     wait_for(lambda: device.kernels[-1].is_cut_off)
     assert work.is_completed() and not work.is_success()
-    with pytest.raises(BackendError, match="aborted while it was on the device"):
+    with pytest.raises(BackendError, match="aborted while running on the device"):
         work.wait()
     assert done.wait() and done.is_success()  # it had ended before
 
@@ -305,7 +305,7 @@ def test_a_wait_while_a_failure_is_explained_raises_it(device: Device) -> None:
     threading.Timer(0.2, goes_on.set).start()
     with pytest.raises(CollectiveTimeoutError, match=r"explained: not finished after 0.3 s"):
         failed.wait()
-    with pytest.raises(BackendError, match="aborted while it was on the device"):
+    with pytest.raises(BackendError, match="aborted while running on the device"):
         other.wait()
 
 
@@ -566,7 +566,7 @@ def test_connecting_is_bounded(device: Device) -> None:
     communicator, device.connecting = opened(SHORT), threading.Event()
     begin = time.monotonic()
     with pytest.raises(
-        BackendTimeout, match=r"the members did not connect: not finished after 0.3 s"
+        BackendTimeout, match=r"the ranks did not connect: not finished after 0.3 s"
     ):
         communicator.connect(torch.device("cuda", 1))
     assert is_within(time.monotonic() - begin, 3.0)
@@ -578,7 +578,7 @@ def test_an_abort_ends_connecting(device: Device) -> None:
     threading.Timer(0.3, communicator.abort).start()
     begin = time.monotonic()
     for _ in range(2):
-        with pytest.raises(BackendAborted, match="aborted while the members connected"):
+        with pytest.raises(BackendAborted, match="aborted while the ranks were connecting"):
             communicator.connect(torch.device("cuda", 1))
     assert is_within(time.monotonic() - begin, 3.0)
     device.connecting.set()

@@ -301,7 +301,7 @@ def test_who_comes_after_another_has_given_up_is_not_kept_waiting(pool: Pool, ho
     why = "not finished after 0.4 s" if how == "timeout" else "aborted while waiting"
     assert first == f"{'BackendTimeout' if how == 'timeout' else 'BackendAborted'}: {why}"
     # It gets its result if MPI needs no further step of the member that gave up.
-    is_lost = second[0] == "MemberLost: has closed this group, or ends"
+    is_lost = second[0] == "MemberLost: has closed this group or exits"
     assert is_lost or second == ("done", [3.0, 3.0])
 
 
@@ -751,7 +751,7 @@ def test_processes_of_different_worlds_of_mpi(tmp_path: Path) -> None:
     command = (sys.executable, "-m", "meshdist", "run", "-n", 2)
     done = run_job(program, tmp_path, command=command)
     assert done.returncode != 0
-    assert "BackendError: the members of this group are not in one world of MPI" in done.stderr
+    assert "BackendError: the ranks of this group do not belong to one MPI world" in done.stderr
     assert "meshdist run --launcher mpi -n 4 script.py" in done.stderr
 
 

@@ -35,7 +35,7 @@ def test_every_member_raises_what_mpi_says(monkeypatch: pytest.MonkeyPatch) -> N
         "MPI cannot be used for this group\n"
         "  where:    rank 3, a group\n"
         "  found:    ImportError: libmpi.so is not there\n"
-        "  fix:      see what `meshdist doctor` says of MPI"
+        "  fix:      run `meshdist doctor`, which reports what MPI lacks"
     )
 
 
@@ -53,12 +53,13 @@ def test_members_of_other_worlds_of_mpi_are_rejected(
         module.open_link(two)
     sizes = "2, 8" if size == 8 else "2"
     assert str(caught.value) == (
-        "the members of this group are not in one world of MPI\n"
+        "the ranks of this group do not belong to one MPI world\n"
         "  where:    rank 3, a group\n"
-        "  expected: processes that one mpiexec has started\n"
-        "  found:    2 processes, with 2 rank(s) of MPI's among them, in worlds of "
+        "  expected: processes started by one mpiexec\n"
+        "  found:    2 processes, with 2 different MPI rank(s), in MPI worlds of "
         f"{sizes} rank(s)\n"
-        "  fix:      mpiexec -n 4 python script.py, or `meshdist run --launcher mpi -n 4 script.py`"
+        "  fix:      start the program with `mpiexec -n 4 python script.py` or "
+        "`meshdist run --launcher mpi -n 4 script.py`"
     )
 
 
@@ -77,5 +78,7 @@ def test_a_process_that_is_ended_loses_nothing_that_it_has_written() -> None:
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (1, "the last line")
-    assert done.stderr.startswith("meshdist: rank 6 ends: nothing else can end the call")
+    assert done.stderr.startswith(
+        "meshdist: rank 6 exits, because nothing else can end the MPI call"
+    )
     assert done.stderr.endswith("\nValueError: late\n")

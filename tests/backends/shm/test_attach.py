@@ -181,7 +181,7 @@ def test_members_that_never_come_are_named_by_all_others(missing: list[int]) -> 
     named = {1: "rank 11", 0: "rank 10", 3: "ranks 11-12, 14"}[
         len(missing) if len(missing) > 1 else missing[0]
     ]
-    all_tell(found, BackendTimeout, f"{named} did not come to share memory")
+    all_tell(found, BackendTimeout, f"{named} did not connect to set up shared memory")
     assert num_files() <= before  # threads of other tests may close some meanwhile
 
 
@@ -195,7 +195,7 @@ def test_a_member_that_stops_in_the_middle_is_a_timeout_for_all() -> None:
             os.close(handle)
 
         found = circle.run(members=[0, 2], timeout_s=0.4, meanwhile=stop)
-    all_tell(found, BackendTimeout, "rank 11 did not come to share memory")
+    all_tell(found, BackendTimeout, "rank 11 did not connect to set up shared memory")
 
 
 def test_a_member_that_leaves_before_all_have_come() -> None:
@@ -208,7 +208,7 @@ def test_a_member_that_leaves_before_all_have_come() -> None:
         os.close(handle)
 
     found = circle.run(members=[0], meanwhile=leave)
-    all_tell(found, BackendFailure, "rank 11 left while memory was shared")
+    all_tell(found, BackendFailure, "rank 11 disconnected while setting up shared memory")
 
 
 @pytest.mark.parametrize("junk", [b"x", b"name", b"name not-hex", bytes(range(200, 256))])
@@ -217,8 +217,8 @@ def test_an_address_that_no_member_wrote_is_named(junk: bytes) -> None:
     circle.store.set("shared/address", junk)
     (found,) = circle.run(members=[1])
     assert isinstance(found, BackendUnsupported)
-    assert "rank 11: the store has" in str(found)
-    assert "where the socket's address should be" in str(found)
+    assert "rank 11: the store holds" in str(found)
+    assert "instead of the socket's address" in str(found)
 
 
 @pytest.mark.parametrize(
@@ -228,7 +228,7 @@ def test_a_trouble_that_no_member_wrote_is_named(junk: bytes) -> None:
     circle = Circle(2)
     circle.store.set("shared/trouble", junk)
     (found,) = circle.run(members=[0])
-    text = "a key of the group in the store holds what no member has written"
+    text = "a store key of this group holds a value that no rank has written"
     all_tell([found], BackendFailure, text)
 
 
@@ -251,9 +251,9 @@ def answered_by(first: Callable[[socket.socket], None], timeout_s: float) -> Exc
 @pytest.mark.parametrize(
     ("num_files", "told"),
     [
-        (0, "rank 11: rank 10 has sent 0 files"),
-        (2, "rank 11: rank 10 has sent 2 files"),
-        (4, "rank 11: 4 files are announced where 3 may come"),
+        (0, "rank 11: rank 10 sent 0 file descriptors"),
+        (2, "rank 11: rank 10 sent 2 file descriptors"),
+        (4, "rank 11: 4 file descriptors are announced, at most 3 may follow"),
     ],
 )
 def test_an_answer_with_other_files_than_a_group_has_is_a_refusal(
@@ -278,7 +278,7 @@ def test_an_answer_that_comes_in_drops_does_not_put_off_the_timeout() -> None:
 
     begin = time.monotonic()
     found = answered_by(drip, 0.5)
-    all_tell([found], BackendTimeout, "rank 10 did not answer while memory was shared")
+    all_tell([found], BackendTimeout, "rank 10 did not respond while setting up shared memory")
     assert is_within(time.monotonic() - begin, 4.0)
 
 
@@ -323,7 +323,10 @@ def test_a_process_that_ends_in_the_middle_is_noticed_at_once(dying: int, pool: 
     outcomes = pool.outcomes(program, 3)
     assert isinstance(outcomes.pop(dying), Failure)
     for told, seconds in outcomes:
-        assert told[:2] == ("BackendFailure", f"rank {dying} left while memory was shared")
+        assert told[:2] == (
+            "BackendFailure",
+            f"rank {dying} disconnected while setting up shared memory",
+        )
         assert told[2] <= 0  # the Gloo connection to it may have ended too
         assert is_within(seconds, 2.0)
 

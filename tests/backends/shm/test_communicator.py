@@ -584,7 +584,7 @@ def test_shared_memory_that_there_is_not(pool: Pool) -> None:
         return told
 
     for text in on(pool, program, 2):
-        assert "2,007,040 bytes are asked for, and 1,000,000 are free" in text
+        assert "2,007,040 bytes are needed, but only 1,000,000 are free" in text
 
 
 def test_shared_memory_ends_with_its_last_tensor(pool: Pool) -> None:

@@ -141,7 +141,7 @@ def test_a_stranger_does_not_put_off_the_timeout() -> None:
             stack.enter_context(beside(intrude))
 
         (error,) = circle.run(members=[0], timeout_s=0.5, meanwhile=meanwhile)
-    assert str(error) == "rank 11 did not come to share memory"
+    assert str(error) == "rank 11 did not connect to set up shared memory"
     assert is_within(time.monotonic() - begin, 3.0)
 
 

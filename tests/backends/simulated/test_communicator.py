@@ -382,7 +382,7 @@ def test_reductions_that_a_dtype_lacks_are_rejected(
             Direct(group).all_reduce(torch.empty(2, dtype=dtype), getattr(ReduceOp, op))
         name = str(dtype).removeprefix("torch.")
         assert str(caught.value).splitlines() == [
-            f"the backend 'simulated' cannot reduce {name} with {op}",
+            f"backend 'simulated' cannot reduce {name} with {op}",
             f"  expected: {served}",
             "  fix:      use another reduction, or convert the tensor",
         ]
@@ -591,7 +591,7 @@ def test_a_closed_communicator_rejects_calls() -> None:
 def test_data_that_cannot_be_moved_is_a_failure_of_every_member() -> None:
     def program() -> None:
         group = open_group()
-        with pytest.raises(BackendFailure, match="moving the data failed: RuntimeError: shape"):
+        with pytest.raises(BackendFailure, match="copying the data failed: RuntimeError: shape"):
             Direct(group).all_gather(torch.zeros(3), torch.zeros(2)).finish(T)
 
     simulate(program, 2)
@@ -604,11 +604,13 @@ def test_members_that_disagree_about_the_group() -> None:
 
     with pytest.raises(MismatchError) as caught:
         simulate(program, 2)
-    assert caught.value.found == "ranks 0-1 elsewhere; ranks 1, 0 here"
-    assert "disagree about who they are" in str(caught.value)
+    assert caught.value.found == "ranks 0-1 on another rank\nranks 1, 0 on this rank"
+    assert "passed different lists of ranks" in str(caught.value)
 
 
 def test_the_backend_serves_simulated_ranks_alone() -> None:
     opening = Opening(HashStore(), HashStore, (0,), 0, "cpu", T)
-    with pytest.raises(BackendFailure, match=r"serves simulated ranks alone: .* meshdist.simulate"):
+    with pytest.raises(
+        BackendFailure, match=r"works on simulated ranks only: .* meshdist.simulate"
+    ):
         get_backend("simulated").open(opening)

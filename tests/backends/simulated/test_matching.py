@@ -172,28 +172,28 @@ def all_to_all(sends: tuple[int, ...], takes: tuple[int, ...]) -> CallRecord:
         ([all_to_all((1, 2), (1, 3)), all_to_all((3, 4), (2, 4))], None),
         (
             [all_to_all((1, 2), (1, 3)), all_to_all((3, 4), (5, 4))],
-            "rank 4 sends 2 to rank 5, which takes 5",
+            "rank 4 sends 2 to rank 5, which receives 5",
         ),
         (
             [all_to_all((1, 2), (1, 3)), all_to_all((6, 4), (2, 4))],
-            "rank 5 sends 6 to rank 4, which takes 3",
+            "rank 5 sends 6 to rank 4, which receives 3",
         ),
         (
             [all_to_all((1, 2), (1, 3)), all_to_all((3, 4), (2, 5))],
-            "rank 5 sends 4 to itself, and takes 5",
+            "rank 5 sends 4 to itself, and receives 5",
         ),
         (
             [noted("g", (2, 2), (2, 3)), noted("g", (2, 2), (2, 2))],
-            "rank 5 sends 2 to rank 4, which takes 3",
+            "rank 5 sends 2 to rank 4, which receives 3",
         ),
         ([noted("gather", (2, 2), (2, 2)), noted("gather")], None),
         (
             [noted("gather", (2, 2), (2, 1)), noted("gather")],
-            "rank 5 sends 2 to rank 4, which takes 1",
+            "rank 5 sends 2 to rank 4, which receives 1",
         ),
         (
             [noted("scatter", (2, 3), (2, 2)), noted("scatter")],
-            "rank 4 sends 3 to rank 5, which takes 2",
+            "rank 4 sends 3 to rank 5, which receives 2",
         ),
         ([noted("all_reduce"), noted("all_reduce")], None),
         ([CallRecord(1, GroupFacts("", (4, 5), 0), Call("barrier", None))] * 2, None),
@@ -243,7 +243,7 @@ def test_members_that_disagree_all_raise_the_same() -> None:
         f"  found:    ranks 0-1: all_reduce((4,) float32, SUM) at {line_of(program, 8)} in call\n"
         "            rank 2: broadcast((4,) float32, root rank 0) at "
         f"{line_of(program, 6)} in call\n"
-        "            rank 3: not there yet\n"
+        "            rank 3: has not made this call\n"
         "  fix:      make every member call the same collectives in the same order, on fitting "
         "tensors; the group is broken now"
     )
@@ -348,38 +348,38 @@ def test_every_part_of_a_call_is_compared(calls: Callable[[Any], Any], shown: st
     [
         (
             lambda g: Direct(g).all_to_all(ones(2, 2, 2), ones(2, 2, 3 if g.rank == 1 else 2)),
-            "rank 1 sends 3 to rank 2, which takes 2",
+            "rank 1 sends 3 to rank 2, which receives 2",
             "(3,) float32], sending [2, 2, 3], taking [2, 2, 2] elements)",
         ),
         (
             lambda g: Direct(g).all_to_all_single(
                 *ones(6, 6), [2, 2, 2], [1, 2, 3] if g.rank == 0 else [2, 2, 2]
             ),
-            "rank 0 sends 1 to itself, and takes 2",
+            "rank 0 sends 1 to itself, and receives 2",
             "rank 0: all_to_all_single((6,) float32, sending [1, 2, 3], taking [2, 2, 2] elements)",
         ),
         (
             lambda g: Direct(g).all_gather_list(
                 ones(1, 2, 4 if g.rank == 0 else 3), ones(g.rank + 1)[0]
             ),
-            "rank 2 sends 3 to rank 0, which takes 4",
+            "rank 2 sends 3 to rank 0, which receives 4",
             "rank 0: all_gather_list((1,) float32, sending [1, 1, 1], taking [1, 2, 4] elements)",
         ),
         (
             lambda g: Direct(g).reduce_scatter_list(
                 ones(g.rank)[0], ones(0, 1, 5 if g.rank == 1 else 2), ReduceOp.SUM
             ),
-            "rank 1 sends 5 to rank 2, which takes 2",
+            "rank 1 sends 5 to rank 2, which receives 2",
             "((1,) float32, SUM, sending [0, 1, 5], taking [1, 1, 1] elements)",
         ),
         (
             lambda g: Direct(g).gather(ones(2, 2, 1) if g.rank == 0 else [], ones(2)[0], 0),
-            "rank 2 sends 2 to rank 0, which takes 1",
+            "rank 2 sends 2 to rank 0, which receives 1",
             "((2,) float32, root rank 0, sending [2, 2, 2], taking [2, 2, 1] elements)",
         ),
         (
             lambda g: Direct(g).scatter(ones(2)[0], ones(2, 3, 2) if g.rank == 0 else [], 0),
-            "rank 0 sends 3 to rank 1, which takes 2",
+            "rank 0 sends 3 to rank 1, which receives 2",
             "((2,) float32, root rank 0, sending [2, 3, 2], taking [2, 2, 2] elements)",
         ),
     ],
@@ -424,12 +424,12 @@ def test_sizes_that_disagree_as_a_whole() -> None:
     assert text == (
         "the members of a group disagree about their call 1\n"
         "  where:    axis 'tp' (ranks 0-1); no data was moved\n"
-        "  expected: what a member sends to another is what that one takes from it\n"
-        "  found:    rank 1 sends 2 to rank 0, which takes 3\n"
+        "  expected: each rank receives as many elements as the other rank sends to it\n"
+        "  found:    rank 1 sends 2 to rank 0, which receives 3\n"
         "            ranks 0-1: all_to_all([(2,) float32, (2,) float32], sending [2, 2], taking "
         f"[2, 3] elements) at {line} in program\n"
-        "  fix:      give each output as many elements as its source sends; where a member cannot "
-        "know them, exchange the sizes first; the group is broken now"
+        "  fix:      give each output as many elements as its source sends; if a rank cannot know "
+        "these sizes, exchange them first; the group is broken now"
     )
 
 
@@ -481,7 +481,7 @@ def test_a_deadlock_tells_of_messages_that_nobody_received() -> None:
         assert told[1].startswith("rank 2: waits in recv((3,) float32, from ")
         assert told[2:] == [
             f"  rank {sender} called send(({3 + sender},) float32, to rank 2, tag 1) at {line} in "
-            "program, which nobody has received"
+            "program, which no rank has received"
             for sender in senders
         ]
 
@@ -507,17 +507,17 @@ def test_deadlock_tells_what_every_rank_waits_for() -> None:
     texts = simulate(program, 5)
     assert texts == [texts[0]] * 3 + ["", texts[0]]
     assert texts[0] == (
-        "deadlock: no simulated rank can go on\n"
+        "deadlock: no simulated rank can continue\n"
         "  where:    5 simulated ranks, one at a time\n"
-        "  expected: at least one rank that waits for nobody\n"
+        "  expected: at least one rank that can run\n"
         "  found:    rank 0: waits in recv((2,) float32, from rank 3, tag 7) over ranks 0-4, "
         f"called at {line_of(program, 7)} in program\n"
         f"            rank 1: waits in store.get('p/never'), called at {line_of(program, 9)}\n"
         "            ranks 2, 4: waits in all_reduce((2,) float32, MAX) for ranks 0-1, 3; "
         f"call 1 over ranks 0-4, called at {line_of(program, 11)} in program\n"
         "            rank 3: returned\n"
-        "  fix:      make every member call the same collectives in the same order, give every receive "
-        "its send, and set every key that a rank waits for"
+        "  fix:      call the same collectives in the same order on every rank, start a send for "
+        "every receive, and set every store key that a rank waits for"
     )
 
 
