@@ -194,9 +194,9 @@ def combine(rows: T, route: Route, weights: Any = None) -> T:
     """
     if not isinstance(route, Route):
         raise KindError(
-            "experts.combine: route must be what experts.dispatch returned beside the rows",
+            "experts.combine: route must be the Route that experts.dispatch returned",
             found=f"{route!r}, a {type(route).__name__}",
-            fix="rows, route = experts.dispatch(...), then experts.combine(rows, route, weights)",
+            fix="call rows, route = experts.dispatch(...), then experts.combine(rows, route)",
         )
     typed = find_typed_operation("experts.combine", route._axes)
     result: T
@@ -256,17 +256,17 @@ def _check_here(x: torch.Tensor, chosen: torch.Tensor, group: ProcessGroup) -> N
             "experts.dispatch: experts must be integers",
             where=where,
             found=f"experts {describe(chosen)}",
-            fix="pass the indices that topk returns beside the weights: scores.topk(k).indices",
+            fix="pass the indices that topk returns: scores.topk(k).indices",
         )
     if chosen.dim() != 2 or x.shape[:1] != chosen.shape[:1]:
         raise ShapeError(
-            "experts.dispatch: each token must have its row of experts",
+            "experts.dispatch: experts must have one row per token",
             where=where,
             expected="tokens of shape (n, ...) and experts of shape (n, k)",
             found=f"tokens {describe(x)}; experts {describe(chosen)}",
-            fix="experts.unsqueeze(1), where each token goes to a single expert"
+            fix="pass experts.unsqueeze(1) if each token goes to a single expert"
             if chosen.dim() == 1
-            else "give experts a row for each token, as scores.topk(k).indices has",
+            else "pass one row of experts for each token, for example scores.topk(k).indices",
         )
 
 
@@ -302,13 +302,13 @@ def _exchange_counts(
     wrong = {rank: ends for rank, ends in ranges.items() if ends[0] < -1 or ends[1] >= num_experts}
     if wrong:
         raise ArgumentError(
-            f"experts.dispatch over {group.name}: there are no such experts",
-            expected=f"experts from 0 to {num_experts - 1}, and -1 for what is not sent",
+            f"experts.dispatch over {group.name} got experts that do not exist",
+            expected=f"experts from 0 to {num_experts - 1}, and -1 for an entry that is not sent",
             found=grouped_text(
                 (rank, f"from {low} to {high}") for rank, (low, high) in wrong.items()
             ),
-            fix="number experts from 0, give num_experts as the count of those on all ranks "
-            "together, and -1 for an entry that is dropped",
+            fix="number the experts from 0, pass the number of experts on all ranks together as "
+            "num_experts, and use -1 for an entry that is dropped",
         )
     return tuple(map(sum, blocks)), theirs[:, 2:]
 
@@ -320,12 +320,12 @@ def _combine(rows: Any, route: Route, weights: Any) -> Any:
     num_rows = sum(route._taken)
     if y.shape[:1] != (num_rows,):
         raise ShapeError(
-            "experts.combine: rows must be as many as experts.dispatch gave, in their order",
+            "experts.combine: rows must correspond to the rows that experts.dispatch returned",
             where=f"rank {group.world.rank}, {group.name}",
             expected=f"shape ({num_rows}, ...)",
             found=describe(y),
-            fix="pass a row for each that experts.dispatch returned with this route; what shall "
-            "not count gets the weight 0",
+            fix="pass one row for each row that experts.dispatch returned with this route, in the "
+            "same order; to exclude a row, set its weight to 0",
         )
     factors = None
     if weights is not None:
@@ -336,8 +336,7 @@ def _combine(rows: Any, route: Route, weights: Any) -> Any:
                 where=f"rank {group.world.rank}, {group.name}",
                 expected=f"shape {route._shape}",
                 found=describe(scale),
-                fix="pass the values that topk returns beside the experts: "
-                "weights, experts = scores.topk(k)",
+                fix="pass the values of the same topk call: weights, experts = scores.topk(k)",
             )
         factors = scale.flatten().index_select(0, route._entries).view(-1, *[1] * (y.dim() - 1))
     if route._empty is not None:

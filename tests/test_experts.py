@@ -381,12 +381,12 @@ def test_an_expert_outside_on_one_rank_is_told_to_all() -> None:
     texts = rejected(ArgumentError, call, 3)
     assert texts == [texts[0]] * 3
     assert texts[0].splitlines() == [
-        "experts.dispatch over axis 'ep' of DeviceMesh(ep=3): there are no such experts",
-        "  expected: experts from 0 to 1, and -1 for what is not sent",
+        "experts.dispatch over axis 'ep' of DeviceMesh(ep=3) got experts that do not exist",
+        "  expected: experts from 0 to 1, and -1 for an entry that is not sent",
         "  found:    ranks 0, 2: from 0 to 2",
         "            rank 1: from 4 to 6",
-        "  fix:      number experts from 0, give num_experts as the count of those on all ranks "
-        "together, and -1 for an entry that is dropped",
+        "  fix:      number the experts from 0, pass the number of experts on all ranks together as "
+        "num_experts, and use -1 for an entry that is dropped",
     ]
 
 
@@ -426,9 +426,9 @@ def test_rows_that_differ_between_ranks_are_rejected_on_all(other: torch.Tensor)
     [
         (TOKENS, EXPERTS.float(), 3, DtypeError, "experts must be integers"),
         (TOKENS, EXPERTS.bool(), 3, DtypeError, "experts must be integers"),
-        (TOKENS, EXPERTS[:1], 3, ShapeError, "each token must have its row of experts"),
-        (TOKENS, EXPERTS[:1], 3, ShapeError, "fix:      give experts a row for each token, as sco"),
-        (TOKENS, EXPERTS[:, 0], 3, ShapeError, "experts.unsqueeze(1), where each token goes to"),
+        (TOKENS, EXPERTS[:1], 3, ShapeError, "experts must have one row per token"),
+        (TOKENS, EXPERTS[:1], 3, ShapeError, "fix:      pass one row of experts for each token"),
+        (TOKENS, EXPERTS[:, 0], 3, ShapeError, "pass experts.unsqueeze(1) if each token goes to"),
         (TOKENS[0, 0], EXPERTS, 3, ShapeError, "tokens of shape (n, ...) and experts of shape"),
         (TOKENS, EXPERTS, 0, ArgumentError, "experts.dispatch: num_experts is 0"),
         (TOKENS, EXPERTS, 2.0, KindError, "num_experts must be an integer"),
@@ -478,15 +478,19 @@ def test_combine_rejects_other_rows_weights_and_routes() -> None:
 
     for rank, (rows, weights, route, scale) in enumerate(over(body)):
         first, where, expected, found, fix = rows.splitlines()
-        assert first.endswith("rows must be as many as experts.dispatch gave, in their order")
+        assert first.endswith("rows must correspond to the rows that experts.dispatch returned")
         assert where == f"  where:    rank {rank}, axis 'ep' of DeviceMesh(ep=2)"
         assert expected == f"  expected: shape ({[6, 2][rank]}, ...)"
         assert found == "  found:    shape (1, 2), float32"
-        assert fix.startswith("  fix:      pass a row for each that experts.dispatch returned")
+        assert fix.startswith(
+            "  fix:      pass one row for each row that experts.dispatch returned"
+        )
         assert "weights must have the shape of the experts" in weights
-        assert weights.endswith("beside the experts: weights, experts = scores.topk(k)")
+        assert weights.endswith(
+            "pass the values of the same topk call: weights, experts = scores.topk(k)"
+        )
         assert "expected: shape (2, 2)" in weights and "shape (2, 3), float32" in weights
-        assert "route must be what experts.dispatch returned beside the rows" in route
+        assert "route must be the Route that experts.dispatch returned" in route
         assert "experts.combine cannot take a float as weights" in scale
 
 

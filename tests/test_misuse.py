@@ -452,5 +452,5 @@ def test_permutations_that_differ_are_told() -> None:
         return [str(twice.value), *texts]
 
     for twice, *texts in md.simulate(program, 3):
-        assert "destination 1 stands twice" in twice
+        assert "destination 1 appears twice" in twice
         assert all("the members of a group disagree about their call" in text for text in texts)

@@ -204,10 +204,10 @@ def check_unnested(operation: str) -> None:
     raise NestedCollectiveError(
         f"{operation} was called inside {under_way[0]}, which has not returned",
         where=f"{rank}called at {show_site(call_site())}",
-        expected="one collective at a time on a thread; a signal's handler runs on the main thread, in "
-        "the middle of what that does",
-        fix="let the handler set a flag and call the collective later; to end the wait, let it raise an "
-        "exception or call abort() of the group",
+        expected="one collective at a time per thread (a signal handler interrupts the main thread in "
+        "the middle of a collective)",
+        fix="set a flag in the handler and call the collective later; to end the wait, raise an "
+        "exception in the handler or call the group's abort()",
     )
 
 

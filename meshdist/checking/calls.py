@@ -189,7 +189,7 @@ class CallRecord(NamedTuple):
             parts.append(f"root rank {self.group.ranks[call.root]}")
         if self.sizes:
             sent, taken = map(list, self.sizes)
-            parts.append(f"sending {sent}, taking {taken} elements")
+            parts.append(f"sending {sent}, receiving {taken} elements")
         if call.layouts:
             parts.append(f"strides {', '.join(str(strides) for _, strides in call.layouts)}")
         if call.tag is not None:
@@ -232,8 +232,8 @@ class CallRecord(NamedTuple):
             answer = "recv_object_list" if call.is_send else "send_object_list"
             return f"{self._peer} in {answer}, with this rank as its peer"
         if call.is_send:
-            return f"{self._peer} to receive {call.data_text} from this rank under tag {call.tag}"
-        return f"{self._peer} to send {call.data_text} to this rank under tag {call.tag}"
+            return f"{self._peer} to receive {call.data_text} from this rank with tag {call.tag}"
+        return f"{self._peer} to send {call.data_text} to this rank with tag {call.tag}"
 
     @property
     def _peer(self) -> str:
@@ -318,11 +318,13 @@ def likeness(note: CallRecord | None) -> str:
         note: this member's call, whose title and sizes count; None if it has been overwritten.
     """
     op_name = "" if note is None else note.call.op_name
-    under = " under the same title" if op_name else ""
+    named = ", with the same operation name," if op_name else ""
     if op_name.startswith("lax."):
-        return "the same collective of lax, on leaves of equal paths, shapes and dtypes, on every member"
+        return (
+            "the same collective of lax, on leaves of equal paths, shapes and dtypes, on every rank"
+        )
     if note is not None and note.sizes:
         return (
-            f"the same collective and dtype{under}, and what one member takes as the other sends it"
+            f"the same collective and dtype{named} on every rank, and the same sizes on both sides"
         )
-    return f"the same collective, dtype, number of elements, op and root{under} on every member"
+    return f"the same collective, dtype, number of elements, op and root{named} on every rank"

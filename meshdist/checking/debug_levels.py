@@ -97,10 +97,10 @@ def set_debug_level_from_env() -> None:
     value = os.environ.get("TORCH_DISTRIBUTED_DEBUG")
     if value is not None and value.upper() not in DebugLevel.__members__:
         raise ArgumentError(
-            f"there is no debug level {value!r}",
+            f"{value!r} is not a debug level",
             where="the environment variable TORCH_DISTRIBUTED_DEBUG",
             expected="OFF, INFO or DETAIL",
-            fix="set it to one of these, or unset it, which means OFF",
+            fix="set it to one of these values, or unset it, which means OFF",
         )
     torch.distributed.set_debug_level_from_env()
     _follow()

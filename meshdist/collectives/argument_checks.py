@@ -83,9 +83,9 @@ def _check_unwrapped(x: Any, argument: str, operation: str) -> None:
         raise KindError(
             f"torch.func cannot transform {operation}, which works in place",
             where=f"argument {argument} of {operation}, {describe(x)}",
-            expected="a tensor that grad, vmap, jacrev and the like have not wrapped",
-            fix="call a function of meshdist.lax that returns its result, as "
-            "psum(x, axis, mesh=mesh) for all_reduce",
+            expected="a tensor that no transform of torch.func has wrapped",
+            fix="call a function of meshdist.lax that returns its result, for example "
+            "psum(x, axis, mesh=mesh) instead of all_reduce",
         )
 
 
@@ -97,8 +97,8 @@ def _check_no_tangent(x: Any, argument: str, operation: str) -> None:
             f"{operation} has no forward derivative, and {argument} is a dual tensor",
             where=f"argument {argument} of {operation}, {describe(x)}",
             expected="a tensor without a tangent, or a collective that differentiates",
-            fix="use a collective of meshdist.lax in its place, as psum(x, axis, mesh=mesh) for "
-            "all_reduce, or call it on x.detach(), which has no tangent",
+            fix="call a function of meshdist.lax instead, for example psum(x, axis, mesh=mesh) "
+            "instead of all_reduce, or pass x.detach(), which has no tangent",
         )
 
 
@@ -106,11 +106,11 @@ def check_stored(tensor: torch.Tensor, argument: str, operation: str) -> None:
     """Raise if a tensor has elements, and no memory for them."""
     if tensor.numel() and not tensor.is_meta and not tensor.data_ptr():
         raise ArgumentError(
-            f"{operation} cannot use {argument}: it has no memory",
+            f"{operation} cannot use {argument} because it has no memory",
             where=f"argument {argument} of {operation}, {describe(tensor)}",
-            found="a storage that was resized to nothing, or zeros that are nowhere stored",
-            fix=f"go on with a copy, {argument} = {argument}.clone(), or give the storage its "
-            "memory back first",
+            found="a storage that was resized to 0 bytes, or zeros that are not stored",
+            fix=f"pass a copy, {argument} = {argument}.clone(), or resize the storage to its "
+            "former size first",
         )
 
 
@@ -119,10 +119,10 @@ def check_not_expanded(tensor: torch.Tensor, argument: str, operation: str) -> N
     layout = zip(tensor.shape, tensor.stride(), strict=True)
     if tensor.numel() and any(size > 1 and step == 0 for size, step in layout):
         raise ArgumentError(
-            f"{operation} cannot write into {argument}: several of its elements are one in memory",
+            f"{operation} cannot write into {argument} because its elements share memory",
             where=f"argument {argument} of {operation}, {describe(tensor)}",
             found=f"strides {tensor.stride()}: an expanded tensor",
-            fix=f"pass a copy, {argument} = {argument}.clone(), and read the result there",
+            fix=f"pass a copy, {argument} = {argument}.clone(), and read the result from it",
         )
 
 
@@ -132,9 +132,10 @@ def _check_writable(tensor: torch.Tensor, argument: str, operation: str) -> None
     base = tensor._base
     if torch.is_grad_enabled() and base is not None and base.is_leaf and base.requires_grad:
         raise GradientError(
-            f"{operation} cannot write into {argument}: a view of a leaf that requires a gradient",
+            f"{operation} cannot write into {argument} because it is a view of a leaf that requires "
+            "a gradient",
             where=f"argument {argument} of {operation}, {describe(tensor)}",
-            fix=f"call it under torch.no_grad(), or on {argument}.detach()",
+            fix=f"call it under torch.no_grad(), or pass {argument}.detach()",
         )
 
 
@@ -145,9 +146,9 @@ def find_peer(
     if group_rank is not None:
         if global_rank is not None:
             raise ArgumentError(
-                f"{operation} has both {role} and group_{role}",
+                f"{operation} got both {role} and group_{role}",
                 found=f"{role}={global_rank}, group_{role}={group_rank}",
-                fix=f"give {role} (a global rank) or group_{role} (a rank in the group)",
+                fix=f"pass either {role} (a global rank) or group_{role} (a rank in the group)",
             )
         group_rank = _plain_int(group_rank, f"group_{role}", operation)
         if not 0 <= group_rank < group.size():
@@ -155,6 +156,7 @@ def find_peer(
                 f"group_{role}={group_rank} is outside the group",
                 where=f"rank {group.world.rank}, {group.name}",
                 expected=f"a group rank from 0 to {group.size() - 1}",
+                fix=f"pass a rank of the group, or pass a global rank as {role}",
             )
         return group_rank
     if global_rank is None:
@@ -165,7 +167,7 @@ def find_peer(
             f"{operation}: {role}={global_rank!r} is not a member of {group.name}",
             where=f"rank {group.world.rank}",
             expected=f"a global rank of the group: {ranks_text(group.ranks)}",
-            fix=f"use group_{role} to count in the group",
+            fix=f"pass a global rank of the group, or pass a rank in the group as group_{role}",
         )
     return group.ranks.index(global_rank)
 
@@ -183,6 +185,7 @@ def check_flag(async_op: object, operation: str) -> None:
         raise KindError(
             f"{operation}: async_op must be True or False",
             found=f"{async_op!r}, a {type(async_op).__name__}",
+            fix="pass async_op=True for a Work, or omit it",
         )
 
 
@@ -197,7 +200,7 @@ def get_peer(
     if peer is None:
         raise ArgumentError(
             f"{operation} needs {role} or group_{role}",
-            fix=f"name the global rank: {role}=0, or the rank in the group: group_{role}=0",
+            fix=f"pass a global rank, {role}=0, or a rank in the group, group_{role}=0",
         )
     return peer
 
@@ -216,12 +219,13 @@ def first_cuda_device(device_ids: object, operation: str) -> torch.device | None
     if not isinstance(device_ids, list) or not all(type(number) is int for number in device_ids):
         raise KindError(
             f"{operation}: device_ids must be a list of integers, not {device_ids!r}",
-            fix="for example device_ids=[0]",
+            fix="pass for example device_ids=[0]",
         )
     count = torch.cuda.device_count()  # where there are none any numbers will do, as in torch
     if count and any(not 0 <= number < count for number in device_ids):
         raise ArgumentError(
-            f"{operation}: device_ids={device_ids} names a CUDA device that is not there",
-            expected=f"numbers below {count}, the CUDA devices of this host",
+            f"{operation}: device_ids={device_ids} names a CUDA device that does not exist",
+            expected=f"numbers below {count}, the number of CUDA devices of this host",
+            fix="pass device_ids=[torch.cuda.current_device()], or omit it",
         )
     return torch.device("cuda", device_ids[0]) if device_ids and count else None

@@ -60,7 +60,9 @@ def breakpoint(rank: int = 0, skip: int = 0, timeout_s: float | None = 3600) -> 
     if not _has_input():
         meet(without_input=os.getpid())
     debugger = _Debugger(rank, meet)
-    debugger.message(f"rank {rank} of {world.size} is here; type continue to let go\n")
+    debugger.message(
+        f"rank {rank} of {world.size} has stopped; type continue to let all ranks go on\n"
+    )
     debugger.set_trace(sys._getframe(1))  # stops as soon as this function has returned
 
 

@@ -196,8 +196,8 @@ class Collective(OperationCall):
                     f"{self.operation} cannot write two results into the same memory",
                     where=self.here,
                     expected="arrays that do not overlap",
-                    found=f"those it writes, counted from 0: {place} and {other} overlap",
-                    fix="make each its own: [torch.empty_like(x) for _ in range(n)], not [x] * n",
+                    found=f"results {place} and {other}, counted from 0, overlap",
+                    fix="pass separate arrays: [torch.empty_like(x) for _ in range(n)], not [x] * n",
                 )
 
     def check_alike(
@@ -218,9 +218,9 @@ class Collective(OperationCall):
             raise DtypeError(
                 f"{self.operation} has arguments of different dtypes",
                 where=self.here,
-                expected="one dtype",
+                expected="the same dtype",
                 found=f"{names[0]} {dtypes[0]}, {names[1]} {dtypes[1]}",
-                fix=f"give {names[0]} the dtype of {names[1]}, {tensor.dtype}",
+                fix=f"pass {names[0]} with the dtype of {names[1]}, {tensor.dtype}",
             )
 
     def check_same_device(
@@ -231,9 +231,9 @@ class Collective(OperationCall):
             raise ArgumentError(
                 f"{self.operation} has arguments on different devices",
                 where=self.here,
-                expected="one device",
+                expected="the same device",
                 found=f"{names[0]} on {output.device}, {names[1]} on {tensor.device}",
-                fix=f"give {names[0]} the device of {names[1]}, {str(tensor.device)!r}",
+                fix=f"pass {names[0]} on the device of {names[1]}, {str(tensor.device)!r}",
             )
 
     def check_blocks(
@@ -248,10 +248,11 @@ class Collective(OperationCall):
         if whole.shape not in (stacked, joined):
             shapes = (shape_text(whole.shape), shape_text(block.shape))
             raise ShapeError(
-                f"{self.operation}: {names[0]} does not hold one {names[1]} per member",
+                f"{self.operation}: {names[0]} does not hold one {names[1]} per rank",
                 where=self.here,
                 expected=f"{names[0]} of shape {shape_text(joined)} or {shape_text(stacked)}",
                 found=f"{names[0]} {shapes[0]}, {names[1]} {shapes[1]}",
+                fix=f"pass {names[0]} with one of the expected shapes",
             )
 
     def check_same_size(
@@ -264,7 +265,7 @@ class Collective(OperationCall):
                 f"{self.operation}: {names[0]} and {names[1]} have different numbers of elements",
                 where=self.here,
                 found=f"{names[0]} {shapes[0]}, {names[1]} {shapes[1]}",
-                fix=f"give {names[0]} {other.numel()} elements, as {names[1]} has",
+                fix=f"pass {names[0]} with {other.numel()} elements, like {names[1]}",
             )
 
     def check_list(
@@ -290,18 +291,18 @@ class Collective(OperationCall):
             raise (ArgumentError if isinstance(given, (list, tuple)) else KindError)(
                 f"{self.operation}: {argument} is given on a rank that is not the {role}",
                 where=self.here,
-                expected=f"None or [] on all ranks but rank {root}, the {role}",
+                expected=f"None or [] on all ranks except rank {root}, the {role}",
                 found=f"a {type(given).__name__}",
-                fix=f"pass {argument} on the {role} alone",
+                fix=f"pass {argument} only on the {role}",
             )
-        each = ", one entry per member" if length == len(self.group.ranks) else ""
+        each = ", one entry per rank" if length == len(self.group.ranks) else ""
         if given is None:
             name = "src" if role == "source" else "dst"
             raise KindError(
                 f"{self.operation} needs {argument} on this rank{role and f', the {role}'}",
                 where=self.here,
                 expected=f"a list or tuple{each}",
-                fix=f"pass {argument}{role and f' here, or name another {role} as {name}'}",
+                fix=f"pass {argument}{role and f' here, or pass the rank of another {role} as {name}'}",
             )
         if not isinstance(given, (list, tuple)):
             raise KindError(
@@ -311,7 +312,7 @@ class Collective(OperationCall):
                 found=type(given).__name__,
                 fix=f"pass a list, for example list({argument}.unbind())"
                 if isinstance(given, torch.Tensor)
-                else None,
+                else "pass a list or tuple",
             )
         if may_be_longer and length is not None and len(given) > length:
             return given
@@ -320,7 +321,8 @@ class Collective(OperationCall):
             if each:
                 fix = f"pass one entry for each of {ranks_text(self.group.ranks)}"
             raise LengthError(
-                f"{self.operation}: {argument} has {len(given)} entr{'y' if len(given) == 1 else 'ies'}",
+                f"{self.operation}: {argument} has {len(given)} "
+                + ("entry" if len(given) == 1 else "entries"),
                 where=self.here,
                 expected="at least one" if length is None else f"{length}{each}",
                 fix=fix,

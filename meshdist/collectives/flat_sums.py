@@ -212,7 +212,7 @@ def sum_sparse(group: Any, tensor: torch.Tensor, op: ReduceKind) -> None:
     """Write the members' sum of sparse ``tensor`` into it; raise unless COO and SUM; collective."""
     if tensor.layout is not torch.sparse_coo:
         raise ArgumentError(
-            "all_reduce of a tensor that is neither dense nor of coordinates",
+            "all_reduce cannot reduce a tensor that is neither dense nor sparse COO",
             expected="layout torch.strided or torch.sparse_coo",
             found=f"layout {tensor.layout}",
             fix="pass tensor.to_dense()",

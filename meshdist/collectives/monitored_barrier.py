@@ -133,7 +133,7 @@ def _check_not_aborted(group: ProcessGroup, known_aborts: set[str], where: str) 
                 f"{_NAME} on {group.name} was aborted",
                 where=where,
                 found=f"rank {message['rank']}: {message['reason']}",
-                fix="make a new mesh on the ranks that are left",
+                fix="create a new mesh of the remaining ranks",
             )
 
 
@@ -148,21 +148,21 @@ def _timed_out(
     me, leader = world.rank, ranks[0]
     found = f"rank {outcome.by}: {outcome.failure}"
     if me in outcome.absent:
-        summary = f"rank {me} came to monitoredBarrier when rank {outcome.by} had given up"
-        fix = f"look at what kept rank {me}, or raise the timeout"
+        summary = f"rank {me} reached monitoredBarrier after rank {outcome.by} had timed out"
+        fix = f"check what delayed rank {me}, or pass a longer timeout"
     elif me == leader:
         summary = outcome.failure
         found = _last_calls(world, outcome.absent if names_all else outcome.absent[:1])
-        fix = "look at what these ranks do instead, or raise the timeout"
+        fix = "check why these ranks did not make this call, or pass a longer timeout"
     else:
         summary = (
             f"rank {me} successfully reached monitoredBarrier, but received errors while "
             f"waiting for send/recv from rank {leader}"
         )
-        fix = f"look at the error of rank {leader}, which tells more"
+        fix = f"read the error of rank {leader}, which lists the missing ranks"
         if leader in outcome.absent:
             found = f"{found}\n{_last_calls(world, [leader])}"
-            fix = f"look at what rank {leader} does instead, or raise the timeout"
+            fix = f"check why rank {leader} did not make this call, or pass a longer timeout"
     expected = f"the same call on ranks {', '.join(map(str, ranks))}"
     return CollectiveTimeoutError(summary, where=where, expected=expected, found=found, fix=fix)
 
@@ -189,7 +189,7 @@ def _meet_simulated(group: ProcessGroup) -> None:
             f"{_NAME} of simulated rank {group.world.rank} was called from another thread",
             where=f"called at {show_site(call_site())}",
             expected="collectives on the rank's own thread",
-            fix="call it there, or run the program as processes (meshdist run, meshdist.spawn)",
+            fix="call it on that thread, or run the ranks as processes (meshdist run, meshdist.spawn)",
         )
     counts = _counts_of_simulated(group)
     me = group.world.rank
@@ -294,7 +294,11 @@ class MonitoredBarrier:
             if outcome := wait_until(self._find_outcome, limit, self.check):
                 return outcome
         absent = [rank for rank in self.ranks if not self._has_arrived(rank)]
-        why = self._why(absent) if absent else f"rank {leader} came, and did not decide in time"
+        why = (
+            self._why(absent)
+            if absent
+            else f"rank {leader} reached the call, but did not finish it in time"
+        )
         return self._decide(why, absent)
 
     def _has_arrived(self, rank: int) -> bool:

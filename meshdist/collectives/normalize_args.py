@@ -201,14 +201,14 @@ def _exchanged_parts(
             f"{call.operation}: the rows of output and input have different sizes",
             where=call.here,
             found=f"output {shape_text(buffer.shape)}, input {shape_text(source.shape)}",
-            fix="give both the same shape but for dim 0",
+            fix="pass tensors of the same shape except in dimension 0",
         )
     me = call.group.rank()
     if taken[me] != sent[me]:
         raise ShapeError(
-            f"{call.operation}: what this rank takes from itself is not what it sends to itself",
+            f"{call.operation}: this rank sends itself another number of elements than it receives",
             where=call.here,
-            found=f"{taken[me]} elements taken, {sent[me]} sent",
+            found=f"{sent[me]} elements sent, {taken[me]} received",
             fix=f"make entry {me} of both split sizes equal",
         )
     source = apart(source, buffer)
@@ -262,10 +262,10 @@ def _sizes(
     where = f"{call.here} of {size} ranks"
     if tensor.dim() == 0:
         raise ShapeError(
-            f"{name} cuts along dim 0, and {role} has none",
+            f"{name} cannot split {role} because it has no dimensions",
             where=where,
             found=f"{role} {shape_text(tensor.shape)}",
-            fix=f"pass {role}.view(1), or a tensor with a row per member",
+            fix=f"pass {role}.view(1), or a tensor with one row per rank",
         )
     num_rows = tensor.shape[0]
     row = math.prod(tensor.shape[1:])
@@ -273,19 +273,20 @@ def _sizes(
     if not rows:
         if num_rows % size:
             raise ShapeError(
-                f"{name} cannot cut {role} into {size} equal parts",
+                f"{name} cannot split {role} into {size} equal parts",
                 where=where,
-                expected=f"{role}.shape[0] a multiple of {size}",
+                expected=f"{role}.shape[0] divisible by {size}",
                 found=f"{role} {shape_text(tensor.shape)}",
-                fix=f"give {role}_split_sizes, or pad dim 0 to {-(-num_rows // size) * size}",
+                fix=f"pass {role}_split_sizes, or pad dimension 0 to {-(-num_rows // size) * size}",
             )
         return [num_rows // size * row] * size
     if len(rows) != size or sum(rows) != num_rows or any(count < 0 for count in rows):
         raise ShapeError(
-            f"{name}: {role}_split_sizes do not cut {role} into one part per member",
+            f"{name}: {role}_split_sizes do not split {role} into one part per rank",
             where=where,
-            expected=f"{size} numbers, none negative, whose sum is {num_rows}",
-            found=f"{rows}, whose sum is {sum(rows)}; {role} {shape_text(tensor.shape)}",
+            expected=f"{size} non-negative numbers with the sum {num_rows}",
+            found=f"{rows} with the sum {sum(rows)}; {role} {shape_text(tensor.shape)}",
+            fix="pass the number of rows for each rank, in group order",
         )
     return [count * row for count in rows]
 
@@ -300,5 +301,5 @@ def _integers(given: Any, argument: str, name: str) -> list[int]:
     raise KindError(
         f"{name}: {argument} must be integers",
         found=repr(given),
-        fix="for example [2, 1, 1], one number per member",
+        fix="pass one integer per rank, for example [2, 1, 1]",
     )

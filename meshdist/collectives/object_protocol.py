@@ -59,10 +59,10 @@ def unpack(data: torch.Tensor, sender: int, operation: str, target: ProcessGroup
         sizes = struct.unpack_from(f"<{count}q", view, 8)
     except struct.error as error:
         raise BackendError(
-            f"{operation}: what rank {sender} sent is no list of objects",
+            f"{operation}: the message of rank {sender} is not a list of objects",
             where=f"rank {target.world.rank}, {target.name}",
             found=f"{data.numel()} bytes: {error}",
-            fix="see that both ranks run the same version of meshdist",
+            fix="install the same version of meshdist for both ranks",
         ) from None
     start = 8 * (1 + count)
     objects = []
@@ -75,7 +75,7 @@ def unpack(data: torch.Tensor, sender: int, operation: str, target: ProcessGroup
                 f"{operation}: {which} that rank {sender} sent cannot be unpickled",
                 where=f"rank {target.world.rank}, {target.name}",
                 found=_error_text(error),
-                fix="see that both ranks run the same program, and can import the same modules",
+                fix="run the same program on both ranks, with the same modules installed",
             ) from error
         start += size
     return objects
@@ -90,7 +90,8 @@ def find_device(target: ProcessGroup, given: Any, operation: str) -> torch.devic
     except (RuntimeError, TypeError) as error:
         raise KindError(
             f"{operation}: {given!r} is not a device",
-            expected="for example torch.device('cuda', 0)",
+            expected="a torch.device, or the name of a device",
+            fix="pass for example torch.device('cuda', 0)",
         ) from error
     target.backend_name(device.type)  # raises where nothing serves it
     if device.type == "cuda" and device.index is None:
@@ -104,8 +105,11 @@ def check_is_list(given: Any, argument: str, operation: str, *, is_written: bool
     if not isinstance(given, list if is_written else (list, tuple)):
         raise KindError(
             f"{operation}: {argument} must be a list",
-            expected="a list, whose entries are replaced" if is_written else "a list or tuple",
+            expected="a list, because its entries are replaced"
+            if is_written
+            else "a list or tuple",
             found=type(given).__name__,
+            fix=f"pass {argument} as a list",
         )
 
 
@@ -117,12 +121,12 @@ def entries(argument: str, objects: Sequence[Any]) -> dict[str, Any]:
 def other_length(operation: str, target: ProcessGroup, found: str) -> MismatchError:
     """Return the error for lists of objects that differ in length; ``found`` says how, by rank."""
     return MismatchError(
-        f"{operation}: the members' lists of objects have different lengths",
+        f"{operation}: the ranks' lists of objects have different lengths",
         where=target.name,
-        expected="as many entries on every rank as its source has; nothing was sent",
+        expected="as many entries on every rank as on the source; nothing was sent",
         found=found,
-        fix="give receivers [None] * n; where n is not known, send the list as one object: "
-        "[objects]",
+        fix="pass [None] * n on the receivers; if they do not know n, send the list as one "
+        "object: [objects]",
     )
 
 
@@ -133,9 +137,9 @@ def raise_unpicklable(
     reasons = [(rank, json.loads(bytes(text.cpu().numpy()))) for rank, text in failed]
     raise PicklingError(
         f"{operation}: an object of {ranks_text([rank for rank, _ in failed])} cannot be pickled",
-        expected="objects that pickle takes; nothing was sent",
+        expected="objects that pickle supports; nothing was sent",
         found=grouped_text(reasons),
-        fix="send plain data, and classes and functions that stand at the top of a module",
+        fix="send plain data, or classes and functions defined at the top level of a module",
     ) from cause
 
 

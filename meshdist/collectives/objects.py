@@ -340,9 +340,9 @@ def recv_object_list(
     sender = target.ranks[source]
     if mark != _MARK:
         raise BackendError(
-            f"recv_object_list received what is no list of objects from rank {sender}",
+            f"recv_object_list received a message that is not a list of objects from rank {sender}",
             where=f"rank {target.world.rank}, {target.name}",
-            fix=f"let rank {sender} call send_object_list",
+            fix=f"call send_object_list on rank {sender}",
         )
     line.move(line.numbers(num_taken), source, is_send=True, tag=ANSWER_TAG)
     if signed_size >= 0:
@@ -390,5 +390,5 @@ def _check_same_length(
 ) -> None:
     """Raise the same error on both sides of a message where their lists differ in length."""
     if num_sent != num_taken:
-        found = f"rank {sender} sends {num_sent} entries\nrank {receiver} takes {num_taken}"
+        found = f"rank {sender} sends {num_sent} entries\nrank {receiver} receives {num_taken}"
         raise other_length("send_object_list", target, found)

@@ -187,9 +187,10 @@ class P2POp:
         op = self.op
         if op is not isend and op is not irecv:
             raise ArgumentError(
-                "P2POp takes isend or irecv alone",
+                "P2POp accepts only isend or irecv",
                 expected="meshdist.distributed.isend or meshdist.distributed.irecv",
                 found=f"{getattr(op, '__module__', '?')}.{getattr(op, '__qualname__', repr(op))}",
+                fix="pass dist.isend or dist.irecv as op",
             )
         as_tensor(self.tensor, argument="tensor", operation="P2POp", writable=op is irecv)
         self.group = resolve_group(self.group)
@@ -248,10 +249,10 @@ def batch_isend_irecv(p2p_op_list: list[P2POp]) -> list[Work]:
     backends = {target.backend_name(message.noted.device.type): message for message in messages}
     if len(backends) > 1:
         raise ArgumentError(
-            "batch_isend_irecv has tensors that travel over different backends",
+            "batch_isend_irecv cannot send tensors over different backends",
             where=target.name,
             found=", ".join(f"{x.noted.device.type} over {name}" for name, x in backends.items()),
-            fix="make one batch for each device type",
+            fix="call batch_isend_irecv once for each device type",
         )
     device_group = open_device_group(target, messages[0])
     device_group.start_together(messages)
@@ -294,9 +295,9 @@ def check_not_me(target: ProcessGroup, peer: int | None, operation: str, other: 
     """Raise if ``peer`` is this rank; the error recommends the collective ``other``."""
     if peer == target.rank():
         raise ArgumentError(
-            f"{operation} between a rank and itself would wait for ever",
+            f"{operation} between a rank and itself would never return",
             where=f"rank {target.world.rank}, {target.name}",
-            fix=f"use {other}, which is legal between a rank and itself" if other else None,
+            fix=f"use {other}, which a rank can call with itself" if other else "pass another rank",
         )
 
 
@@ -304,9 +305,9 @@ def _get_tag(given: object, operation: str, backend_name: str) -> int:
     tag = get_integer(given, f"{operation}: tag", 0, LARGEST_TAG)
     if tag != 0 and backend_name == "nccl":
         raise ArgumentError(
-            f"tag={tag} on NCCL, which has no tags",
+            f"{operation} cannot use tag={tag} because NCCL has no tags",
             expected="tag=0",
-            fix="leave the tag out, and rely on the order of messages",
+            fix="omit the tag, and send and receive in the same order on both ranks",
         )
     return tag
 
@@ -316,21 +317,22 @@ def _group_of(operations: Any) -> ProcessGroup:
     is_list = isinstance(operations, (list, tuple))
     if not is_list or not operations:
         raise LengthError(
-            "batch_isend_irecv takes a list of at least one P2POp",
+            "batch_isend_irecv needs a list of at least one P2POp",
             found="an empty list" if is_list else type(operations).__name__,
+            fix="pass for example [P2POp(isend, x, 1)], or skip the call if there is no message",
         )
     first = operations[0]
     for place, operation in enumerate(operations):
         if not isinstance(operation, P2POp):
             raise ArgumentError(
-                "batch_isend_irecv takes a list of P2POp alone",
-                found=f"{type(operation).__name__} at place {place}",
-                fix="make each with P2POp(isend, tensor, peer) or P2POp(irecv, tensor, peer)",
+                "batch_isend_irecv accepts only a list of P2POp",
+                found=f"{type(operation).__name__} at index {place}",
+                fix="create each with P2POp(isend, tensor, peer) or P2POp(irecv, tensor, peer)",
             )
         if operation.group is not first.group:
             raise ArgumentError(
-                "batch_isend_irecv has operations of different groups",
+                "batch_isend_irecv cannot use operations of different groups",
                 found=f"{first.group.name} and {operation.group.name}",
-                fix="make one batch for each group",
+                fix="call batch_isend_irecv once for each group",
             )
     return first.group  # type: ignore[no-any-return]

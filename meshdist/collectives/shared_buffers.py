@@ -61,12 +61,16 @@ def shared_empty(
     target = resolve_group(group)
     dtype = torch.get_default_dtype() if dtype is None else dtype
     if not isinstance(dtype, torch.dtype):
-        raise KindError(f"{dtype!r} is no dtype", fix="for example dtype=torch.float32")
+        raise KindError(
+            f"shared_empty: {dtype!r} is not a dtype", fix="pass for example dtype=torch.float32"
+        )
     try:
         like = torch.empty(shape, dtype=dtype, device="meta")
     except (TypeError, RuntimeError) as error:
         raise ArgumentError(
-            f"{shape!r} is no shape", found=first_line(error), fix="for example (2, 3)"
+            f"shared_empty: {shape!r} is not a shape",
+            found=first_line(error),
+            fix="pass for example (2, 3)",
         ) from None
     device_group = target.open_device_group("cpu")
     count = torch.tensor([like.nbytes], device="cpu")
@@ -81,10 +85,10 @@ def shared_empty(
         memory = device_group.communicator.shared_bytes(like.nbytes, device_group.timeout)
     except BackendUnsupported as refusal:  # on all members, and nothing is left of it
         raise BackendError(
-            f"shared_empty on {target.name}: memory cannot be shared",
+            f"shared_empty on {target.name} cannot allocate shared memory",
             where=f"rank {target.world.rank}",
             found=str(refusal),
-            fix="ask for less, or use torch.empty: collectives take such tensors, too",
+            fix="request less, or use torch.empty: collectives accept ordinary tensors too",
         ) from None
     except BaseException as error:
         raise device_group.explained(error) from None

@@ -36,8 +36,8 @@ from .reductions import InvariantFunction, check_gradient
 
 _NUMBERS = ("input_offsets", "send_sizes", "output_offsets", "recv_sizes")
 _FAULTS = (
-    "recv_sizes are not what is sent to it",
-    "rows sent to it end beyond its output",
+    "recv_sizes differ from the sizes that are sent to it",
+    "rows sent to it go beyond the end of its output",
     "rows sent to it overlap in its output",
 )
 
@@ -90,35 +90,40 @@ def _check_here(
     shown = f"operand {describe(operand)}; output {describe(output)}"
     if not operand.dim() or not output.dim() or operand.shape[1:] != output.shape[1:]:
         raise ShapeError(
-            "ragged_all_to_all: operand and output must hold rows of one shape",
+            "ragged_all_to_all: operand and output must have rows of the same shape",
             where=where,
-            expected="equal shapes but for dim 0",
+            expected="equal shapes except in dimension 0",
             found=shown,
+            fix="create output with the row shape of operand",
         )
     if operand.dtype != output.dtype or operand.device != output.device:
         raise DtypeError(
-            "ragged_all_to_all: operand and output must have one dtype and device",
+            "ragged_all_to_all: operand and output must have the same dtype and device",
             where=where,
             found=f"{shown}; on {operand.device} and {output.device}",
+            fix="create output with the dtype and device of operand",
         )
     lengths = {name: len(numbers) for name, numbers in zip(_NUMBERS, lists, strict=True)}
     count = lengths["send_sizes"]
     if len(set(lengths.values())) > 1 or count % group.size() or not count:
         raise ShapeError(
-            "ragged_all_to_all: offsets and sizes must be as many, a multiple of the group's size",
+            "ragged_all_to_all: offsets and sizes must have the same length, a multiple of the "
+            "group's size",
             where=where,
             expected=f"four lists of k numbers, k a multiple of {group.size()}",
             found=", ".join(f"{length} {name}" for name, length in lengths.items()),
+            fix="pass the same number of slices for each rank, in all four lists",
         )
     starts, sent, places, taken = lists
     ends = [start + size for start, size in zip(starts, sent, strict=True)]
     if min(map(min, lists)) < 0 or max(ends) > operand.shape[0]:
         raise ArgumentError(
-            "ragged_all_to_all: slices must lie in operand",
+            "ragged_all_to_all: slices must be within operand",
             where=where,
-            expected=f"no negative number, and no slice beyond row {operand.shape[0]}",
+            expected=f"no negative number, and no slice that ends after row {operand.shape[0]}",
             found=f"input_offsets {starts}, send_sizes {sent}, output_offsets {places}, "
             f"recv_sizes {taken}",
+            fix="pass the first row of each slice in input_offsets, and its rows in send_sizes",
         )
 
 
@@ -169,10 +174,10 @@ def _check_everywhere(
             if kind in found.values()
         ]
         raise ArgumentError(
-            f"ragged_all_to_all over {group.name}: offsets and sizes do not fit between ranks",
-            expected="recv_sizes as the senders' send_sizes, and slices that lie apart in output",
+            f"ragged_all_to_all over {group.name}: offsets and sizes do not match between ranks",
+            expected="recv_sizes equal to the senders' send_sizes, and separate slices in output",
             found="\n".join(lines),
-            fix="recv_sizes = lax.all_to_all(send_sizes, axis, 0, 0, tiled=True)",
+            fix="compute recv_sizes = lax.all_to_all(send_sizes, axis, 0, 0, tiled=True)",
         )
 
 
@@ -305,10 +310,10 @@ def pshuffle(
     sources = _integers(perm, "pshuffle", "perm")
     if sorted(sources) != list(range(group.size())):
         raise ArgumentError(
-            f"pshuffle over {group.name}: perm is no permutation of its places",
-            expected=f"each of 0 to {group.size() - 1} once",
+            f"pshuffle over {group.name}: perm is not a permutation of its ranks",
+            expected=f"each index from 0 to {group.size() - 1} once",
             found=repr(perm),
-            fix="ppermute takes pairs that leave places out",
+            fix="pass each index once, or call ppermute with pairs for some ranks only",
         )
     pairs = tuple((source, place) for place, source in enumerate(sources))
     return call_function(_Ppermute, x, group, pairs, lax_name("pshuffle", leaf_name, x.shape))
@@ -331,6 +336,7 @@ def _integers(
         raise KindError(
             f"{operation}: {argument} must be {takes} of integers",
             found=f"{given!r}, a {type(given).__name__}",
+            fix=f"pass {takes} of integers",
         )
     return numbers
 
@@ -344,8 +350,8 @@ def _checked_pairs(perm: Any, group: ProcessGroup) -> Pairs:
             raise KindError(
                 "ppermute: perm must be a list of pairs (source, destination)",
                 found=f"{perm!r}, a {type(perm).__name__}",
-                fix="for example [(0, 1), (1, 0)]; "
-                "pshuffle takes a permutation as a list of places",
+                fix="pass for example [(0, 1), (1, 0)]; for a permutation of all ranks, call "
+                "pshuffle(x, axis, [1, 0])",
             )
         source, destination = _integers(pair, "ppermute", "each pair of perm")
         pairs.append((source, destination))
@@ -357,11 +363,14 @@ def _checked_pairs(perm: Any, group: ProcessGroup) -> Pairs:
             wrong = (outside or twice)[0]
             raise ArgumentError(
                 f"ppermute over {group.name}: {role} {wrong} "
-                + ("is outside it" if outside else "stands twice"),
-                expected=f"places from 0 to {size - 1}"
+                + ("is not in the group" if outside else "appears twice"),
+                expected=f"indices along the axis from 0 to {size - 1}"
                 if outside
-                else "each place once as a source and once as a destination, at most",
+                else "each index at most once as a source and at most once as a destination",
                 found=repr(perm),
+                fix="pass indices along the axis, not global ranks"
+                if outside
+                else "remove the repeated pair, or call ppermute once for each pair",
             )
     return tuple(pairs)
 

@@ -103,11 +103,11 @@ def check_replicas(
         raise UnequalError(
             f"the array is not the same on every rank over {group.name}",
             where=f"{call}, {describe(x)}, called at {show_site(call_site())}",
-            expected="equal arrays along an axis that the source, or the left side, does not name",
+            expected="equal arrays along each axis that the source, or the left side, does not name",
             found=difference.found,
-            fix="md.seed(0) on every rank before it is drawn; or send one rank's: md.device_put(x, "
-            "sharding, root=0)"
-            + ("; or check=False, where each rank's own is meant" if has_argument else ""),
+            fix="call md.seed(0) on every rank before you draw it; or send one rank's array: "
+            "md.device_put(x, sharding, root=0)"
+            + ("; or pass check=False to use each rank's own array" if has_argument else ""),
         )
 
 
@@ -164,8 +164,8 @@ def _parts(name: str, tree: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 PVARY_FIX = (
-    "where a result of {operation} meets values that vary along the axis, as a shard of weights does, "
-    "cast it first: y = lax.pvary(y, axis)"
+    "if you combine a result y of {operation} with values that vary along the axis, for example a "
+    "shard of weights, cast it first: y = lax.pvary(y, axis)"
 )
 
 _COMPARED_OF_EACH = 64

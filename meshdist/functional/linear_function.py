@@ -49,10 +49,11 @@ def get_dim(given: Any, num_dims: int, argument: str, operation: str) -> int:
         dim = get_integer(given, f"{operation}: {argument}", expected="a dim")
     if not -num_dims <= dim < num_dims:
         raise ShapeError(
-            f"{operation}: {argument}={dim} is no dim of a tensor of {num_dims}",
+            f"{operation}: {argument}={dim} is out of range for a tensor of {num_dims} dimensions",
             expected=f"a number from {-num_dims} to {num_dims - 1}"
             if num_dims
-            else "an array of one dim at least",
+            else "an array with at least one dimension",
+            fix=f"pass {argument} in this range" if num_dims else "pass x.reshape(1)",
         )
     return dim % num_dims  # type: ignore[no-any-return]
 
@@ -72,18 +73,18 @@ def cut(
             for other, its_length in enumerate(x.shape)
             if other != dim and not (its_length % size if tiled else its_length != size)
         ]
-        fix = f"pad dim {dim} to {-(-length // size) * size}" if tiled else None
+        fix = f"pad dimension {dim} to {-(-length // size) * size}" if tiled else None
         if others:
-            fits = f"{argument}={others[0]} fits"
-            fix = f"{fix}; {fits}" if fix else fits
+            fits = f"pass {argument}={others[0]}"
+            fix = f"{fix}, or {fits}" if fix else fits
         elif not tiled and length % size == 0:
-            fix = "tiled=True cuts it into equal blocks"
+            fix = "pass tiled=True to split it into equal blocks"
         raise ShapeError(
-            f"{operation} cannot cut dim {dim} of size {length} into {size} "
+            f"{operation} cannot split dimension {dim} of size {length} into {size} "
             + ("equal blocks" if tiled else "blocks of one index each"),
             where=f"rank {group.world.rank}, {group.name}; argument x, {describe(x)}",
             expected=f"x.shape[{dim}] "
-            + (f"a multiple of {size}" if tiled else f"equal to {size}")
+            + (f"divisible by {size}" if tiled else f"equal to {size}")
             + ", the number of ranks",
             fix=fix,
         )

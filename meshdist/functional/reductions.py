@@ -91,14 +91,15 @@ def pcast(
             where=f"rank {group.world.rank}, {group.name}",
             expected="invariant to 'varying' or 'reduced', varying to 'unreduced', or reduced to "
             "'varying'",
-            fix=_TO_INVARIANT if to in ("invariant", "invarying") else None,
+            fix=_TO_INVARIANT if to in ("invariant", "invarying") else _OTHER_CAST,
         )
     kind = kinds[source] if source else next(iter(kinds.values()))
     function = _Pvary if kind == "I" else _Recast
     return call_function(function, x, group, lax_name("pcast", leaf_name, x.shape))
 
 
-_TO_INVARIANT = "psum, pmean or all_gather(..., to='invarying') make a value invariant"
+_TO_INVARIANT = "call psum, pmean or all_gather(..., to='invarying') for an invariant value"
+_OTHER_CAST = "pass to='varying', to='reduced' or to='unreduced', as the type of x allows"
 
 
 def all_gather(
@@ -118,9 +119,10 @@ def all_gather(
     """
     if to not in GATHERED:
         raise ArgumentError(
-            f"all_gather cannot give a result that is {to!r}",
+            f"all_gather cannot return a result that is {to!r}",
             where=f"rank {group.world.rank}, {group.name}",
             expected=f"to as one of {', '.join(map(repr, GATHERED))}",
+            fix="omit to for a varying result, or pass to='invarying' for an invariant result",
         )
     dim = get_dim(axis, x.dim() + (not tiled), "axis", "all_gather")
     gather = _AllGatherInvariant if to == "invarying" else _AllGather

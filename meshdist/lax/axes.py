@@ -168,9 +168,9 @@ def _tensor_to_send(
     num_added = group.size() if operation == "psum" else 1
     if isinstance(number, int) and not -_LIMIT <= number * num_added < _LIMIT:
         raise ArgumentError(
-            f"{operation} cannot take {number} as {path}: integers travel in 64 bits",
+            f"{operation} cannot send {number} as {path} because integers have 64 bits",
             where=group.name,
-            expected="a number that fits, as must the sum over all ranks in psum",
+            expected="an integer of 64 bits, also for the sum over all ranks in psum",
             fix=f"pass a float: {path} = float({path})",
         )
     sent = on_number(number)
@@ -278,32 +278,33 @@ def get_axes(
     is_tuple = isinstance(names, tuple) and all(isinstance(name, str) for name in names)
     if not (isinstance(names, str) or is_tuple):
         raise KindError(
-            f"{operation} cannot take {axis_name!r} as {argument}",
+            f"{operation} cannot use {axis_name!r} as {argument}",
             expected="the name of an axis, a tuple of names, or a 1-D mesh",
             found=type(axis_name).__name__,
+            fix=f"pass for example {argument}='tp', or mesh['tp']",
         )
     try:
         if mesh.layout.names is None:
             mesh.layout.axis_indices(names)  # raises
         return mesh[names]
     except AxisError as error:
-        fix = f"pass the mesh: {operation}(..., mesh=mesh)"
+        fix = f"pass the mesh that has the axis: {operation}(..., mesh=mesh)"
         raise with_hidden_mesh(error, given_mesh, fix) from None
 
 
 def _alone(operation: str, axis: DeviceMesh, mesh: DeviceMesh | None, argument: str) -> DeviceMesh:
     if mesh is not None:
         raise ArgumentError(
-            f"{operation} has a mesh as {argument}, and another as mesh",
+            f"{operation} got a mesh as {argument}, and another as mesh",
             found=f"{argument}={axis!r}, mesh={mesh!r}",
-            fix="leave mesh out, or give the name of an axis of it",
+            fix="omit mesh, or pass the name of one of its axes",
         )
     if axis.ndim != 1:
         raise MeshError(
-            f"{operation} over a mesh of {axis.ndim} axes",
+            f"{operation} cannot use a mesh of {axis.ndim} axes as {argument}",
             expected="one axis, such as mesh['tp']",
             found=f"{argument}={axis!r}",
-            fix=f"name the axes: {argument}=('dp', 'tp'), mesh=mesh; or flatten the mesh",
+            fix=f"pass the names of its axes, {argument}=('dp', 'tp'), mesh=mesh; or flatten the mesh",
         )
     return axis
 
@@ -315,10 +316,10 @@ def reject_groups(operation: str, axis_index_groups: Any, axes: DeviceMesh) -> N
     axis = names[0] if len(names) == 1 else "_".join(map(str, names))
     count = len(axis_index_groups) if isinstance(axis_index_groups, (list, tuple)) else 2
     raise KindError(
-        f"{operation} takes no axis_index_groups",
+        f"{operation} does not support axis_index_groups",
         expected="None",
         found=repr(axis_index_groups),
         fix="split the axis: "
         f"mesh = {mesh}.unflatten({axis!r}, ({count}, -1), ('outer', 'inner')), "
-        "then name 'inner' for groups of neighbors, or 'outer' for groups with strides",
+        "then pass 'inner' for groups of neighbors, or 'outer' for groups with strides",
     )

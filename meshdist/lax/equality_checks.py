@@ -23,8 +23,8 @@ __all__ = ["assert_equal"]
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))  # exactly these
 _FIX = (
-    "look where they part: a seed, data that differ, a gradient that was not summed; in a "
-    "backward, an equal value that meets one that varies without lax.pvary(x, axis)"
+    "check for different seeds or data, and for a gradient that was not summed; in a backward, cast "
+    "an equal value with lax.pvary(x, axis) before you combine it with a varying value"
 )
 
 
@@ -77,7 +77,7 @@ def assert_equal(tree: Any, axis: AxisName, *, mesh: DeviceMesh | None = None) -
         raise ArgumentError(
             "assert_equal cannot compare inside a transform of torch.func",
             where=group.name,
-            expected="plain values",
+            expected="a call outside of grad, vmap and other transforms",
             fix="call it before the transform, or on its result",
         )
     if isinstance(tree, torch.nn.Module):
@@ -102,9 +102,9 @@ def assert_equal(tree: Any, axis: AxisName, *, mesh: DeviceMesh | None = None) -
             found = _find_different_shards(shards, own, axes)
     if found:
         raise UnequalError(
-            f"assert_equal: not the same on every rank over {group.name}",
+            f"assert_equal: values are not the same on every rank over {group.name}",
             where=show_site(call_site()),
-            expected="equal leaves; of floating dtypes half of the digits count",
+            expected="equal leaves; for floating dtypes, equal in half of the digits",
             found=found,
             fix=_FIX,
         )

@@ -206,6 +206,6 @@ TOLD = {
     ),
     "dtypes": ("all_gather_single((4,) int32)", "all_gather_single((4,) float32)"),
     "operations": ("all_reduce((4,) float32, SUM)", "barrier()"),
-    "sizes": ("sending [2, 2], taking [2, 2]", "sending [1, 3], taking [1, 3]"),
+    "sizes": ("sending [2, 2], receiving [2, 2]", "sending [1, 3], receiving [1, 3]"),
 }
 """What the error shows of the two calls."""

@@ -54,7 +54,7 @@ def message(operation: str, peer: int | None, tag: int) -> CallRecord:
         (noted("reduce", X, ReduceOp.MAX.value, 1), "(2,) float32, MAX, root rank 6"),
         (
             noted("all_to_all", X, sizes=((1, 2), (3, 0)), is_uneven=True),
-            "(2,) float32, sending [1, 2], taking [3, 0] elements",
+            "(2,) float32, sending [1, 2], receiving [3, 0] elements",
         ),
         (
             noted("all_reduce", X, 0, layouts=(((2,), (3,)),)),
@@ -94,21 +94,21 @@ def test_calls_in_words_without_their_group() -> None:
 def test_what_must_be_equal_in_words() -> None:
     note = noted("all_to_all", X)
     same = "the same collective, dtype, number of elements, op and root"
-    assert likeness(None) == likeness(note) == f"{same} on every member"
+    assert likeness(None) == likeness(note) == f"{same} on every rank"
     titled = noted("all_to_all", X, op_name="a plan")
-    assert likeness(titled) == f"{same} under the same title on every member"
+    assert likeness(titled) == f"{same}, with the same operation name, on every rank"
     assert likeness(titled._replace(sizes=((1,), (1,)))) == (
-        "the same collective and dtype under the same title, and what one member takes as the other "
-        "sends it"
+        "the same collective and dtype, with the same operation name, on every rank, and the same "
+        "sizes on both sides"
     )
 
 
 @pytest.mark.parametrize(
     ("note", "expected"),
     [
-        (message("irecv", None, 7), "any rank to send (2,) float32 to this rank under tag 7"),
-        (message("recv", 1, 0), "rank 6 to send (2,) float32 to this rank under tag 0"),
-        (message("isend", 0, 3), "rank 4 to receive (2,) float32 from this rank under tag 3"),
+        (message("irecv", None, 7), "any rank to send (2,) float32 to this rank with tag 7"),
+        (message("recv", 1, 0), "rank 6 to send (2,) float32 to this rank with tag 0"),
+        (message("isend", 0, 3), "rank 4 to receive (2,) float32 from this rank with tag 3"),
         (
             message("send_object_list", 1, 0),
             "rank 6 in recv_object_list, with this rank as its peer",

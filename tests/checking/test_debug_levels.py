@@ -62,7 +62,7 @@ def test_the_environment_sets_it(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_unknown_value_is_a_value_error(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", value)
     md.set_debug_level(md.DebugLevel.INFO)
-    with pytest.raises(ValueError, match=f"there is no debug level {value!r}") as caught:
+    with pytest.raises(ValueError, match=f"{value!r} is not a debug level") as caught:
         md.set_debug_level_from_env()
     assert isinstance(caught.value, md.ArgumentError)
     assert caught.value.where == "the environment variable TORCH_DISTRIBUTED_DEBUG"

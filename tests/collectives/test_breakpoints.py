@@ -94,7 +94,7 @@ def test_a_person_at_a_terminal(tmp_path: Path) -> None:
     script.write_text(SCRIPT)
     with Terminal([*RUN, str(script)]) as terminal:
         shown = terminal.read_until("(Pdb, rank 1) ")
-        assert "rank 1 of 2 is here; type continue to let go" in shown
+        assert "rank 1 of 2 has stopped; type continue to let all ranks go on" in shown
         # Python 3.13 stops in the line of the call, Python before it in the next line.
         assert re.search(r"> \S+script.py\(1[01]\)<module>\(\)\n-> (md.br|secret)", shown)
         terminal.type("p secret")
@@ -317,7 +317,7 @@ def test_simulated_ranks_wait(rank: int) -> None:
         return secret
 
     results, shown = simulate(program, 3, "p secret, len(order)", "secret = 5", "c")
-    assert f"rank {rank} of 3 is here" in shown
+    assert f"rank {rank} of 3 has stopped" in shown
     assert f"({40 + rank}, 0)" in shown
     assert re.search(r"-> (md.breakpoint\(rank\)|order.append)", shown)
     assert [r for r in results if r >= 40] == [40 + r for r in range(3) if r != rank]

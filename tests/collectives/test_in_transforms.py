@@ -146,9 +146,9 @@ def test_the_text() -> None:
         == [
             "torch.func cannot transform all_reduce, which works in place\n"
             "  where:    argument tensor of all_reduce, shape (2,), float32\n"
-            "  expected: a tensor that grad, vmap, jacrev and the like have not wrapped\n"
-            "  fix:      call a function of meshdist.lax that returns its result, as "
-            "psum(x, axis, mesh=mesh) for all_reduce"
+            "  expected: a tensor that no transform of torch.func has wrapped\n"
+            "  fix:      call a function of meshdist.lax that returns its result, for example "
+            "psum(x, axis, mesh=mesh) instead of all_reduce"
         ]
         * 2
     )

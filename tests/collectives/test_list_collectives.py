@@ -19,51 +19,51 @@ X = torch.ones(2)
             lambda: md.all_gather([X] * 3, X),
             "all_gather: tensor_list has 3 entries\n"
             "  where:    rank 0, the world\n"
-            "  expected: 4, one entry per member\n"
+            "  expected: 4, one entry per rank\n"
             "  fix:      pass one entry for each of ranks 0-3",
         ),
         (
             lambda: md.all_gather([X.double()] * 4, X),
             "all_gather has arguments of different dtypes\n"
             "  where:    rank 0, the world\n"
-            "  expected: one dtype\n"
+            "  expected: the same dtype\n"
             "  found:    tensor_list[0] float64, tensor float32\n"
-            "  fix:      give tensor_list[0] the dtype of tensor, torch.float32",
+            "  fix:      pass tensor_list[0] with the dtype of tensor, torch.float32",
         ),
         (
             lambda: md.all_gather([X.to("meta")] * 4, X),
             "all_gather has arguments on different devices\n"
             "  where:    rank 0, the world\n"
-            "  expected: one device\n"
+            "  expected: the same device\n"
             "  found:    tensor_list[0] on meta, tensor on cpu\n"
-            "  fix:      give tensor_list[0] the device of tensor, 'cpu'",
+            "  fix:      pass tensor_list[0] on the device of tensor, 'cpu'",
         ),
         (
             lambda: md.all_gather([torch.ones(3)] * 4, X),
             "all_gather: my tensor_list and tensor have different numbers of elements\n"
             "  where:    rank 0, the world\n"
             "  found:    my tensor_list (3,), tensor (2,)\n"
-            "  fix:      give my tensor_list 2 elements, as tensor has",
+            "  fix:      pass my tensor_list with 2 elements, like tensor",
         ),
         (
             lambda: md.scatter(X, src=0),
             "scatter needs scatter_list on this rank, the source\n"
             "  where:    rank 0, the world\n"
-            "  expected: a list or tuple, one entry per member\n"
-            "  fix:      pass scatter_list here, or name another source as src",
+            "  expected: a list or tuple, one entry per rank\n"
+            "  fix:      pass scatter_list here, or pass the rank of another source as src",
         ),
         (
             lambda: md.gather(X, dst=0),
             "gather needs gather_list on this rank, the destination\n"
             "  where:    rank 0, the world\n"
-            "  expected: a list or tuple, one entry per member\n"
-            "  fix:      pass gather_list here, or name another destination as dst",
+            "  expected: a list or tuple, one entry per rank\n"
+            "  fix:      pass gather_list here, or pass the rank of another destination as dst",
         ),
         (
             lambda: md.all_gather(None, X),
             "all_gather needs tensor_list on this rank\n"
             "  where:    rank 0, the world\n"
-            "  expected: a list or tuple, one entry per member\n"
+            "  expected: a list or tuple, one entry per rank\n"
             "  fix:      pass tensor_list",
         ),
         (

@@ -373,8 +373,8 @@ def test_the_whole_text() -> None:
         "monitored_barrier was called inside all_gather, which has not returned\n  where:    "
     )
     assert f"called at {__file__}:" in text
-    assert "\n  expected: one collective at a time on a thread; a signal's handler runs on " in text
+    assert "\n  expected: one collective at a time per thread (a signal handler interrupts " in text
     assert (
-        "\n  fix:      let the handler set a flag and call the collective later; to end the "
+        "\n  fix:      set a flag in the handler and call the collective later; to end the wait, "
         in text
     )

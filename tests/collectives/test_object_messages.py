@@ -21,10 +21,10 @@ def test_bytes_that_are_no_objects_name_their_sender(numbers: list[int]) -> None
     with pytest.raises(md.BackendError) as caught:
         unpack(data, 3, "broadcast_object_list", target)
     text = str(caught.value)
-    assert "broadcast_object_list: what rank 3 sent is no list of objects" in text
+    assert "broadcast_object_list: the message of rank 3 is not a list of objects" in text
     assert "where:    rank 0, the world" in text
     assert f"found:    {8 * len(numbers)} bytes: " in text
-    assert "fix:      see that both ranks run the same version of meshdist" in text
+    assert "fix:      install the same version of meshdist for both ranks" in text
 
 
 def beside_a_receive_of_any_tag() -> list[Any]:
@@ -93,8 +93,8 @@ def no_objects() -> str:
 def test_no_list_of_objects_from_any_rank_is_told_by_the_receiver(pool: Pool) -> None:
     # On one host members compare messages before; between hosts the receiver sees what has come.
     assert pool.run(no_objects, 2, hosts="AB")[1] == (
-        "recv_object_list received what is no list of objects from rank 0\n"
-        "  where:    rank 1, the world\n  fix:      let rank 0 call send_object_list"
+        "recv_object_list received a message that is not a list of objects from rank 0\n"
+        "  where:    rank 1, the world\n  fix:      call send_object_list on rank 0"
     )
 
 

@@ -182,9 +182,9 @@ def test_what_cannot_be_pickled_is_one_error_everywhere(
 ) -> None:
     expected = (
         f"{operation}: an object of rank 1 cannot be pickled\n"
-        "  expected: objects that pickle takes; nothing was sent\n"
+        "  expected: objects that pickle supports; nothing was sent\n"
         f"  found:    rank 1: {entry} of type Unsendable: OSError: no pickling\n"
-        "  fix:      send plain data, and classes and functions that stand at the top of a module"
+        "  fix:      send plain data, or classes and functions defined at the top level of a module"
     )
     everyones = on_ranks(unsendable, 3, operation)
     assert everyones == [expected, expected, None if operation == "send_object_list" else expected]
@@ -248,7 +248,7 @@ def test_what_cannot_be_unpickled_raises_where_it_arrives(
         f"{operation}: {what} that rank 0 sent cannot be unpickled\n"
         "  where:    rank 1, the world\n"
         "  found:    KeyError: 'not here'\n"
-        "  fix:      see that both ranks run the same program, and can import the same modules",
+        "  fix:      run the same program on both ranks, with the same modules installed",
     ]
 
 
@@ -290,19 +290,19 @@ def other_length(operation: str) -> str | None:
     ("operation", "lengths"),
     [
         ("broadcast_object_list", "rank 0: 3 entries\n            ranks 1-2: 2 entries"),
-        ("send_object_list", "rank 0 sends 3 entries\n            rank 1 takes 2"),
+        ("send_object_list", "rank 0 sends 3 entries\n            rank 1 receives 2"),
     ],
 )
 def test_lists_of_other_lengths_are_one_error_on_both_sides(
     on_ranks, operation: str, lengths: str
 ) -> None:
     expected = (
-        f"{operation}: the members' lists of objects have different lengths\n"
+        f"{operation}: the ranks' lists of objects have different lengths\n"
         "  where:    the world\n"
-        "  expected: as many entries on every rank as its source has; nothing was sent\n"
+        "  expected: as many entries on every rank as on the source; nothing was sent\n"
         f"  found:    {lengths}\n"
-        "  fix:      give receivers [None] * n; where n is not known, send the list as one "
-        "object: [objects]"
+        "  fix:      pass [None] * n on the receivers; if they do not know n, send the list as "
+        "one object: [objects]"
     )
     everyones = on_ranks(other_length, 3, operation)
     assert everyones == [expected, expected, None if operation == "send_object_list" else expected]
@@ -346,15 +346,15 @@ def test_wrong_arguments_are_rejected_before_anything_is_sent(pool: Pool) -> Non
         "gather_object: object_gather_list is given on a rank that is not the destination",
         "gather_object needs object_gather_list on this rank, the destination",
         "gather_object: object_gather_list has 1 entry",
-        "gather_object has both dst and group_dst",
+        "gather_object got both dst and group_dst",
         "broadcast_object_list: object_list must be a list",
         "broadcast_object_list: object_list must be a list",
         "scatter_object_list: scatter_object_output_list has 0 entries",
         "scatter_object_list: scatter_object_input_list has 1 entry",
         "scatter_object_list needs scatter_object_input_list on this rank, the source",
         "send_object_list needs dst or group_dst",
-        "send_object_list between a rank and itself would wait for ever",
-        "recv_object_list between a rank and itself would wait for ever",
+        "send_object_list between a rank and itself would never return",
+        "recv_object_list between a rank and itself would never return",
         "recv_object_list: object_list must be a list",
         "broadcast_object_list: src=2 is not a member of the world",
         "broadcast_object_list: 'a' is not a device",

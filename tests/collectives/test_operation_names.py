@@ -101,7 +101,7 @@ def check_texts(texts: Sequence[str], op_names: tuple[str, str]) -> None:
         assert "the members of a group disagree about their call" in text
         for op_name in filter(None, op_names):
             assert f") of {op_name} at " in text, text
-        assert "under the same title" in text or not all(op_names)
+        assert "with the same operation name" in text or not all(op_names)
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)

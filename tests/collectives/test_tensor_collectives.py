@@ -447,12 +447,12 @@ REFUSED = [
     (
         lambda: md.all_reduce(torch._efficientzerotensor(2)),
         ValueError,
-        "all_reduce cannot use tensor: it has no memory",
+        "all_reduce cannot use tensor because it has no memory",
     ),
     (
         lambda: md.all_reduce(torch._efficientzerotensor(2)),
         ValueError,
-        "go on with a copy, tensor = tensor.clone(), or give the storage its memory back first",
+        "pass a copy, tensor = tensor.clone(), or resize the storage to its former size first",
     ),
     (
         lambda: md.all_reduce(X, group=torch.distributed.HashStore()),
@@ -471,7 +471,7 @@ REFUSED = [
     (
         lambda: md.all_gather_into_tensor(torch.empty(9), X),
         md.ShapeError,
-        "does not hold one input_tensor per member",
+        "does not hold one input_tensor per rank",
     ),
     (
         lambda: md.all_gather_into_tensor(torch.empty(8, dtype=torch.float64), X),
@@ -481,15 +481,15 @@ REFUSED = [
     (
         lambda: md.reduce_scatter_tensor(torch.empty(3), X),
         md.ShapeError,
-        "does not hold one output per member",
+        "does not hold one output per rank",
     ),
     (lambda: md.all_reduce(X, op=md.ReduceOp.PREMUL_SUM), TypeError, "PREMUL_SUM needs a factor"),
     (lambda: md.send(X), ValueError, "send needs dst or group_dst"),
     (lambda: md.isend(X), ValueError, "isend needs dst or group_dst"),
-    (lambda: md.send(X, 0, group_dst=0), ValueError, "send has both dst and group_dst"),
-    (lambda: md.isend(X, 0, group_dst=0), ValueError, "isend has both dst and group_dst"),
-    (lambda: md.recv(X, 0, group_src=0), ValueError, "recv has both src and group_src"),
-    (lambda: md.irecv(X, 0, group_src=0), ValueError, "irecv has both src and group_src"),
+    (lambda: md.send(X, 0, group_dst=0), ValueError, "send got both dst and group_dst"),
+    (lambda: md.isend(X, 0, group_dst=0), ValueError, "isend got both dst and group_dst"),
+    (lambda: md.recv(X, 0, group_src=0), ValueError, "recv got both src and group_src"),
+    (lambda: md.irecv(X, 0, group_src=0), ValueError, "irecv got both src and group_src"),
     (lambda: md.irecv(X, 2), ValueError, "irecv: src=2 is not a member of the world"),
     (lambda: md.send(X, dst=md.get_rank()), ValueError, "use isend"),
     (lambda: md.recv(X, src=md.get_rank()), ValueError, "use irecv"),
@@ -537,7 +537,9 @@ def test_a_barrier_on_the_cpu_takes_device_ids_as_torchs_does() -> None:
 
 def test_a_cuda_device_that_is_not_there_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    with pytest.raises(md.ArgumentError, match=r"device_ids=\[2\] names a CUDA device that is not"):
+    with pytest.raises(
+        md.ArgumentError, match=r"device_ids=\[2\] names a CUDA device that does not"
+    ):
         first_cuda_device([2], "barrier")
     assert first_cuda_device([1], "barrier") == torch.device("cuda", 1)
 
@@ -575,10 +577,10 @@ def test_elements_that_are_one_in_memory_are_rejected_before_anything_is_sent(
     assert (
         md.simulate(program, 2)
         == [
-            f"{operation} cannot write into tensor: several of its elements are one in memory\n"
+            f"{operation} cannot write into tensor because its elements share memory\n"
             f"  where:    argument tensor of {operation}, shape (3,), float32\n"
             "  found:    strides (0,): an expanded tensor\n"
-            "  fix:      pass a copy, tensor = tensor.clone(), and read the result there"
+            "  fix:      pass a copy, tensor = tensor.clone(), and read the result from it"
         ]
         * 2
     )
@@ -590,9 +592,10 @@ def test_a_view_of_a_leaf_is_rejected_before_anything_is_sent() -> None:
         with pytest.raises(md.GradientError) as caught:
             md.all_reduce(leaf[:2])
         assert str(caught.value) == (
-            "all_reduce cannot write into tensor: a view of a leaf that requires a gradient\n"
+            "all_reduce cannot write into tensor because it is a view of a leaf that "
+            "requires a gradient\n"
             "  where:    argument tensor of all_reduce, shape (2,), float32\n"
-            "  fix:      call it under torch.no_grad(), or on tensor.detach()"
+            "  fix:      call it under torch.no_grad(), or pass tensor.detach()"
         )
         with torch.no_grad():
             md.all_reduce(leaf[:2])

@@ -38,6 +38,7 @@ def test_dims_count_from_both_ends(given_dim: int, found: int) -> None:
 @pytest.mark.parametrize("given_dim", [3, -4])
 def test_a_dim_that_is_not_there(given_dim: int) -> None:
     with pytest.raises(
-        ShapeError, match=f"a collective: dim={given_dim} is no dim of a tensor of 3"
+        ShapeError,
+        match=f"a collective: dim={given_dim} is out of range for a tensor of 3 dimensions",
     ):
         get_dim(given_dim, 3, "dim", "a collective")

@@ -128,66 +128,71 @@ WHERE = "over axis 'tp' of DeviceMesh(tp=2)"
         (
             lambda x, group: all_to_all(x, group, 1, 0, tiled=True),
             ShapeError,
-            "all_to_all cannot cut dim 1 of size 3 into 2 equal blocks\n"
+            "all_to_all cannot split dimension 1 of size 3 into 2 equal blocks\n"
             "  where:    rank 0, axis 'tp' of DeviceMesh(tp=2); argument x, shape (2, 3), float32\n"
-            "  expected: x.shape[1] a multiple of 2, the number of ranks\n"
-            "  fix:      pad dim 1 to 4; split_axis=0 fits",
+            "  expected: x.shape[1] divisible by 2, the number of ranks\n"
+            "  fix:      pad dimension 1 to 4, or pass split_axis=0",
         ),
         (
             lambda x, group: all_to_all(x, group, 0, 2),
             ShapeError,
-            "all_to_all: concat_axis=2 is no dim of a tensor of 2\n"
-            "  expected: a number from -2 to 1",
+            "all_to_all: concat_axis=2 is out of range for a tensor of 2 dimensions\n"
+            "  expected: a number from -2 to 1\n"
+            "  fix:      pass concat_axis in this range",
         ),
         (
             lambda x, group: pswapaxes(x, group, 1),
             ShapeError,
-            "pswapaxes cannot cut dim 1 of size 3 into 2 blocks of one index each\n"
+            "pswapaxes cannot split dimension 1 of size 3 into 2 blocks of one index each\n"
             "  where:    rank 0, axis 'tp' of DeviceMesh(tp=2); argument x, shape (2, 3), float32\n"
             "  expected: x.shape[1] equal to 2, the number of ranks\n"
-            "  fix:      axis=0 fits",
+            "  fix:      pass axis=0",
         ),
         (
             lambda x, group: ppermute(x, group, {0: 1}),
             KindError,
             "ppermute: perm must be a list of pairs (source, destination)\n"
             "  found:    {0: 1}, a dict\n"
-            "  fix:      for example [(0, 1), (1, 0)]; pshuffle takes a permutation as a list of "
-            "places",
+            "  fix:      pass for example [(0, 1), (1, 0)]; for a permutation of all ranks, call "
+            "pshuffle(x, axis, [1, 0])",
         ),
         (
             lambda x, group: ppermute(x, group, [(0, 1.5)]),
             KindError,
             "ppermute: each pair of perm must be a list or tuple of integers\n"
-            "  found:    (0, 1.5), a tuple",
+            "  found:    (0, 1.5), a tuple\n"
+            "  fix:      pass a list or tuple of integers",
         ),
         (
             lambda x, group: ppermute(x, group, [(0, 2)]),
             ArgumentError,
-            f"ppermute {WHERE}: destination 2 is outside it\n"
-            "  expected: places from 0 to 1\n"
-            "  found:    [(0, 2)]",
+            f"ppermute {WHERE}: destination 2 is not in the group\n"
+            "  expected: indices along the axis from 0 to 1\n"
+            "  found:    [(0, 2)]\n"
+            "  fix:      pass indices along the axis, not global ranks",
         ),
         (
             lambda x, group: ppermute(x, group, [(0, 1), (0, 0)]),
             ArgumentError,
-            f"ppermute {WHERE}: source 0 stands twice\n"
-            "  expected: each place once as a source and once as a destination, at most\n"
-            "  found:    [(0, 1), (0, 0)]",
+            f"ppermute {WHERE}: source 0 appears twice\n"
+            "  expected: each index at most once as a source and at most once as a destination\n"
+            "  found:    [(0, 1), (0, 0)]\n"
+            "  fix:      remove the repeated pair, or call ppermute once for each pair",
         ),
         (
             lambda x, group: pshuffle(x, group, [0, 0]),
             ArgumentError,
-            f"pshuffle {WHERE}: perm is no permutation of its places\n"
-            "  expected: each of 0 to 1 once\n"
+            f"pshuffle {WHERE}: perm is not a permutation of its ranks\n"
+            "  expected: each index from 0 to 1 once\n"
             "  found:    [0, 0]\n"
-            "  fix:      ppermute takes pairs that leave places out",
+            "  fix:      pass each index once, or call ppermute with pairs for some ranks only",
         ),
         (
             lambda x, group: pshuffle(x, group, (True, False)),
             KindError,
             "pshuffle: perm must be a list or tuple of integers\n"
-            "  found:    (True, False), a tuple",
+            "  found:    (True, False), a tuple\n"
+            "  fix:      pass a list or tuple of integers",
         ),
         (
             lambda x, group: pbroadcast(x, group, 2),

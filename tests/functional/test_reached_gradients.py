@@ -69,7 +69,7 @@ def test_a_result_that_meets_varying_values_without_a_cast(
         for text in raised:
             assert text.startswith(f"the gradient that reaches {named} over axis 'tp' of ")
             assert "expected: equal gradients, since the result of" in text
-            assert f"where a result of {named} meets values that vary" in text
+            assert f"if you combine a result y of {named} with values that vary" in text
             assert "y = lax.pvary(y, axis)" in text
 
 
@@ -92,8 +92,8 @@ def test_the_whole_text() -> None:
         "  where:    backward of psum, gradient of shape (2,), float32",
         "  expected: equal gradients, since the result of psum is equal on every rank",
         "  found:    rank 1 differs from rank 0, by 1.4 of its norm",
-        "  fix:      where a result of psum meets values that vary along the axis, as a shard of "
-        "weights does, cast it first: y = lax.pvary(y, axis)",
+        "  fix:      if you combine a result y of psum with values that vary along the axis, for "
+        "example a shard of weights, cast it first: y = lax.pvary(y, axis)",
     ]
 
 

@@ -520,30 +520,32 @@ HERE = "rank 0, axis 'tp' of DeviceMesh(tp=4)"
         (
             lambda x, group: psum_scatter(x, group, tiled=True),
             ShapeError,
-            "psum_scatter cannot cut dim 0 of size 10 into 4 equal blocks\n"
+            "psum_scatter cannot split dimension 0 of size 10 into 4 equal blocks\n"
             f"  where:    {HERE}; argument x, shape (10, 16), float32\n"
-            "  expected: x.shape[0] a multiple of 4, the number of ranks\n"
-            "  fix:      pad dim 0 to 12; scatter_dimension=1 fits",
+            "  expected: x.shape[0] divisible by 4, the number of ranks\n"
+            "  fix:      pad dimension 0 to 12, or pass scatter_dimension=1",
         ),
         (
             lambda x, group: psum_scatter(x[:8], group),
             ShapeError,
-            "psum_scatter cannot cut dim 0 of size 8 into 4 blocks of one index each\n"
+            "psum_scatter cannot split dimension 0 of size 8 into 4 blocks of one index each\n"
             f"  where:    {HERE}; argument x, shape (8, 16), float32\n"
             "  expected: x.shape[0] equal to 4, the number of ranks\n"
-            "  fix:      tiled=True cuts it into equal blocks",
+            "  fix:      pass tiled=True to split it into equal blocks",
         ),
         (
             lambda x, group: psum_scatter(x, group, scatter_dimension=2),
             ShapeError,
-            "psum_scatter: scatter_dimension=2 is no dim of a tensor of 2\n"
-            "  expected: a number from -2 to 1",
+            "psum_scatter: scatter_dimension=2 is out of range for a tensor of 2 dimensions\n"
+            "  expected: a number from -2 to 1\n"
+            "  fix:      pass scatter_dimension in this range",
         ),
         (
             lambda x, group: all_gather(x.sum(), group, tiled=True),
             ShapeError,
-            "all_gather: axis=0 is no dim of a tensor of 0\n"
-            "  expected: an array of one dim at least",
+            "all_gather: axis=0 is out of range for a tensor of 0 dimensions\n"
+            "  expected: an array with at least one dimension\n"
+            "  fix:      pass x.reshape(1)",
         ),
         (
             lambda x, group: all_gather(x, group, axis=1.5),
@@ -553,9 +555,11 @@ HERE = "rank 0, axis 'tp' of DeviceMesh(tp=4)"
         (
             lambda x, group: all_gather(x, group, to="unreduced"),
             ArgumentError,
-            "all_gather cannot give a result that is 'unreduced'\n"
+            "all_gather cannot return a result that is 'unreduced'\n"
             f"  where:    {HERE}\n"
-            "  expected: to as one of 'varying', 'invarying', 'reduced'",
+            "  expected: to as one of 'varying', 'invarying', 'reduced'\n"
+            "  fix:      omit to for a varying result, or pass to='invarying' for an invariant "
+            "result",
         ),
         (
             lambda x, group: pcast(x, group, to="invarying"),
@@ -564,7 +568,7 @@ HERE = "rank 0, axis 'tp' of DeviceMesh(tp=4)"
             f"  where:    {HERE}\n"
             "  expected: invariant to 'varying' or 'reduced', varying to 'unreduced', or reduced "
             "to 'varying'\n"
-            "  fix:      psum, pmean or all_gather(..., to='invarying') make a value invariant",
+            "  fix:      call psum, pmean or all_gather(..., to='invarying') for an invariant value",
         ),
         (
             lambda x, group: pcast(x, group, to="reduced", source="varying"),
@@ -572,7 +576,8 @@ HERE = "rank 0, axis 'tp' of DeviceMesh(tp=4)"
             "pcast has no cast from varying to 'reduced'\n"
             f"  where:    {HERE}\n"
             "  expected: invariant to 'varying' or 'reduced', varying to 'unreduced', or reduced "
-            "to 'varying'",
+            "to 'varying'\n"
+            "  fix:      pass to='varying', to='reduced' or to='unreduced', as the type of x allows",
         ),
         (
             lambda x, group: pmax(x * 1j, group),
@@ -725,8 +730,8 @@ def test_a_gradient_that_differs_is_rejected_on_every_rank_alike() -> None:
         "  where:    backward of psum, gradient of shape (2,), float32\n"
         "  expected: equal gradients, since the result of psum is equal on every rank\n"
         "  found:    ranks 4-5 differ from rank 3, by up to 0.75 of its largest value\n"
-        "  fix:      where a result of psum meets values that vary along the axis, as a shard of "
-        "weights does, cast it first: y = lax.pvary(y, axis)"
+        "  fix:      if you combine a result y of psum with values that vary along the axis, for "
+        "example a shard of weights, cast it first: y = lax.pvary(y, axis)"
     )
     assert texts[3:] == [text] * 3
     both = line(lambda rank, group: run_backward(group, 1.0 + rank), size=2)

@@ -148,7 +148,7 @@ def test_the_text(pool: Pool) -> None:
     assert lines[2].strip().startswith("raised on rank 1, call 4 on group of ranks 0-3: all_reduce")
     assert (
         lines[3]
-        == "  expected: the same collective, dtype, number of elements, op and root on every member"
+        == "  expected: the same collective, dtype, number of elements, op and root on every rank"
     )
     assert lines[4].startswith("  found:    ranks 0-1: all_reduce((4,) float32, SUM) at ")
     assert lines[5].startswith("            ranks 2-3: all_reduce((4,) float32, MAX) at ")

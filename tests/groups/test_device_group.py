@@ -96,8 +96,8 @@ CASES = {
         "all_reduce_coalesced([(2,) float32, (2,) float32], SUM)",
     ),
     "splits": (
-        "all_to_all_single((3,) float32, sending [1, 2], taking [1, 4] elements)",
-        "all_to_all_single((7,) float32, sending [3, 4], taking [3, 4] elements)",
+        "all_to_all_single((3,) float32, sending [1, 2], receiving [1, 4] elements)",
+        "all_to_all_single((7,) float32, sending [3, 4], receiving [3, 4] elements)",
     ),
     "async": ("all_reduce((6,) float32, SUM)", "all_reduce((4,) float32, SUM)"),
     "message": (
@@ -163,11 +163,11 @@ def test_what_is_expected_is_said(pool: Pool) -> None:
 
     for size, splits, message in pool.run(program, 2):
         common = (
-            "expected: the same collective, dtype, number of elements, op and root on every member"
+            "expected: the same collective, dtype, number of elements, op and root on every rank"
         )
         assert common in size
         assert "fix:      make every member call the same collectives in the same order" in size
-        assert "what one member takes as the other sends it" in splits
+        assert "the same sizes on both sides" in splits
         assert "expected: equal dtype and number of elements on both sides" in message
         assert "fix:      receive into a tensor like the one that is sent" in message
 

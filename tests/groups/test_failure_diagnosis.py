@@ -112,7 +112,7 @@ def test_a_timeout_has_the_callers_limit_and_some_reason() -> None:
     assert "within 2 s" in error.summary and error.found == STORE_LOST
     error, _ = explained(BackendTimeout("late"), "recv")
     assert error.found == "late"
-    assert error.expected == "rank 6 to send (2,) float32 to this rank under tag 5"
+    assert error.expected == "rank 6 to send (2,) float32 to this rank with tag 5"
     assert "a message meets a receive of its tag" in error.fix
 
 

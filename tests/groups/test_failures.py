@@ -523,7 +523,7 @@ def test_the_first_failure_is_quoted_by_the_later_ones(pool: Pool) -> None:
     first, last = outcomes[0][0], outcomes[2][0]
     assert first.startswith("CollectiveTimeoutError: recv on group of ranks 0-2 was not finished")
     assert "fix:      a message meets a receive of its tag, dtype and number of elements" in first
-    assert "expected: rank 1 to send (2,) float32 to this rank under tag 0\n" in first
+    assert "expected: rank 1 to send (2,) float32 to this rank with tag 0\n" in first
     assert "where:    rank 0, recv((2,) float32, from rank 1) on group of ranks 0-2 at " in first
     # Rank 0 breaks the connection; where rank 2 is quicker to tell, rank 0 quotes it instead.
     quoted = "failed first, in recv((2,) float32, from rank {}) on group of ranks 0-2 at "

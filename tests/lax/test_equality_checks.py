@@ -57,10 +57,12 @@ def test_the_whole_text() -> None:
     texts = md.simulate(program, 3)
     assert len(set(texts)) == 1
     lines = texts[0].splitlines()
-    assert lines[0] == "assert_equal: not the same on every rank over axis 'tp' of DeviceMesh(tp=3)"
-    assert "test_equality_checks.py:" in lines[1] and lines[1].startswith("  where:")
+    assert lines[0] == (
+        "assert_equal: values are not the same on every rank over axis 'tp' of DeviceMesh(tp=3)"
+    )
+    assert "test_asserting.py:" in lines[1] and lines[1].startswith("  where:")
     assert lines[2:4] == [
-        "  expected: equal leaves; of floating dtypes half of the digits count",
+        "  expected: equal leaves; for floating dtypes, equal in half of the digits",
         "  found:    tree['weight'], shape (2,), float32: rank 1 differs from ranks 0, 2, by up to "
         "0.5 of its largest value",
     ]
@@ -201,7 +203,7 @@ def test_bad_arguments_are_rejected() -> None:
     no_mesh, no_axis, no_name, no_array, sparse, transform = md.simulate(program, 2)[0]
     assert no_mesh.startswith("assert_equal over axis 'dp': there is no current mesh")
     assert "'tp'" in no_axis
-    assert no_name.startswith("assert_equal cannot take 3 as axis\n")
+    assert no_name.startswith("assert_equal cannot use 3 as axis\n")
     assert "tree['a'][0]" in no_array
     assert "assert_equal" in sparse
     assert transform.startswith("assert_equal cannot compare inside a transform of torch.func")

@@ -196,9 +196,10 @@ def test_axes_that_the_mesh_has_not(operation: str, axis: Any, summary: str) -> 
 @pytest.mark.parametrize("axis", [0, None, {"dp"}, ("dp", 1), ["dp", 1]])
 def test_an_axis_is_named(axis: Any) -> None:
     assert refusal(KindError, lambda rank: lax.psum(torch.ones(1), axis)) == (
-        f"psum cannot take {axis!r} as axis_name\n"
+        f"psum cannot use {axis!r} as axis_name\n"
         "  expected: the name of an axis, a tuple of names, or a 1-D mesh\n"
-        f"  found:    {type(axis).__name__}"
+        f"  found:    {type(axis).__name__}\n"
+        "  fix:      pass for example axis_name='tp', or mesh['tp']"
     )
 
 
@@ -234,10 +235,10 @@ GROUPED = [
 def test_parts_of_an_axis_are_axes(operation: str, axis: Any, fix: str) -> None:
     body = lambda rank: called(operation, axis, axis_index_groups=[[0], [1]])  # noqa: E731
     assert refusal(KindError, body) == (
-        f"{operation} takes no axis_index_groups\n"
+        f"{operation} does not support axis_index_groups\n"
         "  expected: None\n"
         "  found:    [[0], [1]]\n"
-        f"  fix:      split the axis: {fix}('outer', 'inner')), then name 'inner' for groups of "
+        f"  fix:      split the axis: {fix}('outer', 'inner')), then pass 'inner' for groups of "
         "neighbors, or 'outer' for groups with strides"
     )
 
@@ -319,10 +320,12 @@ def test_an_axis_may_be_a_mesh_of_its_own(operation: str) -> None:
 
 def test_a_mesh_of_several_axes_is_no_axis() -> None:
     text = refusal(MeshError, lambda rank: lax.psum(torch.ones(1), md.get_current_mesh()))
-    assert text.startswith("psum over a mesh of 2 axes\n  expected: one axis, such as mesh['tp']\n")
+    assert text.startswith(
+        "psum cannot use a mesh of 2 axes as axis_name\n  expected: one axis, such as mesh['tp']\n"
+    )
     assert "\n  found:    axis_name=DeviceMesh(" in text
     assert text.endswith(
-        "\n  fix:      name the axes: axis_name=('dp', 'tp'), mesh=mesh; or flatten the mesh"
+        "\n  fix:      pass the names of its axes, axis_name=('dp', 'tp'), mesh=mesh; or flatten the mesh"
     )
 
 
@@ -332,9 +335,9 @@ def test_an_axis_that_is_a_mesh_needs_no_other() -> None:
         with pytest.raises(ArgumentError) as caught:
             lax.psum(torch.ones(1), mesh["tp"], mesh=mesh)
         assert str(caught.value) == (
-            "psum has a mesh as axis_name, and another as mesh\n"
+            "psum got a mesh as axis_name, and another as mesh\n"
             f"  found:    axis_name={mesh['tp']!r}, mesh={mesh!r}\n"
-            "  fix:      leave mesh out, or give the name of an axis of it"
+            "  fix:      omit mesh, or pass the name of one of its axes"
         )
 
     in_mesh(body)
@@ -456,12 +459,12 @@ def test_numbers_travel_in_typed_contexts_transforms_and_uneven_loops() -> None:
 
 def test_numbers_that_do_not_travel_are_rejected_before_anything_is_sent() -> None:
     assert refusal(ArgumentError, lambda rank: lax.psum([1.0, 1 << 62], "tp")) == (
-        "psum cannot take 4611686018427387904 as x[1]: integers travel in 64 bits\n"
+        "psum cannot send 4611686018427387904 as x[1] because integers have 64 bits\n"
         "  where:    axis 'tp' of DeviceMesh(dp=2, tp=2)\n"
-        "  expected: a number that fits, as must the sum over all ranks in psum\n"
+        "  expected: an integer of 64 bits, also for the sum over all ranks in psum\n"
         "  fix:      pass a float: x[1] = float(x[1])"
     )
-    assert "pmean cannot take" in refusal(ArgumentError, lambda rank: lax.pmean(1 << 63, "tp"))
+    assert "pmean cannot send" in refusal(ArgumentError, lambda rank: lax.pmean(1 << 63, "tp"))
     assert "complex" in refusal(DtypeError, lambda rank: lax.pmax([1.0, 1j], "tp"))
 
     def body(rank: int) -> Any:  # as the error says; one bit less fits

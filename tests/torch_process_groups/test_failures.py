@@ -57,7 +57,7 @@ def test_calls_that_differ_are_told_on_every_rank(pool: Pool) -> None:
             "  where:    group '0' (ranks 0-2); no data was moved\n"
             f"            raised on rank {rank}, call 1 on group '0' (ranks 0-2): "
             f"all_reduce(({count},) float32, SUM){where}\n"
-            "  expected: the same collective, dtype, number of elements, op and root on every member\n"
+            "  expected: the same collective, dtype, number of elements, op and root on every rank\n"
             f"  found:    ranks 0-1: all_reduce((3,) float32, SUM){where}\n"
             f"            rank 2: all_reduce((4,) float32, SUM){where}\n"
             "  fix:      make every member call the same collectives in the same order, on fitting "
@@ -291,7 +291,7 @@ def test_a_forked_child_says_nothing_for_its_parent(pool: Pool) -> None:
         (
             lambda: all_gather_single_of_torch(torch.ones(3), torch.ones(2)),
             md.ShapeError,
-            "all_gather_into_tensor: output_tensor does not hold one input_tensor per member",
+            "all_gather_into_tensor: output_tensor does not hold one input_tensor per rank",
         ),
         (
             lambda: dist.all_gather([torch.ones(2)], torch.ones(2)),
@@ -301,12 +301,12 @@ def test_a_forked_child_says_nothing_for_its_parent(pool: Pool) -> None:
         (
             lambda: dist.all_to_all_single(torch.ones(3), torch.ones(3)),
             md.ShapeError,
-            "all_to_all_single cannot cut output into 2 equal parts",
+            "all_to_all_single cannot split output into 2 equal parts",
         ),
         (
             lambda: dist.all_to_all_single(torch.ones(4), torch.ones(4), [1, 2], [2, 2]),
             md.ShapeError,
-            "all_to_all_single: output_split_sizes do not cut output into one part per member",
+            "all_to_all_single: output_split_sizes do not split output into one part per rank",
         ),
         (
             lambda: dist.all_reduce(torch.ones(2, dtype=torch.bool), dist.ReduceOp.AVG),
@@ -331,7 +331,7 @@ def test_a_forked_child_says_nothing_for_its_parent(pool: Pool) -> None:
         (
             lambda: dist.all_reduce(torch.ones(1).expand(3)),
             md.ArgumentError,
-            "all_reduce cannot write into tensor: several of its elements are one in memory",
+            "all_reduce cannot write into tensor because its elements share memory",
         ),
         (
             lambda: dist.all_gather([torch.ones(1).expand(3)] * 2, torch.ones(3)),

@@ -130,7 +130,7 @@ def test_calls_that_differ_are_told_on_every_rank(pool: Pool) -> None:
             "written\n"
             f"            raised on rank {rank}, call 2 on group '{name[1]}' (ranks 0-1): "
             f"all_reduce(({4 + 2 * rank},) float32, SUM){where}\n"
-            "  expected: the same collective, dtype, number of elements, op and root on every member\n"
+            "  expected: the same collective, dtype, number of elements, op and root on every rank\n"
             f"  found:    rank 0: all_reduce((4,) float32, SUM){where}\n"
             f"            rank 1: all_reduce((6,) float32, SUM){where}\n"
             "  fix:      make every member call the same collectives in the same order, on fitting "

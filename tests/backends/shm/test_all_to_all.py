@@ -193,9 +193,9 @@ def test_what_a_member_takes_otherwise_than_it_is_sent_raises_on_all(
         return str(caught.value)
 
     for text in pool.run(program, 3, backend="shm"):
-        assert "sending [2, 0, 1], taking [2, 0, 1] elements" in text
-        assert "sending [0, 2, 0], taking [0, 2, 0] elements" in text
-        assert "what one member takes as the other sends it" in text
+        assert "sending [2, 0, 1], receiving [2, 0, 1] elements" in text
+        assert "sending [0, 2, 0], receiving [0, 2, 0] elements" in text
+        assert "the same sizes on both sides" in text
 
 
 def test_another_part_for_itself_is_rejected_before_anything_is_sent(pool: Pool) -> None:

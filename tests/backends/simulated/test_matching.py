@@ -239,7 +239,7 @@ def test_members_that_disagree_all_raise_the_same() -> None:
     assert texts[0] == (
         "the members of a group disagree about their call 1\n"
         "  where:    ranks 0-3; no data was moved\n"
-        "  expected: the same collective, dtype, number of elements, op and root on every member\n"
+        "  expected: the same collective, dtype, number of elements, op and root on every rank\n"
         f"  found:    ranks 0-1: all_reduce((4,) float32, SUM) at {line_of(program, 8)} in call\n"
         "            rank 2: broadcast((4,) float32, root rank 0) at "
         f"{line_of(program, 6)} in call\n"
@@ -316,7 +316,7 @@ def test_what_waits_when_members_disagree_fails_with_them() -> None:
             lambda g: Direct(g).all_to_all(
                 [torch.ones(1)] * 2, [torch.ones(1, dtype=(torch.int8, torch.int16)[g.rank])] * 2
             ),
-            "all_to_all([(1,) int16, (1,) int16], sending [1, 1], taking [1, 1] elements)",
+            "all_to_all([(1,) int16, (1,) int16], sending [1, 1], receiving [1, 1] elements)",
         ),
     ],
     ids=[
@@ -348,39 +348,39 @@ def test_every_part_of_a_call_is_compared(calls: Callable[[Any], Any], shown: st
     [
         (
             lambda g: Direct(g).all_to_all(ones(2, 2, 2), ones(2, 2, 3 if g.rank == 1 else 2)),
-            "rank 1 sends 3 to rank 2, which receives 2",
-            "(3,) float32], sending [2, 2, 3], taking [2, 2, 2] elements)",
+            "rank 1 sends 3 to rank 2, which takes 2",
+            "(3,) float32], sending [2, 2, 3], receiving [2, 2, 2] elements)",
         ),
         (
             lambda g: Direct(g).all_to_all_single(
                 *ones(6, 6), [2, 2, 2], [1, 2, 3] if g.rank == 0 else [2, 2, 2]
             ),
-            "rank 0 sends 1 to itself, and receives 2",
-            "rank 0: all_to_all_single((6,) float32, sending [1, 2, 3], taking [2, 2, 2] elements)",
+            "rank 0 sends 1 to itself, and takes 2",
+            "rank 0: all_to_all_single((6,) float32, sending [1, 2, 3], receiving [2, 2, 2] elements)",
         ),
         (
             lambda g: Direct(g).all_gather_list(
                 ones(1, 2, 4 if g.rank == 0 else 3), ones(g.rank + 1)[0]
             ),
-            "rank 2 sends 3 to rank 0, which receives 4",
-            "rank 0: all_gather_list((1,) float32, sending [1, 1, 1], taking [1, 2, 4] elements)",
+            "rank 2 sends 3 to rank 0, which takes 4",
+            "rank 0: all_gather_list((1,) float32, sending [1, 1, 1], receiving [1, 2, 4] elements)",
         ),
         (
             lambda g: Direct(g).reduce_scatter_list(
                 ones(g.rank)[0], ones(0, 1, 5 if g.rank == 1 else 2), ReduceOp.SUM
             ),
-            "rank 1 sends 5 to rank 2, which receives 2",
-            "((1,) float32, SUM, sending [0, 1, 5], taking [1, 1, 1] elements)",
+            "rank 1 sends 5 to rank 2, which takes 2",
+            "((1,) float32, SUM, sending [0, 1, 5], receiving [1, 1, 1] elements)",
         ),
         (
             lambda g: Direct(g).gather(ones(2, 2, 1) if g.rank == 0 else [], ones(2)[0], 0),
-            "rank 2 sends 2 to rank 0, which receives 1",
-            "((2,) float32, root rank 0, sending [2, 2, 2], taking [2, 2, 1] elements)",
+            "rank 2 sends 2 to rank 0, which takes 1",
+            "((2,) float32, root rank 0, sending [2, 2, 2], receiving [2, 2, 1] elements)",
         ),
         (
             lambda g: Direct(g).scatter(ones(2)[0], ones(2, 3, 2) if g.rank == 0 else [], 0),
-            "rank 0 sends 3 to rank 1, which receives 2",
-            "((2,) float32, root rank 0, sending [2, 3, 2], taking [2, 2, 2] elements)",
+            "rank 0 sends 3 to rank 1, which takes 2",
+            "((2,) float32, root rank 0, sending [2, 3, 2], receiving [2, 2, 2] elements)",
         ),
     ],
     ids=[
@@ -446,7 +446,7 @@ def test_a_deadlock_in_each_collective_is_told_in_words() -> None:
         ),
         (
             lambda g: Direct(g).all_to_all(ones(1, 1, 0, 2), ones(1, 1, 3, 4)),
-            "sending [1, 1, 3, 4], taking [1, 1, 0, 2] elements)",
+            "sending [1, 1, 3, 4], receiving [1, 1, 0, 2] elements)",
         ),
     ]
     for call, text in calls:
