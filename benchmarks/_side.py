@@ -39,7 +39,8 @@ class Side:
         self._program = None if make is None else make()
 
     def call(self, operation: str, num_bytes: int, dtype: str) -> Call:
-        """Return a function that does ``operation`` once; ``num_bytes`` is the size of its result."""
+        """Return a function that does ``operation`` once; ``num_bytes`` is the size of its
+        result."""
         if self._program is not None:
             return self._program
         if operation in (*BLOCKING, *IN_FLIGHT):

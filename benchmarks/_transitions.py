@@ -68,7 +68,8 @@ def _side_text(side: Side) -> str:
 def shard_of(
     whole: torch.Tensor, side: Side, sizes: Sequence[int], coordinate: Sequence[int]
 ) -> torch.Tensor:
-    """Return the part of ``whole`` that one rank holds, as a view; a partial sum is of all of it."""
+    """Return the part of ``whole`` that one rank holds, as a view; a partial sum is of all of
+    it."""
     for placement, size, index in zip(side, sizes, coordinate, strict=True):
         if placement.startswith("S"):
             whole = whole.chunk(size, int(placement[1:]))[index]

@@ -1,6 +1,7 @@
 """Our collectives beside mpi4py's own calls, on the same buffers, in the same processes.
 
-    python -m benchmarks.mpi_operations [REPORT.json] [--mpich] [--backend mpi] [--ranks 2] [--rounds 25]
+    python -m benchmarks.mpi_operations [REPORT.json] [--mpich] [--backend mpi] [--ranks 2]
+    [--rounds 25]
         [--sizes 8,...]
 
 Each round times both sides of each collective and size, one after the other, each first in every

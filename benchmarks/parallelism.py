@@ -141,7 +141,8 @@ def combine_by_ragged(rows: Any, route: Any, weights: Any, mesh: md.DeviceMesh) 
 
 
 def expert_sides(meshes: dict[str, md.DeviceMesh]) -> dict[str, Step]:
-    """Dispatch and combine over each backend, written both ways; the layer, and its products alone."""
+    """Dispatch and combine over each backend, written both ways; the layer, and its products
+    alone."""
     torch.manual_seed(md.get_rank())
     tokens = torch.randn(TOKENS, WIDTH, requires_grad=True)
     experts = torch.randn(TOKENS, NUM_EXPERTS).topk(NUM_CHOSEN).indices

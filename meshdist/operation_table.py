@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 
 class TensorLayout(Enum):
-    """Form of a collective's inputs or outputs on a member: a tensor, a tensor per member, or none."""
+    """Form of a collective's inputs or outputs on a member: a tensor, a tensor per member, or
+    none."""
 
     NONE = "none"
     ONE = "one tensor"

@@ -87,7 +87,8 @@ def make_copy(folder: Path) -> None:
         shutil.copy2(core, folder / PACKAGE / "backends")
     for finder in site.glob(f"_*{PACKAGE}*.py"):
         (folder / finder.name).touch()
-    code = f"import {PACKAGE}.backends.native_core as it; print(it.__file__, it.core and it.core.__file__)"
+    code = f"import {PACKAGE}.backends.native_core as it; "
+    code += "print(it.__file__, it.core and it.core.__file__)"
     shown = subprocess.run(
         [sys.executable, "-c", code],
         cwd=folder,

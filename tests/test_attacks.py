@@ -223,7 +223,8 @@ def test_after_a_disagreement_a_new_mesh_works_and_the_old_one_stays_broken(pool
 
 
 def later_operations_of_groups_that_disagreed(is_async: bool) -> list[str]:
-    """What is wrong, if anything, with later collectives on six groups, each after a disagreement."""
+    """What is wrong, if anything, with later collectives on six groups, each after a
+    disagreement."""
     rank, wrong = md.get_rank(), []
     for number in range(6):
         group = md.new_group(timeout=SHORT)

@@ -1,4 +1,5 @@
-"""Dispatch and combine against a dense loop over tokens; texts of errors; NumPy; types; backends."""
+"""Dispatch and combine against a dense loop over tokens; texts of errors; NumPy; types;
+backends."""
 
 from __future__ import annotations
 
@@ -385,7 +386,8 @@ def test_an_expert_outside_on_one_rank_is_told_to_all() -> None:
         "  expected: experts from 0 to 1, and -1 for an entry that is not sent",
         "  found:    ranks 0, 2: from 0 to 2",
         "            rank 1: from 4 to 6",
-        "  fix:      number the experts from 0, pass the number of experts on all ranks together as "
+        "  fix:      number the experts from 0, pass the number of experts on all ranks "
+        "together as "
         "num_experts, and use -1 for an entry that is dropped",
     ]
 

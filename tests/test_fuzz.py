@@ -46,6 +46,7 @@ from tests.inner import (
     read_launch_environment,
     read_local_rank,
     run,
+    store_endpoints,
     stores,
     world_here,
 )

@@ -250,7 +250,7 @@ def test_every_group_call_and_collective_is_misused() -> None:
     (misused,) = md.simulate(lambda: set(whole_calls(md, 1)), 1)
     functions = {name for name in md.distributed.__all__ if inspect.isfunction(getattr(md, name))}
     with_arguments = {name for name in functions if inspect.signature(getattr(md, name)).parameters}
-    elsewhere = {  # in test_error_classes; two names of collectives above; NCCL's alone; torch's own
+    elsewhere = {  # in test_error_classes; two names above; NCCL's alone; torch's own
         *("destroy_process_group", "init_process_group", "set_debug_level_from_env"),
         *("all_gather_single", "reduce_scatter_single"),
         *("get_node_local_rank", "split_group", "register_rendezvous_handler"),

@@ -109,7 +109,9 @@ def test_a_rank_in_one_long_call_did_not_answer(tmp_path: Path) -> None:
     run = ("-m", "meshdist", "run", "-n", "3", "train.py", "run", "deaf")
     (_, *lines), code = interrupted(tmp_path, *run)
     assert lines[:6] == IN_A_OPERATION
-    assert lines[6:] == ["meshdist: rank 1 did not report a stack: stopped, or inside one long call"]
+    assert lines[6:] == [
+        "meshdist: rank 1 did not report a stack: stopped, or inside one long call"
+    ]
     assert code == 130
 
 

@@ -196,7 +196,8 @@ def is_of_handler(error: BaseException) -> bool:
 
 
 def check_unnested(operation: str) -> None:
-    """Raise NestedCollectiveError if the main thread, which calls this, is in a collective already."""
+    """Raise NestedCollectiveError if the main thread, which calls this, is in a collective
+    already."""
     if not is_nested():
         return
     world = find_world()
@@ -204,7 +205,8 @@ def check_unnested(operation: str) -> None:
     raise NestedCollectiveError(
         f"{operation} was called inside {under_way[0]}, which has not returned",
         where=f"{rank}called at {show_site(call_site())}",
-        expected="one collective at a time per thread (a signal handler interrupts the main thread in "
+        expected="one collective at a time per thread (a signal handler interrupts the main "
+        "thread in "
         "the middle of a collective)",
         fix="set a flag in the handler and call the collective later; to end the wait, raise an "
         "exception in the handler or call the group's abort()",

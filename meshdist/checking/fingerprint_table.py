@@ -23,7 +23,8 @@ looks 768 back: at 1024 it found 256:7, at 1280 it finds no 512:7, and waits. So
 ahead, and no unread word is lost. Call 2**32 + 5 is noted as 5, and not behind call 2**32 + 3.
 
     >>> from types import SimpleNamespace as Stand
-    >>> words = [memoryview(bytearray(8 * FingerprintTable.num_words(2))).cast("Q") for _ in range(2)]
+    >>> num_bytes = 8 * FingerprintTable.num_words(2)
+    >>> words = [memoryview(bytearray(num_bytes)).cast("Q") for _ in range(2)]
     >>> others = Stand(find=lambda n, _: words[n], is_current=lambda _: 1, is_alive=lambda _: 1)
     >>> def table(n):
     ...     mine = Stand(reserve=lambda *_: words[n], release=id)

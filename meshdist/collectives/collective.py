@@ -197,7 +197,8 @@ class Collective(OperationCall):
                     where=self.here,
                     expected="arrays that do not overlap",
                     found=f"results {place} and {other}, counted from 0, overlap",
-                    fix="pass separate arrays: [torch.empty_like(x) for _ in range(n)], not [x] * n",
+                    fix="pass separate arrays: [torch.empty_like(x) for _ in range(n)], not [x] "
+                    "* n",
                 )
 
     def check_alike(
@@ -302,7 +303,8 @@ class Collective(OperationCall):
                 f"{self.operation} needs {argument} on this rank{role and f', the {role}'}",
                 where=self.here,
                 expected=f"a list or tuple{each}",
-                fix=f"pass {argument}{role and f' here, or pass the rank of another {role} as {name}'}",
+                fix=f"pass {argument}"
+                + (role and f" here, or pass the rank of another {role} as {name}"),
             )
         if not isinstance(given, (list, tuple)):
             raise KindError(

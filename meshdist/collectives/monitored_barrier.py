@@ -189,7 +189,8 @@ def _meet_simulated(group: ProcessGroup) -> None:
             f"{_NAME} of simulated rank {group.world.rank} was called from another thread",
             where=f"called at {show_site(call_site())}",
             expected="collectives on the rank's own thread",
-            fix="call it on that thread, or run the ranks as processes (meshdist run, meshdist.spawn)",
+            fix="call it on that thread, or run the ranks as processes (meshdist run, "
+            "meshdist.spawn)",
         )
     counts = _counts_of_simulated(group)
     me = group.world.rank

@@ -148,7 +148,8 @@ def _error_text(error: Exception) -> str:
 
 
 class Rounds(Collective):
-    """A call of a collective on Python objects, carried by several collectives on sizes and bytes."""
+    """A call of a collective on Python objects, carried by several collectives on sizes and
+    bytes."""
 
     device: torch.device
 

@@ -103,7 +103,8 @@ def check_replicas(
         raise UnequalError(
             f"the array is not the same on every rank over {group.name}",
             where=f"{call}, {describe(x)}, called at {show_site(call_site())}",
-            expected="equal arrays along each axis that the source, or the left side, does not name",
+            expected="equal arrays along each axis that the source, or the left side, does not "
+            "name",
             found=difference.found,
             fix="call md.seed(0) on every rank before you draw it; or send one rank's array: "
             "md.device_put(x, sharding, root=0)"

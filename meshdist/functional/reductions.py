@@ -3,8 +3,8 @@
 Over the ranks of a group a value is varying, invariant, unreduced or reduced (V, I, U, R: see
 ``axis_types``). The collectives take one kind to another:
 
-    collective           from -> to          backward
-    psum           V -> I; U -> I      pvary: the gradient reaches each partial sum (free); pcast I -> R
+    collective     from -> to          backward
+    psum           V -> I; U -> I      pvary: the gradient reaches each part (free); pcast I -> R
     pmean          V -> I              psum's, divided by the size
     pmax, pmin     V -> I              an even split among the ranks that attain it
     pvary          I -> V (free)       psum: the ranks' gradients of what was one value are summed

@@ -108,7 +108,8 @@ class DeviceGroup:
         return self.opened.sees_all_calls
 
     def explained(self, error: BaseException) -> BaseException:
-        """Return ``error``, or its explanation if a backend or a signal's handler raised ``error``."""
+        """Return ``error``, or its explanation if a backend or a signal's handler raised
+        ``error``."""
         return explained(self.explain, self.timeout, error)
 
     def enter(self, prepared: OperationArgs, layouts: Sequence[Layout] = ()) -> None:
@@ -285,7 +286,8 @@ class DeviceGroup:
             raise self._error_of_call(prepared, failed) from None
 
     def _error_of_call(self, prepared: OperationArgs, error: BaseException) -> BaseException:
-        """Return the error to raise for a failed call: ``error``, or an explained BackendFailure."""
+        """Return the error to raise for a failed call: ``error``, or an explained
+        BackendFailure."""
         if isinstance(error, BackendFailure):
             error.limit = prepared.timeout
             return self.explain(error, prepared.number)

@@ -219,7 +219,8 @@ class FailureDiagnosis:
             "where": self._group.name,
             "expected": expected,
             "found": "",
-            "fix": "make every member call the same collectives in the same order, on fitting tensors",
+            "fix": "make every member call the same collectives in the same order, on fitting "
+            "tensors",
         }
         return self._agreed_error(fields, mine, {"sequence": sequence})
 

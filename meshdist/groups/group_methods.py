@@ -67,7 +67,8 @@ def only_list(lists: Any, operation: str) -> Any:
 
 
 def _method(operation: str) -> Callable[..., Any]:
-    """Return the method of torch's process groups for ``operation``, in all of torch's call forms."""
+    """Return the method of torch's process groups for ``operation``, in all of torch's call
+    forms."""
     # What torch calls ``output_tensors`` may be ``output_tensor`` or ``output``, too.
     row = OPERATIONS[operation]
     form = row.torch_method

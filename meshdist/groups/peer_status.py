@@ -197,7 +197,7 @@ class WorldPeers(PeerStatus):
             if is_first:
                 message = {"reason": reason, "group": self._group.name}
                 registry.abort([label], {**message, "disagreement": disagreement})
-            else:  # no collective of this rank may use the backend before the other's signal arrives
+            else:  # this rank may not use the backend before the other's message arrives
                 registry.break_here(label, reason, disagreement=disagreement)
         except StoreError as lost:  # then no rank can say what the others called
             found = f"rank {rank}: {calls[rank]}\nthe others: unknown, since {lost.summary}"

@@ -204,7 +204,8 @@ class ProcessGroup(GroupMethods):
         return {f"{slot}{connection}": (label, self.ranks)} if label else {}
 
     def needs(self, device_type: str) -> Needs:
-        """The needs of a device group for ``device_type`` that opens; none where it may be shared."""
+        """The needs of a device group for ``device_type`` that opens; none where it may be
+        shared."""
         if device_type in self._device_groups or self.offer(device_type):
             return Needs(0, 0)
         backend = get_backend(self.backend_name(device_type))

@@ -304,7 +304,8 @@ def _alone(operation: str, axis: DeviceMesh, mesh: DeviceMesh | None, argument: 
             f"{operation} cannot use a mesh of {axis.ndim} axes as {argument}",
             expected="one axis, such as mesh['tp']",
             found=f"{argument}={axis!r}",
-            fix=f"pass the names of its axes, {argument}=('dp', 'tp'), mesh=mesh; or flatten the mesh",
+            fix=f"pass the names of its axes, {argument}=('dp', 'tp'), mesh=mesh; or flatten "
+            f"the mesh",
         )
     return axis
 

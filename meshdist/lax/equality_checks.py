@@ -23,7 +23,8 @@ __all__ = ["assert_equal"]
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))  # exactly these
 _FIX = (
-    "check for different seeds or data, and for a gradient that was not summed; in a backward, cast "
+    "check for different seeds or data, and for a gradient that was not summed; in a backward, "
+    "cast "
     "an equal value with lax.pvary(x, axis) before you combine it with a varying value"
 )
 

@@ -118,7 +118,7 @@ class BackendGroup(_TorchsGroup):  # type: ignore[misc]
     # -- what it is ------------------------------------------------------------------------------
 
     def getBackendName(self) -> str:  # torch's names, here and below
-        """Return the name of the backend."""
+        """Return what torch shows as this group's backend."""
         return self._backend.name
 
     name = getBackendName
@@ -370,7 +370,8 @@ class BackendGroup(_TorchsGroup):  # type: ignore[misc]
             raise BackendError(
                 f"{inner.name} cannot carry {kind} tensors",
                 where=inner.here,
-                expected=f"tensors that the backend {self._backend.name!r} serves, or CUDA tensors by "
+                expected=f"tensors that the backend {self._backend.name!r} serves, or CUDA "
+                f"tensors by "
                 "NCCL",
                 found="a torch without NCCL, or no GPU" if kind == "cuda" else f"a {kind} tensor",
                 fix="move the tensor to the CPU, or make a group of another backend for it",

@@ -62,7 +62,8 @@ def open_group(backend: str, options: Any, backend_options: Any) -> BackendGroup
 
 @never_nested
 def open_mpi_group(ranks: list[int]) -> BackendGroup:
-    """Open the MPI backend for these global ranks, or for all ranks of mpiexec if there are none."""
+    """Open the MPI backend for these global ranks, or for all ranks of mpiexec if there are
+    none."""
     backend = get_backend("mpi")
     joined = _joined_under_mpi()  # torch gives no store, rank or size
     members = tuple(ranks) or tuple(range(joined.size))

@@ -56,8 +56,8 @@ def take_over(
             where=f"rank {world.rank} of {world.size}, joined by {world.first_touch}",
             expected=", ".join(f"{name}={there}" for name, _, there in wrong),
             found=", ".join(f"{name}={given}" for name, given, _ in wrong),
-            fix="call init_process_group before the first collective and the first mesh, or leave out "
-            + " and ".join(name for name, _, _ in wrong),
+            fix="call init_process_group before the first collective and the first mesh, or "
+            "leave out " + " and ".join(name for name, _, _ in wrong),
         )
     world.first_touch = ""
 

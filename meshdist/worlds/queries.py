@@ -155,7 +155,8 @@ def get_node_local_rank(fallback_rank: int | None = None) -> int:
 
 
 def is_backend_available(backend: str) -> bool:
-    """Return whether every backend that ``backend`` names is there and can be used on this machine."""
+    """Return whether every backend that ``backend`` names is there and can be used on this
+    machine."""
     found_types = [find_backend(name) for name in set(parse_backends(backend).values())]
     return all(found is not None and found.is_available() for found in found_types)
 

@@ -1,4 +1,5 @@
-"""A collective in flight, whose operation finishes when the test says so, and over real backends."""
+"""A collective in flight, whose operation finishes when the test says so, and over real
+backends."""
 
 from __future__ import annotations
 

@@ -85,11 +85,13 @@ def test_module_and_no_python(capsys: pytest.CaptureFixture[str]) -> None:
         (("--node-rank", "one"), "argument --node-rank/--node_rank: invalid int value"),
         (
             ("--shutdown-timeout=inf", "x.py"),
-            "argument --shutdown-timeout/--shutdown_timeout: must be a number of seconds between 0 and 1,000,000, not 'inf'",
+            "argument --shutdown-timeout/--shutdown_timeout: must be a number of seconds "
+            "between 0 and 1,000,000, not 'inf'",
         ),
         (
             ("--shutdown-timeout=soon", "x.py"),
-            "argument --shutdown-timeout/--shutdown_timeout: must be a number of seconds between 0 and 1,000,000, not 'soon'",
+            "argument --shutdown-timeout/--shutdown_timeout: must be a number of seconds "
+            "between 0 and 1,000,000, not 'soon'",
         ),
         (("--bogus", "x.py"), "unrecognized arguments: --bogus"),
         (("--nproc-per", "2", "x.py"), "unrecognized arguments: --nproc-per"),

@@ -547,7 +547,8 @@ def test_ctrl_c_shows_tracebacks_of_ranks_without_a_world_once(script: Script) -
         _, errors = job.communicate(timeout=20)
     first, title, *report = errors.splitlines()
     assert first == (
-        "meshdist: interrupted; stopping 3 rank(s) on this host (press Ctrl-C again to kill them immediately)"
+        "meshdist: interrupted; stopping 3 rank(s) on this host (press Ctrl-C again to kill "
+        "them immediately)"
     )
     assert title == "meshdist: ranks 0-2 reported:"
     assert report[0] == "Traceback (most recent call last):"

@@ -131,7 +131,8 @@ def test_numbers_of_processes_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
         "torch cannot use any gpu on this host",
         "  where:    --nproc-per-node, or -n",
         "  expected: a number, or cpu, gpu, xpu (or torch's name of another accelerator), or auto",
-        "  fix:      pass a number, or -n auto, which starts one process per core without accelerators",
+        "  fix:      pass a number, or -n auto, which starts one process per core without "
+        "accelerators",
     ]
     for word in ("many", "2.0", "²", ""):
         with pytest.raises(LaunchError) as caught:

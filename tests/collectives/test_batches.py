@@ -149,9 +149,11 @@ def test_what_is_no_batch_is_rejected(on_ranks) -> None:
             "P2POp got both peer and group_peer\n  found:    peer=0, group_peer=0\n"
             "  fix:      pass either peer (a global rank) or group_peer (a rank in the group)",
             "batch_isend_irecv needs a list of at least one P2POp\n  found:    an empty list\n"
-            "  fix:      pass for example [P2POp(isend, x, 1)], or skip the call if there is no message",
+            "  fix:      pass for example [P2POp(isend, x, 1)], or skip the call if there is no "
+            "message",
             "batch_isend_irecv needs a list of at least one P2POp\n  found:    P2POp\n"
-            "  fix:      pass for example [P2POp(isend, x, 1)], or skip the call if there is no message",
+            "  fix:      pass for example [P2POp(isend, x, 1)], or skip the call if there is no "
+            "message",
             "batch_isend_irecv accepts only a list of P2POp\n  found:    Tensor at index 1\n"
             "  fix:      create each with P2POp(isend, tensor, peer) or P2POp(irecv, tensor, peer)",
             "batch_isend_irecv cannot use operations of different groups\n"

@@ -47,7 +47,8 @@ def test_objects_pass_by_a_receive_that_waits(on_ranks) -> None:
 
 
 def met_by_another_kind(sends_objects: bool) -> tuple[str, str]:
-    """The error of each side, and of its next collective, where one sends objects and one does not."""
+    """The error of each side, and of its next collective, where one sends objects and one does
+    not."""
     group, rank = md.new_group(), md.get_rank()
     numbers = torch.tensor([1, 2, 3])  # as many as go before a list of objects
     calls = [

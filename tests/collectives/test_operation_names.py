@@ -1,4 +1,5 @@
-"""Collectives under a title do what the plain ones do, and members whose titles differ all raise."""
+"""Collectives under a title do what the plain ones do, and members whose titles differ all
+raise."""
 
 from __future__ import annotations
 

@@ -557,7 +557,10 @@ def test_without_a_world() -> None:
     told = subprocess.run(
         [sys.executable, "-c", WITHOUT_A_WORLD], capture_output=True, text=True, timeout=120
     ).stdout
-    assert "the process group has not been initialized" in told and "meshdist run -n 4 script.py" in told
+    assert (
+        "the process group has not been initialized" in told
+        and "meshdist run -n 4 script.py" in told
+    )
 
 
 @pytest.mark.parametrize("operation", ["all_reduce", "broadcast"])

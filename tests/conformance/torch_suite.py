@@ -152,7 +152,8 @@ class OnSimulatedRanks(TestCase, DistributedTest._DistTestBase):
         tensor_shapes: Any = None,
         **kwargs: Any,
     ) -> None:
-        """Run a collective without the suite's profiler, of which a process has one for all ranks."""
+        """Run a collective without the suite's profiler, of which a process has one for all
+        ranks."""
         works = [op(*args, **kwargs), *([secondary_op_call()] if secondary_op_call else [])]
         for work in works if is_async else ():
             work.wait()

@@ -1,4 +1,5 @@
-"""Over an axis that NCCL serves a wrapper opens no backend for CPU tensors: all lies on the device."""
+"""Over an axis that NCCL serves a wrapper opens no backend for CPU tensors: all lies on the
+device."""
 
 from __future__ import annotations
 

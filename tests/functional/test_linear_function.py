@@ -283,8 +283,8 @@ def test_collectives_in_place_reject_a_dual_tensor(backend: str, pool: Pool) -> 
                 "expected: a tensor without a tangent, or a collective that differentiates" in text
             )
             assert (
-                "fix:      call a function of meshdist.lax instead, for example psum(x, axis, mesh=mesh)"
-                in text
+                "fix:      call a function of meshdist.lax instead, for example psum(x, axis, "
+                "mesh=mesh)" in text
             )
 
 

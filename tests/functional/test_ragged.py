@@ -221,7 +221,8 @@ HERE = "rank 0, axis 'tp' of DeviceMesh(tp=2)"
             "  expected: no negative number, and no slice that ends after row 4\n"
             "  found:    input_offsets [0, 3], send_sizes [1, 2], output_offsets [0, 0], "
             "recv_sizes [1, 1]\n"
-            "  fix:      pass the first row of each slice in input_offsets, and its rows in send_sizes",
+            "  fix:      pass the first row of each slice in input_offsets, and its rows in "
+            "send_sizes",
         ),
         (
             (rows(), rows(), [0, 0], [1.0, 1], [0, 0], [1, 1]),

@@ -40,7 +40,8 @@ def result_of(operation: str, x: torch.Tensor, mesh: md.DeviceMesh) -> torch.Ten
 
 
 def each_operation(is_cast: bool) -> list[str]:
-    """Return what a backward through each collective's result raises, which meets a varying value."""
+    """Return what a backward through each collective's result raises, which meets a varying
+    value."""
     mesh, found = mesh_of(tp=md.get_world_size()), []
     for operation in OPERATIONS:
         y = result_of(operation, torch.ones(3, requires_grad=True), mesh)

@@ -568,7 +568,8 @@ HERE = "rank 0, axis 'tp' of DeviceMesh(tp=4)"
             f"  where:    {HERE}\n"
             "  expected: invariant to 'varying' or 'reduced', varying to 'unreduced', or reduced "
             "to 'varying'\n"
-            "  fix:      call psum, pmean or all_gather(..., to='invarying') for an invariant value",
+            "  fix:      call psum, pmean or all_gather(..., to='invarying') for an invariant "
+            "value",
         ),
         (
             lambda x, group: pcast(x, group, to="reduced", source="varying"),
@@ -577,7 +578,8 @@ HERE = "rank 0, axis 'tp' of DeviceMesh(tp=4)"
             f"  where:    {HERE}\n"
             "  expected: invariant to 'varying' or 'reduced', varying to 'unreduced', or reduced "
             "to 'varying'\n"
-            "  fix:      pass to='varying', to='reduced' or to='unreduced', as the type of x allows",
+            "  fix:      pass to='varying', to='reduced' or to='unreduced', as the type of x "
+            "allows",
         ),
         (
             lambda x, group: pmax(x * 1j, group),

@@ -94,7 +94,8 @@ def test_a_report_says_which_members_have_arrived(asked: Asked) -> None:
     )
     asked.answers = {1: answer(("label", 2)), 2: answer()}
     assert members().report(CALL) == (
-        "rank 1: did not arrive; last call 2 on label\nrank 2: did not arrive; has called no collective"
+        "rank 1: did not arrive; last call 2 on label\nrank 2: did not arrive; has called no "
+        "collective"
     )
     message = CALL._replace(call=replace(CALL.call, peer=1, tag=0), number=1)
     assert members().report(message).splitlines()[1] == "rank 2: has called no collective"

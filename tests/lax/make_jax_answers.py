@@ -35,7 +35,8 @@ def case(
     differentiable: bool = True,
     **options: Any,
 ) -> dict[str, Any]:
-    """One call: of which collective, on a value of which kind along ``axis``, with what arguments."""
+    """One call: of which collective, on a value of which kind along ``axis``, with what
+    arguments."""
     return {
         "operation": operation,
         "source": source,

@@ -325,7 +325,8 @@ def test_a_mesh_of_several_axes_is_no_axis() -> None:
     )
     assert "\n  found:    axis_name=DeviceMesh(" in text
     assert text.endswith(
-        "\n  fix:      pass the names of its axes, axis_name=('dp', 'tp'), mesh=mesh; or flatten the mesh"
+        "\n  fix:      pass the names of its axes, axis_name=('dp', 'tp'), mesh=mesh; or "
+        "flatten the mesh"
     )
 
 

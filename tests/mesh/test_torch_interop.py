@@ -240,7 +240,8 @@ def _given_to_torch() -> None:
             assert str(caught.value.where).startswith(where)
             assert "of torch." in str(caught.value.where)
             assert (
-                caught.value.fix == f"pass {fix} instead; call to_torch() on every rank of the world"
+                caught.value.fix
+                == f"pass {fix} instead; call to_torch() on every rank of the world"
             )
         call(torchs)  # as the error says
 

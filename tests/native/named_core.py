@@ -42,7 +42,8 @@ FORMS: dict[str, Callable[..., tuple[int, int, int, int, int, int, Buffers, Buff
 
 
 class NamedCore(native.Communicator):
-    """``<operation>(..., timeout)`` returns a status, ``<operation>_async(..., timeout)`` a ticket."""
+    """``<operation>(..., timeout)`` returns a status, ``<operation>_async(..., timeout)`` a
+    ticket."""
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         operation = name.removesuffix("_async")

@@ -1,4 +1,5 @@
-"""Every collective of the core against NumPy on whole arrays, over sizes that cross its thresholds."""
+"""Every collective of the core against NumPy on whole arrays, over sizes that cross its
+thresholds."""
 
 from __future__ import annotations
 

@@ -34,7 +34,8 @@ SEED = 2026
 
 
 def every_case(size: int, libraries: Sequence[str] = LIBRARIES) -> Iterator[Case]:
-    """Every collective, library, dtype, op and shape, even and uneven; the rest is drawn for each."""
+    """Every collective, library, dtype, op and shape, even and uneven; the rest is drawn for
+    each."""
     names = list(OPERATIONS)
     for name, library, dtype in product(names, libraries, oracle.DTYPES):
         if dtype == "bfloat16" and library in ("numpy", "cupy"):

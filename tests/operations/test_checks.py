@@ -308,7 +308,8 @@ REFUSALS += [
 
 
 def is_named(name: str, text: str) -> bool:
-    """Whether a rejection tells which collective it is about, or what it is about is no collective."""
+    """Whether a rejection tells which collective it is about, or what it is about is no
+    collective."""
     return any(word in text for word in (name.split()[0], "is not a reduction", "tag"))
 
 

@@ -1,4 +1,5 @@
-"""Every collective on every backend, array library, dtype, op, world size and shape, against NumPy."""
+"""Every collective on every backend, array library, dtype, op, world size and shape, against
+NumPy."""
 
 from __future__ import annotations
 

@@ -156,7 +156,8 @@ ENQUEUED = f"{BACKENDS}test_stream_backends.py::"
 
 NUMBERS = [
     everywhere(
-        "[Every collective](collectives.md#what-all-verbs-have-in-common) holds what NumPy computes, in "
+        "[Every collective](collectives.md#what-all-verbs-have-in-common) holds what NumPy "
+        "computes, in "
         "every dtype and "
         "op that is served; what is rejected is rejected on all ranks",
         "tests/operations/test_table.py::test_sample",
@@ -180,30 +181,35 @@ NUMBERS = [
         program=programs.sums_are_the_same_bits_on_all_ranks,
     ),
     everywhere(
-        "[Sums](collectives.md#reducing) are the same bits in each call on the same numbers, waited for "
+        "[Sums](collectives.md#reducing) are the same bits in each call on the same numbers, "
+        "waited for "
         "or not",
         program=programs.sums_are_the_same_bits_in_each_call,
     ),
     everywhere(
-        "[MIN and MAX](collectives.md#reducing) that are given up leave floats that are numbers of the "
+        "[MIN and MAX](collectives.md#reducing) that are given up leave floats that are numbers "
+        "of the "
         "ranks",
         f"{OPERATIONS}test_floats_of_a_failed_min_are_floats",
     ),
     everywhere(
-        "[Arrays](collectives.md#what-all-verbs-have-in-common) may be strided or transposed, torch's "
+        "[Arrays](collectives.md#what-all-verbs-have-in-common) may be strided or transposed, "
+        "torch's "
         "or NumPy's; "
         "what lies between is not touched",
         f"{OPERATIONS}test_every_collective_takes_non_contiguous_arrays",
         nccl=f"{NCCL}test_dense_tensors_are_reduced_as_they_lie",
     ),
     everywhere(
-        "[Layouts](collectives.md#what-all-verbs-have-in-common) may differ between ranks, and change "
+        "[Layouts](collectives.md#what-all-verbs-have-in-common) may differ between ranks, and "
+        "change "
         "no result",
         program=programs.layouts_may_differ,
         nccl="[rejected in reductions](cuda.md#layouts-and-other-wires) on one host",
     ),
     everywhere(
-        "[Tensors without elements](collectives.md#what-all-verbs-have-in-common) are served by every "
+        "[Tensors without elements](collectives.md#what-all-verbs-have-in-common) are served by "
+        "every "
         "operation",
         f"{OPERATIONS}test_every_collective_takes_tensors_without_elements",
         nccl=NOT_SEEN,
@@ -221,7 +227,8 @@ NUMBERS = [
         f"{OPERATIONS}test_what_is_sent_may_lie_where_the_result_comes_to",
     ),
     everywhere(
-        "[Read-only arrays](collectives.md#what-all-verbs-have-in-common) are read and never written; "
+        "[Read-only arrays](collectives.md#what-all-verbs-have-in-common) are read and never "
+        "written; "
         "sparse "
         "tensors are rejected",
         f"{OPERATIONS}test_read_only_arrays_are_read_and_never_written",
@@ -229,13 +236,15 @@ NUMBERS = [
         nccl=OF_THE_GROUP,
     ),
     everywhere(
-        "[Collectives](collectives.md#what-all-verbs-have-in-common) serve inference mode and its tensors",
+        "[Collectives](collectives.md#what-all-verbs-have-in-common) serve inference mode and "
+        "its tensors",
         f"{OPERATIONS}test_every_collective_in_inference_mode",
         f"{OPERATIONS}test_inference_tensors_are_premultiplied_outside_their_mode",
         nccl=OF_THE_GROUP,
     ),
     everywhere(
-        "[shared_empty](collectives.md#memory-that-a-group-shares) gives memory that every backend takes",
+        "[shared_empty](collectives.md#memory-that-a-group-shares) gives memory that every "
+        "backend takes",
         program=programs.shared_memory_or_none,
         nccl="of CPU tensors [alone](collectives.md#memory-that-a-group-shares)",
     ),
@@ -243,7 +252,8 @@ NUMBERS = [
 
 ORDER = [
     everywhere(
-        "[Async collectives](collectives.md#async) of one group end as they were started, of several in any "
+        "[Async collectives](collectives.md#async) of one group end as they were started, of "
+        "several in any "
         "order",
         "tests/operations/test_stress.py::test_eight_of_each_collective_in_flight",
         "tests/operations/test_stress.py::test_collectives_in_flight_over_three_overlapping_groups",
@@ -267,12 +277,14 @@ ORDER = [
         nccl=NOT_SEEN,
     ),
     everywhere(
-        "[A barrier](collectives.md#waiting-for-each-other) ends behind every earlier collective of its group",
+        "[A barrier](collectives.md#waiting-for-each-other) ends behind every earlier "
+        "collective of its group",
         f"{OPERATIONS}test_a_barrier_is_behind_every_earlier_collective",
         nccl=f"{NCCL}test_a_barrier_of_both_kinds_of_backends_orders_the_device",
     ),
     everywhere(
-        "[monitored_barrier](collectives.md#waiting-for-each-other) names the absent, and breaks nothing",
+        "[monitored_barrier](collectives.md#waiting-for-each-other) names the absent, and "
+        "breaks nothing",
         program=programs.monitored_barriers_name,
         differs={
             "simulated": "[a DeadlockError](simulation.md#errors) at once, with the same words",
@@ -287,7 +299,8 @@ ORDER = [
         nccl="[no tags, and no receive from any](collectives.md#point-to-point)",
     ),
     everywhere(
-        "[isend and irecv](collectives.md#point-to-point) serve a rank and itself; a batch has no order",
+        "[isend and irecv](collectives.md#point-to-point) serve a rank and itself; a batch has "
+        "no order",
         "tests/operations/test_messages.py::test_isend_and_irecv_between_all_pairs_and_oneself",
         "tests/operations/test_messages.py::test_batch_of_a_ring",
         nccl=f"{BACKENDS}test_communicator.py::test_a_batch_goes_out_as_one_call_on_nccl",
@@ -299,7 +312,8 @@ ORDER = [
         nccl=NOT_SEEN,
     ),
     everywhere(
-        "[An object that cannot be pickled](collectives.md#when-ranks-disagree) is one error on all "
+        "[An object that cannot be pickled](collectives.md#when-ranks-disagree) is one error on "
+        "all "
         "ranks; the "
         "group stays whole",
         program=programs.objects_that_cannot_be_pickled,
@@ -309,7 +323,8 @@ ORDER = [
 
 FAULTS = [
     everywhere(
-        "[Calls that differ](collectives.md#when-ranks-disagree) are one error on all ranks, and the "
+        "[Calls that differ](collectives.md#when-ranks-disagree) are one error on all ranks, "
+        "and the "
         "group is broken; the rank that sees it has sent no data; over shared memory and on "
         "simulated ranks no data move",
         "tests/operations/test_checks.py::test_members_that_call_different_things_all_raise",
@@ -326,7 +341,8 @@ FAULTS = [
         nccl=f"{NCCL}test_members_that_disagree",
     ),
     everywhere(
-        "[A message that does not fit](collectives.md#point-to-point) raises where it arrives, if the "
+        "[A message that does not fit](collectives.md#point-to-point) raises where it arrives, "
+        "if the "
         "receive names its sender",
         "tests/operations/test_checks.py::test_a_receiver_notices_a_message_of_another_size",
         differs={
@@ -336,12 +352,14 @@ FAULTS = [
         nccl=NOT_SEEN,
     ),
     everywhere(
-        "[A rejection](collectives.md#when-ranks-disagree) of an argument sends nothing and breaks nothing",
+        "[A rejection](collectives.md#when-ranks-disagree) of an argument sends nothing and "
+        "breaks nothing",
         program=programs.arguments_that_are_rejected_break_nothing,
         nccl=OF_THE_GROUP,
     ),
     everywhere(
-        "[A rank outside of a group](collectives.md#what-all-verbs-have-in-common) gets NotInGroupError",
+        "[A rank outside of a group](collectives.md#what-all-verbs-have-in-common) gets "
+        "NotInGroupError",
         program=programs.outsiders_are_rejected,
         nccl=OF_THE_GROUP,
     ),
@@ -389,24 +407,28 @@ FAULTS = [
         nccl=NOT_SEEN,
     ),
     everywhere(
-        "[An abort](collectives.md#when-ranks-disagree) frees all that wait, with the reason and who "
+        "[An abort](collectives.md#when-ranks-disagree) frees all that wait, with the reason "
+        "and who "
         "gave it",
         program=programs.abort_frees_all,
         nccl=f"{NCCL}test_an_abort_raises_in_waits_and_barriers",
     ),
     everywhere(
-        "[A broken group](collectives.md#when-ranks-disagree) rejects every call; a new one is whole",
+        "[A broken group](collectives.md#when-ranks-disagree) rejects every call; a new one is "
+        "whole",
         program=programs.new_groups_follow_broken_ones,
         nccl=f"{NCCL}test_a_collective_that_nobody_waits_for_is_raised_by_the_next",
     ),
     everywhere(
-        "[A collective in a signal's handler](collectives.md#signal-handlers) inside a collective is rejected at once",
+        "[A collective in a signal's handler](collectives.md#signal-handlers) inside a "
+        "collective is rejected at once",
         "tests/collectives/test_nested_collectives.py::test_a_handler_is_rejected_every_collective",
         differs={"simulated": "handlers run [outside of all ranks](simulation.md#limits)"},
         nccl=OF_THE_GROUP,
     ),
     everywhere(
-        "[A collective that a handler's exception leaves](collectives.md#signal-handlers) breaks its "
+        "[A collective that a handler's exception leaves](collectives.md#signal-handlers) "
+        "breaks its "
         "group for "
         "all, with the reason; nothing is written behind it",
         "tests/groups/test_failures.py::"
@@ -415,7 +437,8 @@ FAULTS = [
         nccl="the program [goes on while kernels run](cuda.md#what-a-verbs-return-means)",
     ),
     Promise(
-        "[A receive that a handler's exception leaves](collectives.md#signal-handlers) takes no later "
+        "[A receive that a handler's exception leaves](collectives.md#signal-handlers) takes no "
+        "later "
         "message",
         ("tests/collectives/test_nested_collectives.py::test_a_receive_that_a_handler_leaves",),
         differs={
@@ -425,7 +448,8 @@ FAULTS = [
         },
     ),
     everywhere(
-        "[A forked child](worlds.md#what-is-refused) is rejected every collective; its parent goes on",
+        "[A forked child](worlds.md#what-is-refused) is rejected every collective; its parent "
+        "goes on",
         program=programs.forked_children_are_rejected,
         differs={"simulated": "ranks are threads [of one process](simulation.md#limits)"},
         nccl=OF_THE_GROUP,

@@ -152,7 +152,8 @@ def test_the_words() -> None:
     with pytest.raises(AxisTypeError) as caught:
         join_operands([partial_sum], "", "exp")
     assert str(caught.value).splitlines() == [
-        "exp is not linear in the operand that is unreduced over 'tp': each rank holds a partial sum",
+        "exp is not linear in the operand that is unreduced over 'tp': each rank holds a "
+        "partial sum",
         "  where:    rank 1 (dp=0, tp=1) of mesh (dp=2, tp=2)",
         "  expected: no unreduced operand",
         "  found:    x: float32[4]{U:tp}",

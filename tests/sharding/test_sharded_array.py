@@ -295,7 +295,8 @@ def test_scalars_have_no_length() -> None:
         (
             lambda mesh: md.ShardedArray(torch.zeros(3), md.NamedSharding(mesh, md.P("dp")), (9,)),
             ShapeError,
-            ["is not a shard of an array of shape (9,)", "expected: shape (5,)", "found:    shape (3,)",
+            ["is not a shard of an array of shape (9,)", "expected: shape (5,)", "found:    "
+                                                                                 "shape (3,)",
              "shard_sizes={dim: sizes}"],
         ),
         (

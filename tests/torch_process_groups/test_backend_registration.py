@@ -1,4 +1,5 @@
-"""How torch comes to know our backends: by an import, or by itself where the package is installed."""
+"""How torch comes to know our backends: by an import, or by itself where the package is
+installed."""
 
 from __future__ import annotations
 

@@ -488,7 +488,8 @@ except md.BackendError as error:
         f"torch {torch.__version__} does not support process groups of simulated ranks\n"
         "  expected: a tested torch version, see docs/versions.md\n"
         "  found:    torch without its internal _default_pg_init_method\n"
-        "  fix:      install a tested torch version, or run the program as processes: meshdist run -n 4 "
+        "  fix:      install a tested torch version, or run the program as processes: meshdist "
+        "run -n 4 "
         "script.py"
     )
 

@@ -126,14 +126,18 @@ def test_a_dim_is_not_named_as_an_axis() -> None:
             lambda: md.shard(torch.ones(4, 4), "tp d", mesh),
             lambda: md.unshard(torch.ones(4, 4), "f@dp tp", mesh),
         ):
-            with pytest.raises(PatternError, match="this pattern gives an uncut dim the name of an axis"):
+            with pytest.raises(
+                PatternError, match="this pattern gives an uncut dim the name of an axis"
+            ):
                 call()
         return texts
 
     for texts in in_mesh(body):
         assert len(texts) == 2
         for text in texts:
-            assert text.startswith("this pattern gives an uncut dim the name of an axis: column 1 of 'tp'\n")
+            assert text.startswith(
+                "this pattern gives an uncut dim the name of an axis: column 1 of 'tp'\n"
+            )
             assert "'tp', an axis of the mesh, as the name of a dim that no axis cuts" in text
             assert 'write "f@tp"' in text and "md.annotate(x, varying='tp')" in text
     md.annotate(torch.ones(4), "tp")  # where there is no mesh it may be a dim's name

@@ -1,4 +1,5 @@
-"""torch's collectives inside contexts: they run as ever, and what they write has the right kinds."""
+"""torch's collectives inside contexts: they run as ever, and what they write has the right
+kinds."""
 
 from __future__ import annotations
 

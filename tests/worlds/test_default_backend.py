@@ -1,4 +1,5 @@
-"""The backend that a world takes where none is named: shared memory, or Gloo where it is rejected."""
+"""The backend that a world takes where none is named: shared memory, or Gloo where it is
+rejected."""
 
 from __future__ import annotations
 

@@ -76,7 +76,8 @@ def test_what_disagrees_is_rejected_and_both_are_shown(
         "  where:    rank 1 of 2, joined by a collective at train.py:3\n"
         f"  expected: {expected}\n"
         f"  found:    {found}\n"
-        "  fix:      call init_process_group before the first collective and the first mesh, or leave "
+        "  fix:      call init_process_group before the first collective and the first mesh, or "
+        "leave "
         f"out {' and '.join(given)}"
     )
     md.init_process_group()  # the world is as it was

@@ -1,4 +1,5 @@
-"""Processes that a launcher started join at their first collective or mesh, and answer before that."""
+"""Processes that a launcher started join at their first collective or mesh, and answer before
+that."""
 
 from __future__ import annotations
 
@@ -139,7 +140,10 @@ dist.destroy_process_group()
     answers = said(pool, text, MEETING=f"{tmp_path}/meeting")
     for place, (kind, rejected), total in answers:
         assert (place, kind, total) == ([True, 2], "NotInitializedError", [2.0])
-        assert "a process group of torch.distributed, which collectives do not reuse by themselves" in rejected
+        assert (
+            "a process group of torch.distributed, which collectives do not reuse by themselves"
+            in rejected
+        )
         assert "call meshdist.init_process_group() on every rank" in rejected
 
 

@@ -287,7 +287,9 @@ def test_a_thread_of_the_program_that_calls_a_collective() -> None:
         return texts
 
     for rank, (without, given_group) in enumerate(md.simulate(program, 2)):
-        assert without.startswith(f"{NotInitializedError.__name__}: the process group has not been initialized")
+        assert without.startswith(
+            f"{NotInitializedError.__name__}: the process group has not been initialized"
+        )
         assert given_group.startswith(
             f"{WorldError.__name__}: simulated rank {rank} was used from another thread"
         )

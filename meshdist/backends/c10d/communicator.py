@@ -435,7 +435,8 @@ class C10dCommunicator(Communicator):
     def _start_own(
         self, prepared: OperationArgs, operation: str, *arguments: Any
     ) -> Request | None:
-        """Start the class's method ``operation``; return None where the class lacks the collective."""
+        """Start the class's method ``operation``; return None where the class lacks the
+        collective."""
         try:
             return self._request(prepared, self._call(operation, *arguments))
         except _MissingOperation:

@@ -227,7 +227,8 @@ class ShmBackend(BackendType):
         )
 
     def open(self, opening: Opening) -> Communicator:
-        """Open the group's memory; raise BackendUnsupported on every member if any member cannot."""
+        """Open the group's memory; raise BackendUnsupported on every member if any member
+        cannot."""
         if not opening.is_one_host:
             raise BackendUnsupported("its ranks run on several hosts")
         core = _share(

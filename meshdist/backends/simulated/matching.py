@@ -239,7 +239,8 @@ class PendingReceive(PendingCall):
         note, matching = self.note, self.matching
         lines = [f"{note.called} over {matching.op_name}, called at {note.where}"]
         lines += [
-            f"  rank {matching.ranks[message.source]} called {message.note.text}, which no rank has "
+            f"  rank {matching.ranks[message.source]} called {message.note.text}, which no rank "
+            f"has "
             "received"
             for message in matching.messages[self.member]
             if self.peer in (None, message.source)

@@ -1,4 +1,5 @@
-"""torch's backends other than Gloo, as far as this machine has them: what their classes are asked."""
+"""torch's backends other than Gloo, as far as this machine has them: what their classes are
+asked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Collectives that are kernels on a stream, over a stand-in for NCCL: how they begin, end and fail."""
+"""Collectives that are kernels on a stream, over a stand-in for NCCL: how they begin, end and
+fail."""
 
 from __future__ import annotations
 

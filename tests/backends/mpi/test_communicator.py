@@ -1,4 +1,5 @@
-"""The backend over MPI: every collective against NumPy, waits that end, mismatches, errors, worlds."""
+"""The backend over MPI: every collective against NumPy, waits that end, mismatches, errors,
+worlds."""
 
 from __future__ import annotations
 

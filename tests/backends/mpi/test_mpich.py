@@ -1,4 +1,5 @@
-"""MPI through MPICH, in an environment of its own: the collectives, and what differs from Open MPI."""
+"""MPI through MPICH, in an environment of its own: the collectives, and what differs from Open
+MPI."""
 
 from __future__ import annotations
 

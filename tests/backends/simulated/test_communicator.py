@@ -1,4 +1,5 @@
-"""The backend of simulated ranks: every collective against NumPy, and what its operations promise."""
+"""The backend of simulated ranks: every collective against NumPy, and what its operations
+promise."""
 
 from __future__ import annotations
 

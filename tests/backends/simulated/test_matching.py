@@ -356,14 +356,16 @@ def test_every_part_of_a_call_is_compared(calls: Callable[[Any], Any], shown: st
                 *ones(6, 6), [2, 2, 2], [1, 2, 3] if g.rank == 0 else [2, 2, 2]
             ),
             "rank 0 sends 1 to itself, and takes 2",
-            "rank 0: all_to_all_single((6,) float32, sending [1, 2, 3], receiving [2, 2, 2] elements)",
+            "rank 0: all_to_all_single((6,) float32, sending [1, 2, 3], receiving [2, 2, 2] "
+            "elements)",
         ),
         (
             lambda g: Direct(g).all_gather_list(
                 ones(1, 2, 4 if g.rank == 0 else 3), ones(g.rank + 1)[0]
             ),
             "rank 2 sends 3 to rank 0, which takes 4",
-            "rank 0: all_gather_list((1,) float32, sending [1, 1, 1], receiving [1, 2, 4] elements)",
+            "rank 0: all_gather_list((1,) float32, sending [1, 1, 1], receiving [1, 2, 4] "
+            "elements)",
         ),
         (
             lambda g: Direct(g).reduce_scatter_list(
