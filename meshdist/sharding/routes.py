@@ -5,8 +5,8 @@ destination takes all partial sums, or of the ranks that end up equal each takes
 gather from each other; an all-reduce, then an exchange; a reduce-scatter, then an exchange. The
 latter two also after slices along free axes, so that replicas share the work. The fewest elements
 that all ranks receive together win; of equal counts the route with fewer exchanges by boxes, which
-collectives outrun, then the quicker route by constant links, in whole nanoseconds, then the route with
-fewer collectives, then the first: so all ranks choose alike.
+collectives outrun, then the quicker route by constant links, in whole nanoseconds, then the
+route with fewer collectives, then the first: so all ranks choose alike.
 
 Estimates, and choices between equal bytes, read how fast an axis is, as constants. All ranks of a
 mesh must choose alike, so nothing that one rank measures may enter: a link follows from the backend
