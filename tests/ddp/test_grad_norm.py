@@ -570,8 +570,8 @@ def test_refusals_of_dtensors() -> None:
         "  fix:      clip with a mesh that has the axis: mesh=md.DeviceMesh.from_torch(...)",
     ]
     assert mixed == (
-        "clip_grad_norm_ of DTensors on several meshes, or beside plain tensors: no mesh is in "
-        "force\n"
+        "clip_grad_norm_ of DTensors on several meshes, or beside plain tensors: there is "
+        "no current mesh\n"
         "  expected: a mesh with named axes\n"
         "  fix:      call it inside `with mesh:`, or pass the mesh: clip_grad_norm_(..., mesh=mesh)"
     )
