@@ -29,7 +29,7 @@ WARNED: dict[str, Callable[[], object]] = {
     "averaging parameters at every": lambda: md.PeriodicModelAverager(period=1, warmup_steps=0),
     "no averager step": lambda: stepped().load_state_dict(STATE),
     "static_graph is already True": lambda: model(static_graph=True)._set_static_graph(),
-    "no effect beside": lambda: model(find_unused_parameters=True)._set_static_graph(),
+    "no effect with static_graph": lambda: model(find_unused_parameters=True)._set_static_graph(),
     "reduce_op is the old spelling": lambda: md.reduce_op.SUM,
 }
 

@@ -181,8 +181,7 @@ class _ArrayReader:
         return entry.box(rank) if shared is None else shared.box(rank, entry.shape)
 
     def check(self) -> None:
-        """Raise unless the files have everything that this rank reads, in equal shapes and
-        dtypes."""
+        """Raise unless the files have all that this rank reads, in equal shapes and dtypes."""
         manifest = self._source.manifest
         files.check_manifest(self._source.folder, manifest)
         for name, entry in self._entries.items():
@@ -369,8 +368,7 @@ def _batches(entries: Mapping[str, StateArray]) -> Iterator[dict[str, StateArray
 
 
 def _select(tree: Tree, only: str | Sequence[str] | None, call: str) -> None:
-    """Remove from ``tree`` the names that no pattern of ``only`` matches; raise for bad
-    patterns."""
+    """Remove from ``tree`` names that no pattern of ``only`` matches; raise for bad patterns."""
     if only is None:
         return
     patterns = [only] if isinstance(only, str) else only

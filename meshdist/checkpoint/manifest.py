@@ -1,5 +1,4 @@
-"""Parse, check and write the manifest: the arrays and leaves of a checkpoint, and the files of
-pieces.
+"""Parse, check and write manifests, which list a checkpoint's arrays, leaves and files.
 
 ``manifest.json`` is the last file that a save writes. It may come from an untrusted source, so it
 is fully checked before use: an array's pieces must cover it exactly.

@@ -27,8 +27,7 @@ _received: list[int] = []
 
 @hidden_from_modes
 def preempted() -> bool:
-    """Return whether a signal asked this job to stop; all ranks get the same answer at the same
-    call.
+    """Return whether a signal asked this job to stop; equal on all ranks at each call.
 
     After its first call, SIGTERM and SIGUSR1 no longer terminate the process. They are recorded, on
     any rank, and previous handlers are called. Call it on every rank once per step; when it returns

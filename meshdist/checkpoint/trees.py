@@ -364,8 +364,7 @@ def _mesh_of(x: DTensor, members: Members) -> DeviceMesh | None:
 
 
 def _on_mesh_of(members: Members, sharding: NamedSharding, name: str) -> NamedSharding:
-    """Return ``sharding``; on the participants' mesh if its own lacks ranks; raise if neither
-    fits."""
+    """Return ``sharding``, on the participants' mesh if its own lacks ranks; raise if none fits."""
     own, mesh = sharding.mesh, members.mesh
     if own is mesh or set(own.layout.ranks().flat) == set(members.ranks):
         return sharding

@@ -41,8 +41,7 @@ def accumulate_gradients(
     *,
     mesh: DeviceMesh | None = None,
 ) -> AbstractContextManager[None]:
-    """Accumulate gradients of several backwards on each rank, and sum them over the axis at the
-    end.
+    """Accumulate gradients of several backwards locally, and sum them over the axis once.
 
     Use it for microbatches: it needs a single reduction for all of them. Inside
     the context the parameters are reduced over the axis. Their ``.grad`` starts as None and is this
@@ -166,8 +165,7 @@ def _check(leaves: Sequence[torch.Tensor], axes: DeviceMesh) -> None:
 
 @hidden_from_modes
 def _set_aside(leaves: Sequence[torch.Tensor], axes: Sequence[str]) -> list[torch.Tensor | None]:
-    """Annotate the leaves as reduced over ``axes``, clear ``.grad``, return the earlier
-    gradients."""
+    """Annotate leaves as reduced over ``axes``, clear ``.grad``, return earlier gradients."""
     kept = [leaf.grad for leaf in leaves]
     for leaf in leaves:
         leaf.grad = None

@@ -39,8 +39,7 @@ _IN_PLACE_BYTES = 8 * 1024 * 1024
 def bucket_caps(
     bucket_cap_mb: float | None, bucket_cap_mb_list: Sequence[float] | None = None
 ) -> tuple[int, ...]:
-    """Return the checked caps in bytes, bucket by bucket; the last applies to all further
-    buckets."""
+    """Return the checked caps of the buckets in bytes; the last applies to all further buckets."""
     if bucket_cap_mb_list is not None and (
         isinstance(bucket_cap_mb_list, str) or not isinstance(bucket_cap_mb_list, Sequence)
     ):

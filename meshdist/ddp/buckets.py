@@ -175,8 +175,7 @@ class Bucket:
             self.num_users = storage_uses(self.sent)
 
     def release_kept(self) -> None:
-        """Leave gradients that the user kept in their memory, since a backward will fill the
-        bucket."""
+        """Move away from gradients that the user kept, before a backward fills the bucket."""
         # A tensor that still is ``.grad`` is accumulated in place, as on one device.
         if not self.num_users or is_capturing(self.sent.device):
             return

@@ -325,8 +325,7 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
         return self._end_forward(outputs)
 
     def prepare_for_backward(self, outputs: torch.Tensor | Iterable[torch.Tensor]) -> None:
-        """Average the next backward that reaches ``outputs``, even if their forward ran in
-        ``no_sync``.
+        """Average the next backward that reaches ``outputs``, even if computed in ``no_sync``.
 
         A hand-written pipeline runs its forwards in ``no_sync`` and calls this method on every rank
         before the last backward of a step. That backward averages the accumulated gradients.
@@ -366,8 +365,7 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
             self.require_backward_grad_sync = before
 
     def check_gradients(self) -> None:
-        """Raise now, on every rank, the error of the last backward that the next forward would
-        raise.
+        """Raise the last backward's error now, on every rank, instead of in the next forward.
 
         Call it once per step on every rank, between ``backward()`` and ``optimizer.step()``, if no
         rank may step with wrong gradients. Call it also if the program continues after an exception

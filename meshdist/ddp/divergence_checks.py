@@ -85,8 +85,7 @@ class DivergenceChecks:
             )
 
     def count_anew(self) -> None:
-        """Reset the count of backwards, since ranks of another group may have counted
-        differently."""
+        """Reset the count of backwards, since another group's ranks may have other counts."""
         self._num_backwards = 0  # equal on every rank
         self._reader.take()
 

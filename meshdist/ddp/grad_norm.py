@@ -189,8 +189,7 @@ def _summed(
 
 
 def _listed(parameters: Any) -> list[torch.Tensor]:
-    """Return the parameters without duplicates; raise unless they are tensors with dense
-    gradients."""
+    """Return the parameters without duplicates; raise unless they have dense gradients."""
     if isinstance(parameters, torch.Tensor):
         parameters = [parameters]
     if isinstance(parameters, nn.Module) or not isinstance(parameters, Iterable):

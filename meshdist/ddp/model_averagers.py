@@ -48,8 +48,7 @@ class ModelAverager(ABC):
 
     @hidden_from_modes
     def average_parameters(self, params: Parameters) -> None:
-        """Count one step and average the parameters if due; collective over the group at these
-        steps.
+        """Count one step and average the parameters if due; these steps are collective.
 
         Call it once per step on every rank, after the optimizer's step. Parameters without a
         gradient are not averaged.

@@ -1,5 +1,4 @@
-"""Check, in the message of a gradient norm, that ranks with the same elements have the same
-gradient.
+"""Check, in the message of a gradient norm, that holders of equal elements have equal gradients.
 
 The sum takes a part of each holder's gradient. If one holder lacks it, or if a backward under
 ``no_sync`` left different gradients on the holders, the sum is meaningless. Two numbers in the
@@ -124,8 +123,7 @@ def _weight(text: bytes) -> int:
 
 
 def _part_and_index(axes: Collection[str], mesh: DeviceMesh, rank: int) -> tuple[object, int, int]:
-    """Return (coordinates on ``axes``, index of ``rank`` among ranks that share them, their
-    count)."""
+    """Return (coordinates on ``axes``, index of ``rank`` among ranks with these, their count)."""
     part, number, count = [], 0, 1
     coordinate = mesh.layout.coordinate_of(rank) or ()
     for (axis, size), index in zip(mesh.axis_sizes.items(), coordinate, strict=True):

@@ -169,8 +169,7 @@ class Reducer:
 
     @adds_join_fix
     def register_hook(self, state: object, hook: Callable[..., object]) -> None:
-        """Average the buckets with a communication hook; raise if it is invalid, late or a
-        second."""
+        """Average the buckets with a communication hook; raise if invalid, late or second."""
         terms, reducer_state = self.layout.terms, self.reducer_state
         if terms.options.dtype is not None:
             raise terms.gradient_errors.hook_beside_precision()
@@ -339,8 +338,7 @@ class Reducer:
         backward.arrived(index)
 
     def _find_running(self) -> Backward | None:
-        """Return the running averaged backward, begun now if this gradient may begin it, or
-        None."""
+        """Return the running averaged backward, begun now if this gradient may begin it."""
         # Reentrant checkpoints run tasks inside the backward's task. A gradient of any other task
         # counts once that task reaches an output. If the wrapper cannot see the loss, such as in
         # an attribute, its backward still passes nodes of the forward.

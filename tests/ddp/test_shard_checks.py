@@ -226,7 +226,7 @@ def test_parameters_of_torchs_tensor_parallelism_are_rejected() -> None:
         return str(raised.value)
 
     for text in md.simulate(program, 4):
-        assert text.startswith("weight is a DTensor\n")
+        assert text.startswith("cannot wrap a module whose parameter weight is a DTensor\n")
         assert "fully_shard(module, mesh=mesh.to_torch()['dp'])" in text
 
 

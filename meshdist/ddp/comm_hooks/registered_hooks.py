@@ -188,8 +188,7 @@ class PendingBucket:
             )
 
     def _checked(self, value: Any) -> torch.Tensor:
-        """Return the tensor in the value of the hook's Future; raise unless it matches the
-        bucket."""
+        """Return the tensor in the Future's value; raise unless it matches the bucket."""
         if isinstance(value, (list, tuple)) and len(value) == 1:
             value = value[0]
         into = self._into
