@@ -47,10 +47,10 @@ class ComposingCommunicator(Protocol):
 _EXACT = (torch.float32, torch.float64)
 """Dtypes that are reduced without conversion."""
 
-_PIECE = 1 << 15  # elements: they stay in a core's cache, and torch starts no threads for them
+_PIECE = 1 << 15  # elements: they fit a core's cache, and torch starts no threads for them
 
 _SMALL_BYTES = 1 << 16
-"""The most that the native core reduces; of more torch's operations use several cores."""
+"""The largest size that the native core reduces; torch uses several cores for more."""
 
 _ORDERED = (ReduceOp.MIN, ReduceOp.MAX)
 
@@ -147,9 +147,9 @@ def divide(total: torch.Tensor, num: int) -> None:
 
 
 def to_order(x: torch.Tensor, op: ReduceKind) -> torch.Tensor:
-    """Return floats as integers of equal order, NaN as what ``op`` picks; in place but on CUDA."""
+    """Map floats to integers of equal order, NaN as what ``op`` picks; in place except on CUDA."""
     bits = x.view(IN_ORDER[x.dtype])
-    if x.is_cuda:  # a new tensor: all at once in one kernel
+    if x.is_cuda:  # one kernel, which writes a new tensor
         return _cuda_kernel("to_max" if op == ReduceOp.MAX else "to_min")(bits)
     info = torch.iinfo(bits.dtype)
     end = info.max if op == ReduceOp.MAX else info.min
