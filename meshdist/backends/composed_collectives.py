@@ -1,6 +1,6 @@
-"""Collectives built from those that every backend has, and reductions in this process.
+"""Compose collectives from those of every backend, and reduce tensors in this process.
 
-Where tensors of several ranks are reduced in this process, equal parts give the same bits.
+Reductions are deterministic: equal inputs give bitwise equal results on all ranks.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .requests import Chain, Request, followed
 
 
 class ComposingCommunicator(Protocol):
-    """Attributes and method of a communicator for which a collective is built from others."""
+    """A communicator for which a collective is composed of others."""
 
     backend: str
     rank: int
@@ -41,16 +41,16 @@ class ComposingCommunicator(Protocol):
     scratch: Scratch
 
     def start(self, prepared: OperationArgs) -> Request:
-        """Start ``prepared``, and return its operation."""
+        """Start ``prepared``, and return its request."""
 
 
 _EXACT = (torch.float32, torch.float64)
-"""Dtypes that are reduced in their own arithmetic."""
+"""Dtypes that are reduced without conversion."""
 
-_PIECE = 1 << 15  # elements: they stay in a core's cache, and torch starts no threads for them
+_PIECE = 1 << 15  # elements: they fit a core's cache, and torch starts no threads for them
 
 _SMALL_BYTES = 1 << 16
-"""The most that the native core reduces; of more torch's operations use several cores."""
+"""The largest size that the native core reduces; torch uses several cores for more."""
 
 _ORDERED = (ReduceOp.MIN, ReduceOp.MAX)
 
@@ -58,8 +58,8 @@ _TURNS = {
     kind: torch.tensor([info.bits - 1, info.max], dtype=kind, device="cpu").unbind()
     for kind, info in [(kind, torch.iinfo(kind)) for kind in IN_ORDER.values()]
 }
-"""By how much to shift a number so that its sign alone is left, and all bits but the sign. As
-tensors, which take half as long on small tensors as numbers do."""
+"""The shift that leaves only the sign, and the mask of all other bits. They are tensors, which
+torch combines with small tensors in half the time of Python numbers."""
 
 _IN_PLACE: dict[ReduceKind, Callable[[torch.Tensor, torch.Tensor], Any]] = {
     ReduceOp.SUM: torch.Tensor.add_,
@@ -74,14 +74,14 @@ _IN_PLACE: dict[ReduceKind, Callable[[torch.Tensor, torch.Tensor], Any]] = {
 
 
 def find_lack(op: ReduceKind, dtype: torch.dtype) -> str | None:
-    """Return None if ``reduced`` can reduce ``dtype`` by ``op``, else a text of dtypes it can."""
+    """Return None if ``reduced`` supports ``op`` on ``dtype``, else a text of supported dtypes."""
     if dtype not in DTYPES:
         return "bool, or integers, floats and complex numbers of 8 bits and more"
     return find_refusal(op, dtype)
 
 
 def check_reducible(backend: str, op: ReduceKind, dtype: torch.dtype) -> None:
-    """Raise DtypeError, naming ``backend``, if ``reduced`` cannot reduce ``dtype`` by ``op``."""
+    """Raise DtypeError, with the name of ``backend``, if ``reduced`` lacks ``op`` on ``dtype``."""
     lack = find_lack(op, dtype)
     if lack is not None:
         raise DtypeError(
@@ -92,7 +92,7 @@ def check_reducible(backend: str, op: ReduceKind, dtype: torch.dtype) -> None:
 
 
 def reduce_into(output: torch.Tensor, parts: Tensors, op: ReduceKind) -> None:
-    """Write the reduction of flat ``parts``, first to last, into ``output``, which lies apart."""
+    """Write the reduction of flat ``parts``, in order, into ``output``, which does not overlap."""
     dtype = output.dtype
     if dtype in _EXACT and output.is_cpu:
         output.copy_(parts[0])
@@ -140,16 +140,16 @@ def divide(total: torch.Tensor, num: int) -> None:
             total.div_(num)
         elif total.dtype is torch.uint64:
             _divide_unsigned(total.view(torch.int64), num)
-        elif facts.wide is not None:  # where ``num`` may be too large for its own
+        elif facts.wide is not None:  # ``num`` may not fit in the narrow dtype
             total.copy_(total.to(facts.wide).div_(num, rounding_mode="trunc"))
         else:
             total.div_(num, rounding_mode="trunc")
 
 
 def to_order(x: torch.Tensor, op: ReduceKind) -> torch.Tensor:
-    """Return floats as integers of equal order, NaN as what ``op`` picks; in place but on CUDA."""
+    """Map floats to integers of equal order, NaN as what ``op`` picks; in place except on CUDA."""
     bits = x.view(IN_ORDER[x.dtype])
-    if x.is_cuda:  # a new tensor: all at once in one kernel
+    if x.is_cuda:  # one kernel, which writes a new tensor
         return _cuda_kernel("to_max" if op == ReduceOp.MAX else "to_min")(bits)
     info = torch.iinfo(bits.dtype)
     end = info.max if op == ReduceOp.MAX else info.min
@@ -161,7 +161,7 @@ def to_order(x: torch.Tensor, op: ReduceKind) -> torch.Tensor:
 
 
 def flip(bits: torch.Tensor) -> torch.Tensor:
-    """Return integers from ``to_order`` as bits of floats again, in place, on CUDA a copy."""
+    """Map integers from ``to_order`` back to bits of floats, in place except on CUDA."""
     if bits.is_cuda:
         return _cuda_kernel("flip")(bits)
     with writing():
@@ -173,7 +173,7 @@ def flip(bits: torch.Tensor) -> torch.Tensor:
 @cache
 def _cuda_kernel(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
     """Return the kernel "flip", "to_max" or "to_min" on bits of floats, compiled at first call."""
-    # In torch's own operations the way there and back are ten kernels, which each read all bits.
+    # With torch's operations the conversions would take ten kernels, each of which reads all bits.
     most = "~(T(1) << (8 * sizeof(T) - 1))"
     infinity = f"({most} ^ ((T(1) << (sizeof(T) == 4 ? 23 : 52)) - 1))"
     flipped = f"bits < 0 ? bits ^ {most} : bits"
@@ -187,21 +187,21 @@ def _cuda_kernel(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
     kernel = torch.cuda.jiterator._create_jit_fn(code)
 
     def run(bits: torch.Tensor) -> torch.Tensor:
-        with torch.cuda.device(bits.device):  # the kernel goes to the current device
+        with torch.cuda.device(bits.device):  # the kernel runs on the current device
             return kernel(bits)  # type: ignore[no-any-return]
 
     return run
 
 
 def _flip(bits: torch.Tensor) -> torch.Tensor:
-    # Behind a sign the other bits of a float count down.
+    # In a negative float, larger remaining bits mean a smaller number.
     to_sign, magnitude = _TURNS[bits.dtype]
     return bits.bitwise_xor_((bits >> to_sign).bitwise_and_(magnitude))
 
 
 def _divide_unsigned(bits: torch.Tensor, num: int) -> None:
     """Divide uint64 numbers, viewed as int64 in ``bits``, by ``num`` in place."""
-    # No dtype is wider, in which to divide.
+    # torch has no wider dtype for the division.
     halves = (bits >> 1).bitwise_and_(torch.iinfo(bits.dtype).max)
     quotient = halves.div_(num, rounding_mode="trunc").mul_(2)
     rest = bits - quotient * num  # from 0 to 2 * num
@@ -212,7 +212,7 @@ def _reduced_unsigned(parts: Tensors, op: ReduceKind) -> torch.Tensor:
     """Return the reduction of flat unsigned tensors, computed in signed integers of their size."""
     dtype = parts[0].dtype
     signed = SIGNED[dtype]
-    # Wrapping sums and bits do not know the sign; the order does, so its bit is flipped.
+    # Wrapping sums and bitwise ops ignore the sign; ordering needs it, so flip the sign bit.
     flip = torch.iinfo(signed).min if op in _ORDERED else 0
     step = ReduceOp.SUM if op == ReduceOp.AVG else op
     total = reduced([part.view(signed).bitwise_xor(flip) for part in parts], step)
@@ -223,7 +223,7 @@ def _reduced_unsigned(parts: Tensors, op: ReduceKind) -> torch.Tensor:
 
 
 def all_reduce_by_gathering(backend: ComposingCommunicator, prepared: OperationArgs) -> Request:
-    """Start an all-gather whose end reduces here: an all-reduce that the backend itself lacks."""
+    """Start an all-reduce as an all-gather, and a reduction in this process at its end."""
     (tensor,), op = prepared.outputs, prepared.op
     assert op is not None
     check_reducible(backend.backend, op, tensor.dtype)
@@ -233,7 +233,7 @@ def all_reduce_by_gathering(backend: ComposingCommunicator, prepared: OperationA
 
 
 def all_reduce_dividing(backend: ComposingCommunicator, prepared: OperationArgs) -> Request:
-    """Start an all-reduce to the sum, which is divided here at its end: a mean."""
+    """Start a mean as an all-reduce to the sum, which is divided at its end."""
     (tensor,) = prepared.outputs
     check_reducible(backend.backend, ReduceOp.AVG, tensor.dtype)
     summed = backend.start(prepared.by("all_reduce", [tensor], [tensor], ReduceOp.SUM))
@@ -246,7 +246,7 @@ def all_reduce_widened(
     """Start an all-reduce in ``dtype``, which holds all values of the tensor; convert back."""
     (tensor,), op = prepared.outputs, prepared.op
     assert op is not None
-    # A copy is sent, so that a call that fails leaves the caller's floats as they were.
+    # Send a copy, so that a failed call leaves the caller's floats unchanged.
     if dtype in IN_ORDER.values() and tensor.dtype.is_floating_point:
         (sent,), then = in_order(op, [tensor])  # NaN is kept
     else:
@@ -258,10 +258,10 @@ def all_reduce_widened(
 def in_order(
     op: ReduceKind, tensors: Tensors
 ) -> tuple[tuple[list[torch.Tensor]], Callable[[], None]]:
-    """Return floats as integers of the same order, and a function that writes these back.
+    """Return floats as integers of the same order, and a function that writes them back.
 
     Args:
-        tensors: a single tensor; the result has a list of it, as a shortcut's ``prepare`` returns.
+        tensors: a single tensor; the result has the form of a fast path's ``prepare``.
     """
     (tensor,) = tensors
     held = DTYPES[tensor.dtype].wide or tensor.dtype
@@ -295,7 +295,7 @@ def reduce_scatter_by_exchange(
 def reduce_scratch(
     backend: ComposingCommunicator, output: torch.Tensor, mine: torch.Tensor, op: ReduceKind
 ) -> None:
-    """Reduce ``mine``, a part from each member, into ``output``; give ``mine`` back to the pool."""
+    """Reduce ``mine``, a part from each member, into ``output``; return ``mine`` to the pool."""
     reduce_parts(output, mine, backend.size, op)
     backend.scratch.give(mine)
 
@@ -311,24 +311,24 @@ def all_to_all_by_packing(
     return followed(exchanged, lambda: write_all(outputs, parts(whole, sizes[1])))
 
 
-# -- a collective that a backend has no way of its own for -----------------------------------------
+# -- operations that a backend does not implement --------------------------------------------------
 
 
 def all_reduce_list(backend: ComposingCommunicator, prepared: OperationArgs) -> Request:
-    """Start an all-reduce of each tensor in turn; return a single operation of all."""
+    """Start an all-reduce of each tensor in turn; return one request for all."""
     op = prepared.op
     return Chain([backend.start(prepared.by("all_reduce", [x], [x], op)) for x in prepared.outputs])
 
 
 def reduce(backend: ComposingCommunicator, prepared: OperationArgs) -> Request:
-    """Start a reduce as an all-reduce, on a copy of the tensor on all members but the root."""
+    """Start a reduce as an all-reduce, on a copy of the tensor except on the root."""
     (tensor,) = prepared.outputs
     taking = [tensor if backend.rank == prepared.root else tensor.clone()]
     return backend.start(prepared.by("all_reduce", taking, taking, prepared.op))
 
 
 def gather(backend: ComposingCommunicator, prepared: OperationArgs) -> Request:
-    """Start a gather as an all-gather, whose result the root alone copies to its outputs."""
+    """Start a gather as an all-gather; only the root copies the result to its outputs."""
     (tensor,), outputs = prepared.inputs, prepared.outputs
     whole = tensor.new_empty(backend.size * tensor.numel())
     gathered = backend.start(prepared.by("all_gather", [tensor], [whole]))
@@ -336,7 +336,7 @@ def gather(backend: ComposingCommunicator, prepared: OperationArgs) -> Request:
 
 
 def scatter(backend: ComposingCommunicator, prepared: OperationArgs) -> Request:
-    """Start a scatter as a broadcast of all inputs, of which each member keeps its part."""
+    """Start a scatter as a broadcast of all inputs; each member keeps its part."""
     (tensor,), root = prepared.outputs, prepared.root
     count = tensor.numel()
     is_root = backend.rank == root
@@ -366,7 +366,7 @@ def reduce_scatter(backend: ComposingCommunicator, prepared: OperationArgs) -> R
 
 
 def reduce_scatter_list(backend: ComposingCommunicator, prepared: OperationArgs) -> Request:
-    """Start a reduce-scatter as an all-reduce of all inputs, of which a member keeps its own."""
+    """Start a reduce-scatter as an all-reduce of all inputs; each member keeps its part."""
     (output,), inputs = prepared.outputs, prepared.inputs
     whole = packed(inputs)
     start = sum(part.numel() for part in inputs[: backend.rank])
@@ -381,12 +381,12 @@ def all_to_all(backend: ComposingCommunicator, prepared: OperationArgs) -> Reque
     others = [peer for peer in range(backend.size) if peer != backend.rank]
     messages = [prepared.by("recv", (), [outputs[j]], root=j, tag=EXCHANGE_TAG) for j in others]
     messages += [prepared.by("send", [inputs[j]], (), root=j, tag=EXCHANGE_TAG) for j in others]
-    # A receive that waits would keep others from sending.
+    # Start them asynchronously: a blocking receive would prevent the sends.
     return Chain([backend.start(message.as_async()) for message in messages])
 
 
 def all_to_all_single(backend: ComposingCommunicator, prepared: OperationArgs) -> Request:
-    """Start an all-to-all as that of lists, on consecutive parts of input and output."""
+    """Start an all-to-all of lists, on consecutive parts of input and output."""
     assert prepared.sizes is not None
     gives, takes = prepared.sizes
     inputs, outputs = parts(prepared.inputs[0], gives), parts(prepared.outputs[0], takes)
@@ -407,5 +407,4 @@ COMPOSED: dict[str, Callable[[ComposingCommunicator, OperationArgs], Request]] =
         all_to_all_single,
     )
 }
-"""How a backend does the collectives that it has no way of its own for, by those that every backend
-has."""
+"""The composition of each operation that a backend may lack."""

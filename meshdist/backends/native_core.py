@@ -1,6 +1,6 @@
-"""The native core (``native/``), where it was built: on Linux, where there is a compiler.
+"""Import the native core (``native/``), if it was built, and its codes of dtypes and reductions.
 
-And how it names dtypes and reductions.
+It is built on Linux if a compiler is available.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ try:
     core.note_operations_in(under_way, main_thread().ident)
 except ImportError:
     _root = Path(__file__).resolve().parents[2]
-    # Python finds the sources of a clone before the installed package where it starts in the clone.
+    # Started in a clone, Python finds the sources before the installed package.
     _is_clone = (_root / "CMakeLists.txt").is_file() and (_root / "native").is_dir()
     if _is_clone and sys.platform == "linux" and multiprocessing.parent_process() is None:
         warnings.warn(
@@ -44,7 +44,7 @@ except ImportError:
 
 _known: dict[str, int] = {} if core is None else core.DTYPES
 DTYPE_CODES = {dtype: _known[row.name] for dtype, row in DTYPES.items() if row.name in _known}
-"""The core's number of each dtype that it has; others travel as bytes."""
+"""The core's code of each dtype that it knows; others are sent as bytes."""
 
 REDUCTION_CODES: dict[tuple[torch.dtype, int], tuple[int, int]] = {
     (dtype, op.value): (code, core.OPS[op.name])
@@ -52,4 +52,4 @@ REDUCTION_CODES: dict[tuple[torch.dtype, int], tuple[int, int]] = {
     for dtype, code in DTYPE_CODES.items()
     if op.name in core.OPS and core.can_reduce(code, core.OPS[op.name])
 }
-"""The core's numbers for each dtype and the number of each reduction that it does of it."""
+"""The core's codes for each dtype and the number of each reduction that it supports."""

@@ -1,1 +1,1 @@
-"""Torch's own backends: Gloo, NCCL, UCC, XCCL, and backends written for torch.distributed."""
+"""Run on torch's backends: Gloo, NCCL, UCC, XCCL, and others written for torch.distributed."""

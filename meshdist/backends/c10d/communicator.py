@@ -1,9 +1,9 @@
-"""The common base of torch's own backends; Gloo and NCCL have modules of their own.
+"""Run operations on torch's c10d process groups, as the common base of Gloo and NCCL.
 
-The classes are built directly, without torch.distributed's world: no other rank takes part, and
-a group's rank order is its mesh's. A collective that a class lacks is built from those
-that it has; so is a reduction (``substitutes``). What is only moved travels as bytes where the
-class does not know its dtype.
+The process groups are constructed directly, without torch.distributed's default group: only the
+members take part, in the mesh's rank order. A missing collective is composed of others, and a
+missing reduction runs on another dtype (``dtype_fallbacks``). Data of dtypes that c10d does not
+know are sent as bytes.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _LACKING = re.compile(
 
 
 class _Closed:
-    """A stand-in for a process group that was closed, whose methods raise RuntimeError."""
+    """Placeholder for a closed process group, whose methods raise RuntimeError."""
 
     supports_coalescing = False
 
@@ -67,16 +67,16 @@ class _Closed:
 
 
 CLOSED = _Closed()
-"""Takes the place of a communicator's process group when it ends."""
+"""Replaces a communicator's process group when it is closed."""
 
 
 class _MissingOperation(BackendFailure):
-    """Failure since torch's class lacks the collective, which it says before it sends anything."""
+    """Failure because torch's class lacks the collective; nothing has been sent."""
 
 
 @dataclass(eq=False, slots=True)
 class C10dRequest(Request):
-    """A collective that the communicator has started in c10d, with the work that c10d gave."""
+    """A collective that the communicator has started in c10d, with c10d's work."""
 
     communicator: C10dCommunicator
     work: Any
@@ -116,20 +116,20 @@ class C10dCommunicator(Communicator):
     """A group's connection over an existing process group of torch's (c10d)."""
 
     arithmetic: ClassVar[Arithmetic | None] = None
-    """The ops and dtypes that the class reduces correctly; None where they are not known."""
+    """The ops and dtypes that the class reduces correctly; None if unknown."""
     lacking: ClassVar[frozenset[str]] = frozenset()
-    """Collectives that the class lacks, or that are better built from its others."""
+    """Collectives that the class lacks, or that are faster if composed of others."""
     gathers_uneven: ClassVar[bool] = False
     """Whether its all-gather takes tensors of several sizes."""
     spoils_others: ClassVar[bool] = False
-    """Whether its reduce writes over the tensors of members that get no result."""
+    """Whether its reduce overwrites the tensors of members other than the root."""
     most_gathered_bytes: ClassVar[int] = 0
-    """Narrow floats of all members that are gathered as a whole to be reduced."""
+    """The largest size of narrow floats, of all members, that is gathered to be reduced."""
     operation_kind: ClassVar[type[Any] | None] = None
-    """The operations of plain calls that are started; None where there is no fast path.
+    """The request class of started fast-path calls; None without a fast path.
 
-    One is made of the communicator, its timeout, the work, what completes the result behind it, and
-    the number of its note.
+    Its arguments are the communicator, the timeout, the work, a function that completes the result
+    afterwards, and the number of the call's record.
     """
 
     def __init__(self, backend: str, rank: int, size: int, process_group: Any) -> None:
@@ -195,7 +195,7 @@ class C10dCommunicator(Communicator):
 
     def _all_gather(self, prepared: OperationArgs) -> Request:
         (output,), (tensor,) = prepared.outputs, prepared.inputs
-        if output.numel() == 0:  # some reject to cut nothing into blocks; wait for all the same
+        if output.numel() == 0:  # some classes cannot split an empty tensor; still wait for all
             return self._meet(prepared, output)
         options = self.options_for(c10d.AllgatherOptions, prepared)
         started = self._start_own(
@@ -276,7 +276,7 @@ class C10dCommunicator(Communicator):
         return started or self.build(prepared)
 
     def _meet(self, prepared: OperationArgs, nothing: torch.Tensor) -> Request:
-        """Start an all-reduce of ``nothing``, an empty tensor, so that members wait for all."""
+        """Start an all-reduce of ``nothing``, an empty tensor, so that each waits for all."""
         empty = [movable(nothing)]
         return self.start(prepared.by("all_reduce", empty, empty, ReduceOp.MAX))
 
@@ -301,7 +301,7 @@ class C10dCommunicator(Communicator):
         if peer is None:
             if self.size == 1 or self._mailbox.has_sent(tag):
                 return self._mailbox.recv(tensor, tag)
-            # c10d rejects to receive nothing from anyone; a place for one byte takes it as well.
+            # c10d cannot receive an empty tensor from any source; a tensor of one byte works.
             place = movable(tensor) if tensor.numel() else tensor.new_empty(1, dtype=torch.uint8)
             work = self._call("recv_anysource", [place], slot)
         else:
@@ -318,8 +318,8 @@ class C10dCommunicator(Communicator):
         if not getattr(self.torch_group, "supports_coalescing", False):
             yield
             return
-        # NCCL and its kin run what is started alone in the order of its start, so that two ranks
-        # which both receive first would wait for ever; what goes out as one call has no order.
+        # NCCL runs separately started transfers in order, so two ranks that both receive first
+        # would deadlock; the transfers of one coalesced call have no order.
         with self._explained(explain):
             self.torch_group._start_coalescing()
         transfers: list[tuple[C10dTransfer, OperationArgs]] = []
@@ -343,18 +343,18 @@ class C10dCommunicator(Communicator):
             raise self.failure(error) from None
 
     def bound_work(self, work: Any, timeout: timedelta) -> None:
-        """Let ``work`` fail as late after ``timeout``, if the class watches works."""
+        """Set a timeout after which ``work`` fails, if the class watches its works."""
 
     def has_ended(self, work: Any) -> bool:
-        """Return whether ``work`` is known, without asking a device, to be done or failed."""
+        """Return whether ``work`` is known to be done or failed, without querying a device."""
         return bool(work.is_completed())
 
     def own_timeout(self, timeout: timedelta) -> timedelta:
-        """Return the timeout to give c10d: ``timeout``, or longer if the backend itself waits."""
+        """Return the timeout for c10d: ``timeout``, or longer if the backend itself waits."""
         return timeout
 
     def failure(self, error: RuntimeError) -> BackendFailure:
-        """Return the BackendFailure that stands for an error from c10d."""
+        """Convert an error from c10d to a BackendFailure."""
         return BackendAborted(plain_text(error)) if self.is_aborted else failure_of(error)
 
     def abort(self) -> None:
@@ -374,7 +374,7 @@ class C10dCommunicator(Communicator):
         return cls.arithmetic.find(op, dtype)
 
     def _view(self, prepared: OperationArgs, dtype: torch.dtype) -> DtypeFallback | None:
-        """Return a substitute that reads the tensor's own bits in another dtype, or None."""
+        """Return a fallback that reads the tensor's own bits as another dtype, or None."""
         op = prepared.op
         assert op is not None
         found = None if prepared.way in self.lacking else self.find_substitute(op, dtype)
@@ -394,7 +394,7 @@ class C10dCommunicator(Communicator):
         return all_reduce_widened(self, prepared, substitute.dtype)
 
     def _all_reduce_alike(self, prepared: OperationArgs, tensors: Tensors) -> Request:
-        """Start to all-reduce ``tensors`` of equal dtype, by a single c10d call where it can."""
+        """Start an all-reduce of ``tensors`` of equal dtype, in a single c10d call if possible."""
         substitute = self._view(prepared, tensors[0].dtype)
         if len(tensors) > 1 and substitute is not None:
             options = self.options_for(c10d.AllreduceCoalescedOptions, prepared, substitute.op)
@@ -408,7 +408,7 @@ class C10dCommunicator(Communicator):
         return self.build(alike)
 
     def options_for(self, kind: Any, prepared: OperationArgs, op: ReduceKind | None = None) -> Any:
-        """Return c10d's options of class ``kind`` for a call, kept for calls that are alike."""
+        """Return c10d's options of class ``kind`` for a call, cached for equal calls."""
         root = prepared.root if prepared.way in ROOTED_OPERATIONS else None
         timeout = prepared.timeout
         key = kind, prepared.way, root, op, prepared.waits
@@ -429,25 +429,24 @@ class C10dCommunicator(Communicator):
         return options
 
     def _is_async(self, prepared: OperationArgs) -> bool:
-        """Return whether c10d is asked for a work of the call: True here, subclasses may differ."""
+        """Return whether c10d must return a work for the call."""
         return True
 
     def _start_own(
         self, prepared: OperationArgs, operation: str, *arguments: Any
     ) -> Request | None:
-        """Start the class's method ``operation``; return None where the class lacks the
-        collective."""
+        """Start the class's method ``operation``; return None if the class lacks the collective."""
         try:
             return self._request(prepared, self._call(operation, *arguments))
         except _MissingOperation:
             return None
 
     def _request(self, prepared: OperationArgs, work: Any, note: int | None = None) -> Request:
-        """Return the operation of a collective, which is finished if the caller waits.
+        """Return the request of a collective, finished if the caller waits.
 
         Args:
-            work: c10d's work of it.
-            note: the recorder's number of a call on the fast path.
+            work: c10d's work.
+            note: the record's number of a fast-path call.
         """
         started = self._started(work, prepared)
         if prepared.waits:
@@ -456,7 +455,7 @@ class C10dCommunicator(Communicator):
         return C10dRequest(self, started)
 
     def _started(self, work: Any, prepared: OperationArgs) -> Any:
-        """Return what ``finish_work`` takes for c10d's ``work``: here the work itself."""
+        """Return the argument of ``finish_work`` for c10d's ``work``: here the work itself."""
         return work
 
     def _call(self, operation: str, *arguments: Any) -> Any:
@@ -470,7 +469,7 @@ class C10dCommunicator(Communicator):
 
     @contextmanager
     def _explained(self, explain: Explain) -> Iterator[None]:
-        """Raise what ``explain`` makes of a RuntimeError of the body."""
+        """Convert a RuntimeError of the body with ``explain``."""
         try:
             yield
         except RuntimeError as error:
@@ -484,7 +483,7 @@ class C10dCommunicator(Communicator):
         return transfer
 
     def _end_batch(self, transfers: list[tuple[C10dTransfer, OperationArgs]]) -> None:
-        """Send the batch, and give each of its transfers the work of the whole batch."""
+        """Send the batch, and set its work in each transfer."""
         self._batch = None
         work = self.torch_group._end_coalescing()
         for transfer, prepared in transfers:

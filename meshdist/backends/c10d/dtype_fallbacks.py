@@ -1,12 +1,12 @@
-"""The op and dtype that a backend is asked to reduce in place of those that it lacks.
+"""Find the op and dtype with which a backend can do a reduction that it lacks.
 
-Where the same bits read as another dtype give the same result, nothing is copied: sums of uint32
-are sums of int32, bits of int16 are bits of bytes, the or of bool is its maximum. Where a wider
-dtype holds all values, a copy is reduced and rounded once. The smallest and largest of floats are
-found among integers in their order, since c10d's classes keep or lose a NaN by the rank that
-has it. What has neither (bits over NCCL, the order of uint64) is gathered and reduced in this
-process; for a mean of integers, whose sum wraps in their own dtype, the sum is asked for and
-divided. What is only moved travels as bytes where no class knows its dtype.
+If the same bits, read as another dtype, give the same result, nothing is copied: sums of uint32 are
+sums of int32, bitwise ops of int16 are those of bytes, the OR of bool is its maximum. If a wider
+dtype holds all values, a copy is reduced and rounded once. MIN and MAX of floats run on integers of
+the same order, because in c10d the rank that holds a NaN decides whether the result is NaN.
+Everything else (bitwise ops over NCCL, the order of uint64) is gathered and reduced in this process.
+A mean of integers is a sum, which wraps in its dtype, and a division. Data of dtypes that no class
+knows are moved as bytes.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ _OF_BYTES = {ReduceOp.BOR: _MAX, ReduceOp.BAND: _MIN}
 
 @dataclass(frozen=True)
 class DtypeFallback:
-    """Op and dtype by which a backend can do a reduction that it lacks itself.
+    """Op and dtype with which a backend can do a reduction that it lacks.
 
     Args:
-        op: the op to ask for.
-        dtype: the dtype to reduce in.
-        is_view: whether the tensor's own bits are read as ``dtype``; else its values are
-            converted, and the result is converted back; floats to integers in their order.
+        op: the op that the backend runs.
+        dtype: the dtype that the backend reduces.
+        is_view: whether the tensor's bits are read as ``dtype``; else its values are converted,
+            floats to integers of the same order, and the result is converted back.
     """
 
     op: ReduceKind
@@ -46,18 +46,18 @@ class DtypeFallback:
 
 
 class Arithmetic:
-    """The ops, by dtype, whose reductions a backend computes rightly."""
+    """The ops, by dtype, that a backend reduces correctly."""
 
     def __init__(self, ops: Mapping[torch.dtype, frozenset[ReduceKind]]) -> None:
         self._ops = ops
         self.find = cache(self._find)
 
     def has(self, op: ReduceKind, dtype: torch.dtype) -> bool:
-        """Return whether the backend reduces ``dtype`` by ``op`` as it is."""
+        """Return whether the backend reduces ``dtype`` with ``op`` directly."""
         return op in self._ops.get(dtype, ())
 
     def _find(self, op: ReduceKind, dtype: torch.dtype) -> DtypeFallback | None:
-        """Return the first Substitute for ``op`` on ``dtype`` that the backend reduces, or None."""
+        """Return the first fallback for ``op`` on ``dtype`` that the backend supports, or None."""
         for candidate in _candidates(op, dtype):
             if self.has(candidate.op, candidate.dtype):
                 return candidate
@@ -86,7 +86,7 @@ def read_as(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return the memory of a contiguous tensor as a flat tensor of ``dtype``."""
     if dtype is tensor.dtype:
         return tensor if tensor.dim() == 1 else tensor.view(-1)
-    # One element, or none, counts as contiguous whatever its stride, but is not read as bytes.
+    # A tensor of one or no element is contiguous with any stride, but torch cannot view it as bytes.
     return tensor.as_strided((tensor.numel(),), (1,)).view(dtype)
 
 
@@ -112,7 +112,7 @@ _FLOATS = [facts.dtype for facts in _KNOWN if facts.group == "floating"]
 
 GLOO = Arithmetic(
     dict.fromkeys(_INTEGERS, _NUMBERS | _BITS)
-    # Gloo rounds 16-bit floats at every step, which float16 overflows on the way.
+    # Gloo rounds 16-bit floats at every step, so float16 may overflow in between.
     | dict.fromkeys((torch.float32, torch.float64), _MEAN)
     | {torch.bool: frozenset({_MIN, _MAX, *_BITS})}  # it adds bool as bytes, up to 255
     | dict.fromkeys((torch.complex64, torch.complex128), frozenset({_SUM, _AVG}))

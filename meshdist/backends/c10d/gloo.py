@@ -1,16 +1,16 @@
-"""Gloo, opened for the members of one group alone.
+"""Run operations over Gloo among the members of one group.
 
-Seen on torch 2.13: a wait on a collective that expires changes nothing and can be repeated, so
-collectives are waited for in short slices that notice an abort and Ctrl-C. A wait on a send or
-receive that expires closes all connections of its communicator at once, which frees everything
-that waits there: ``abort`` uses just that, since Gloo's own abort frees no thread.
+On torch 2.13, an expired wait on a collective changes nothing and can be repeated, so collectives
+are waited for in short slices that detect an abort and Ctrl-C. An expired wait on a send or receive
+closes all connections of its communicator, which releases all waiting threads: ``abort`` uses this,
+since Gloo's own abort releases no thread.
 
-How long a collective may take is counted here, by slices, and for a send or receive by a timer:
-Gloo is asked to wait almost for ever, so that its errors are failures and never timeouts.
+This module enforces timeouts, with slices or a timer: Gloo's own timeout is almost infinite, so
+that its errors are always failures, never timeouts.
 
-Narrow floats are not reduced by Gloo, which rounds them at every step: members exchange parts, each
-reduces its own in float32 in group order, and all share the results (``_reduce_shared``). That
-takes the bytes of Gloo's own ring, and gives the bits of shared memory.
+Gloo rounds narrow floats at every step. They are reduced here instead: members exchange parts, each
+member reduces its part in float32 in group order, and all share the results (``_reduce_shared``).
+This moves as many bytes as Gloo's ring, and the results equal those of shared memory bitwise.
 """
 
 from __future__ import annotations
@@ -59,26 +59,25 @@ _SLICE = timedelta(milliseconds=500)
 _SPIN_S = 0.0005
 _ABORT_LOOK_S = 0.1
 _LOST_LOOK_S = 1.0
-_LAST_S = 5.0  # for threads that wait for Gloo, as the program ends
+_LAST_S = 5.0  # for threads that wait for Gloo when the program exits
 _AT_ONCE = timedelta(milliseconds=10)
 _ALMOST_FOR_EVER = timedelta(days=3650)
 _EXPIRED_SLICE = "Operation timed out!"
 _GATHERED_BYTES = 1 << 20
 """Narrow floats of all members that are gathered as a whole: one step in place of two."""
 _LONG_BYTES = 1 << 16
-"""Messages that are waited for in another thread, which costs a twentieth of a millisecond."""
+"""The size from which a message is waited for in another thread, which costs 0.05 ms."""
 _LARGE_TAG = 1 << 13
 _NUMBERED_SLOT = 1 << 28
 _SMALL_SLOT = 1 << 29
 _LARGE_SLOT = 1 << 30
 _MOST_NUMBERED = 1 << 12
 _OF_HOST_MEMORY = frozenset({"all_reduce_list", "send", "recv"})
-"""Collectives that the class has for CPU tensors alone; the others of its collectives stage CUDA
-tensors."""
+"""Collectives that the class supports only for CPU tensors; its others stage CUDA tensors."""
 
 
 class GlooRequest(C10dRequest):
-    """A plain collective that Gloo has begun; ``then`` completes the result, once Gloo is done."""
+    """A fast-path collective in Gloo; ``then`` completes the result once Gloo is done."""
 
     communicator: GlooCommunicator
     is_plain = True
@@ -105,8 +104,8 @@ class GlooRequest(C10dRequest):
             self._has_expired = str(error) == _EXPIRED_SLICE
             return 1
         if self.then is not None:
-            with self.communicator.completing:  # another thread may be at it
-                if (then := self.then) is not None:  # as ``complete``, in a frame less
+            with self.communicator.completing:  # another thread may complete it
+                if (then := self.then) is not None:  # inlines ``complete``
                     self.then = reject_to_complete
                     then()
                     self.then = None
@@ -124,18 +123,18 @@ class GlooRequest(C10dRequest):
 
 
 class GlooCommunicator(C10dCommunicator):
-    """Gloo's connection: waits notice an abort, a timeout and Ctrl-C.
+    """Communicator over Gloo, whose waits detect an abort, a timeout and Ctrl-C.
 
     Args:
         backend, rank, size, process_group: as ``C10dCommunicator`` takes them.
-        store: where members number the large tags that they use.
-        spins: whether waits may spin at first, since no rank of this host needs the core.
+        store: the store in which members number large tags.
+        spins: whether waits may spin at first, since no other rank needs the core.
     """
 
     arithmetic = GLOO
-    # c10d's reduce-scatter is an all-reduce, of which each member keeps its block: twice the bytes
-    # of an exchange, and its Work says for ever that it is not done. Its all-to-all of lists takes
-    # equal sizes only, and a member does not know those of the others.
+    # c10d's reduce-scatter is an all-reduce of which each member keeps its block: it moves twice
+    # the bytes of an exchange, and its Work never reports that it is done. Its all-to-all of lists
+    # requires equal sizes, and a member does not know the other members' sizes.
     lacking = frozenset({"all_to_all", "reduce_scatter", "reduce_scatter_list"})
     spoils_others = True
     most_gathered_bytes = _GATHERED_BYTES
@@ -180,7 +179,7 @@ class GlooCommunicator(C10dCommunicator):
         return self.build(prepared)
 
     def _reduce(self, prepared: OperationArgs) -> Request:
-        # Gloo leaves partial results on the other members.
+        # Gloo leaves partial results on members other than the root.
         if self.rank == prepared.root:
             return super()._reduce(prepared)
         (tensor,) = prepared.outputs
@@ -191,7 +190,7 @@ class GlooCommunicator(C10dCommunicator):
 
     def _send(self, prepared: OperationArgs) -> Request:
         (tensor,), peer, tag = prepared.inputs, prepared.root, prepared.tag
-        if peer != self.rank and not tensor.is_cpu:  # Gloo's messages know host memory alone
+        if peer != self.rank and not tensor.is_cpu:  # Gloo's messages support only host memory
             prepared = prepared.by("send", [tensor.cpu()], (), root=peer, tag=tag)
         return super()._send(prepared)
 
@@ -215,8 +214,8 @@ class GlooCommunicator(C10dCommunicator):
         return timeout if self._is_lazy else _ALMOST_FOR_EVER
 
     def failure(self, error: RuntimeError) -> BackendFailure:
-        # Gloo raises from C++. What was raised in the program's code is a signal handler's, which
-        # Python runs as a call of Gloo's returns: it leaves the collective as it is.
+        # Gloo raises from C++. An error raised in Python code comes from a signal handler, which
+        # Python runs when a Gloo call returns: it does not change the collective.
         if is_of_handler(error):
             raise error
         return super().failure(error)
@@ -227,7 +226,7 @@ class GlooCommunicator(C10dCommunicator):
         return self.torch_group is CLOSED
 
     def disconnect(self) -> None:
-        """Close all connections, so that the operations in flight fail."""
+        """Close all connections, so that operations in flight fail."""
         group = self.torch_group
         if group is not CLOSED:
             expire(start_expiring(group, peer) for peer in self._peers())
@@ -235,7 +234,7 @@ class GlooCommunicator(C10dCommunicator):
     def abort(self) -> None:
         self.is_aborted = True
         self._mailbox.abort()
-        if not self._is_lazy:  # closing what still connects would end the process
+        if not self._is_lazy:  # closing a connecting pair would end the process
             self.disconnect()
 
     def close(self) -> None:
@@ -270,7 +269,7 @@ class GlooCommunicator(C10dCommunicator):
     def find_lost(self) -> MemberLost | None:
         """Return the failure of a receive from any member; None as long as a member may send."""
         group, peers = self.torch_group, self._peers()
-        if group is CLOSED or self._is_lazy:  # to look would connect
+        if group is CLOSED or self._is_lazy:  # the check would connect
             return None
         for peer in peers:
             if peer not in self._left and start_expiring(group, peer) is None:
@@ -285,10 +284,10 @@ class GlooCommunicator(C10dCommunicator):
         return [(self.rank + step) % self.size for step in range(1, self.size)]
 
     def _slot(self, tag: int, tensor: torch.Tensor) -> int:
-        # Gloo ends the process where a message is larger than the tensor that receives it, and
-        # takes a smaller one without an error. So size and dtype are part of its tag: a message
-        # that does not fit is not received, and the timeout's report shows both calls. The usual
-        # tag 0 has most room for that; large tags have it by their number, the first of them.
+        # Gloo ends the process if a message is larger than the tensor that receives it, and accepts
+        # a smaller message silently. Its tag therefore includes size and dtype: a mismatched
+        # message is not received, and the timeout's report shows both calls. Tag 0 leaves most bits
+        # for the hash; large tags are replaced by small numbers.
         if tag == 0:
             return _code(tensor.numel(), tensor.dtype)
         base = _SMALL_SLOT | tag << 16
@@ -302,7 +301,7 @@ class GlooCommunicator(C10dCommunicator):
     def _number_of(self, tag: int) -> int:
         try:
             return self._tag_numbers.number_of(tag, lambda: self.is_aborted)
-        except DistNetworkError:  # the store's server has ended: no tag has a new number
+        except DistNetworkError:  # the store's server has ended and cannot number the tag
             return _MOST_NUMBERED
         except RuntimeError as error:
             raise super().failure(error) from None
@@ -320,10 +319,9 @@ class GlooCommunicator(C10dCommunicator):
         return self._reduce_shared(prepared, tensor.view(-1))
 
     def _reduce_shared(self, prepared: OperationArgs, tensor: torch.Tensor) -> Request:
-        """Start an exchange that reduces part j on member j; then a job sends all parts to all."""
-        # The exchange starts here, since Gloo matches collectives by their order. Behind it a
-        # thread shares by messages, which other collectives may precede: a call in flight goes on
-        # by itself.
+        """Start an exchange that reduces part j on member j; a job then sends all parts to all."""
+        # The exchange starts here, since Gloo matches collectives by order. A thread then shares
+        # the results by messages, so that other collectives can start before it finishes.
         sizes, timeout = cuts(tensor.numel(), self.size), prepared.timeout
         mine = (shares := parts(tensor, sizes))[self.rank]
         later = prepared.by("all_to_all", [mine] * self.size, shares, prepared.op).as_async()
@@ -342,8 +340,8 @@ class GlooCommunicator(C10dCommunicator):
         return job
 
     def _request(self, prepared: OperationArgs, work: Any, note: int | None = None) -> Request:
-        # What is started early is seldom small, and Gloo's threads need the cores for it. A thread
-        # that spins beside the main one would take the time from that.
+        # Asynchronous calls are rarely small, and Gloo's threads need the cores for them. A second
+        # spinning thread would take time from the main thread.
         if not prepared.waits:
             return GlooRequest(self, prepared.timeout, work, None, note)
         try:
@@ -351,7 +349,7 @@ class GlooCommunicator(C10dCommunicator):
                 _spin_until(work.is_completed)
             self.finish_work(work, prepared.timeout)
             return DONE
-        except BaseException as error:  # what Gloo goes on with would write the caller's tensors
+        except BaseException as error:  # Gloo may still write to the caller's tensors
             raise given_up_for(error, work.is_completed) from None
 
     def _transfer(self, work: Any, prepared: OperationArgs) -> Request:
@@ -361,7 +359,7 @@ class GlooCommunicator(C10dCommunicator):
 
     def finish_slowly(self, work: Any, timeout: timedelta) -> None:
         """Wait for ``work`` in slices, up to ``timeout``; raise BackendFailure, also if aborted."""
-        deadline = Deadline(timeout - _SLICE)  # the first slice is over already
+        deadline = Deadline(timeout - _SLICE)  # the first slice has passed
         while True:
             try:
                 work.wait(_SLICE)
@@ -378,17 +376,16 @@ class GlooCommunicator(C10dCommunicator):
 
 @dataclass(eq=False, slots=True)
 class GlooTransfer(C10dTransfer):
-    """A send or receive, whose wait must not be cut into slices.
+    """A send or receive, whose wait must not be split into slices.
 
     Args:
         communicator, work, peer: as in ``C10dTransfer``.
-        timeout: how long it may take from its first poll on.
-        is_long: whether a connection that is closed is likely to have moved a part of it.
+        timeout: its timeout, from its first poll.
+        is_long: whether a closed connection has probably moved a part of it.
     """
 
-    # Gloo learns that a message has come or gone only while a thread waits for it: so the first
-    # poll starts such a thread. A message that is dropped before any thread has waited for it is
-    # kept.
+    # Gloo detects the end of a message only while a thread waits for it, so the first poll starts
+    # such a thread. A message that is dropped before any wait is kept.
 
     communicator: GlooCommunicator
     timeout: timedelta
@@ -436,9 +433,9 @@ class GlooTransfer(C10dTransfer):
             raise BackendTimeout.after(timeout)
 
     def _finish_beside(self, timeout: timedelta) -> None:
-        # A receive from any member belongs to no connection, so that closing all of them does
-        # not free it, nor a message of which a part has come or gone then (seen on torch 2.13):
-        # another thread waits, and this one looks for the abort.
+        # Closing all connections releases neither a receive from any member, which belongs to no
+        # connection, nor a message that is partly transferred (torch 2.13). Another thread waits,
+        # and this thread checks for the abort.
         is_over = self._join(0.0)
         self._deadline = Deadline(timeout)
         while not is_over:
@@ -453,13 +450,13 @@ class GlooTransfer(C10dTransfer):
             raise self.communicator.failure(self._error) from None
 
     def _join(self, seconds: float) -> bool:
-        """Start a thread that waits for the work; return whether it has ended, is late or lost.
+        """Start a thread that waits for the work; return whether it ended, is late or lost.
 
         Args:
             seconds: how long to wait for the thread.
         """
-        # If it is late all connections are closed. That does not end a receive from any member, so
-        # this looks whether a member is left that may send.
+        # Close all connections if it is late. That does not end a receive from any member, so check
+        # whether a member that may send is left.
         if self._waited is None:
             self._deadline, self._next_look = Deadline(self.timeout), Deadline(_LOST_LOOK_S)
             self._waited = threading.Event()
@@ -494,8 +491,8 @@ def _disconnect(alive: weakref.ref[GlooCommunicator]) -> None:
 
 def _spin_until(condition: Callable[[], bool]) -> None:
     """Poll ``condition`` without sleeping, for half a millisecond at most."""
-    # An idle core falls asleep, and to wake it takes longer than a small message; by yielding, this
-    # thread leaves it to Gloo's threads whenever one of those can run.
+    # Waking an idle core takes longer than a small message. By yielding, this thread leaves the
+    # core to Gloo's threads whenever one can run.
     end = time.perf_counter() + _SPIN_S
     while not condition() and time.perf_counter() < end:
         os.sched_yield()
@@ -509,7 +506,7 @@ def _code(numel: int, dtype: torch.dtype) -> int:
 
 
 def _close_all() -> None:
-    """Close all Gloo communicators that are open at exit, while other threads can still run."""
+    """Close all open Gloo communicators at exit, while other threads can still run."""
     for communicator in tuple(_open):
         communicator.close()
     await_calls_elsewhere(_LAST_S)

@@ -1,14 +1,13 @@
-"""Gloo's devices, its listeners, messages whose Work was dropped, and how connections end.
+"""Manage Gloo's devices and listeners, messages whose Work was dropped, and closing connections.
 
-A device of Gloo accepts every connection to its port as long as the process lives. It keeps the
-descriptor of each that is no member's, also when the other side has closed it, and ends the process
-when there are no descriptors left (seen on torch 2.13). But when a group is open all of its members
-have connected: so until the next one opens, a filter lets the system drop what comes to the port.
-Connections that are there are not touched.
+A Gloo device accepts every connection to its port while the process runs. It never closes
+connections of other processes, and ends the process when descriptors run out (torch 2.13). Once a
+group is open, all of its members have connected: until the next group opens, a socket filter drops
+all packets to the port. It does not affect existing connections.
 
-Gloo cancels a message whose Work ends before the message has come or gone. Where the other side has
-sent or asked for it by then, nothing that follows between the two arrives any more. So such a
-message is kept until it is done. Gloo learns of that only while a thread waits for it.
+Gloo cancels a message whose Work is destroyed too early. If the peer has started its side, no later
+message between the two arrives. Such a message is therefore kept until it is done, which Gloo
+detects only while a thread waits for it.
 """
 
 from __future__ import annotations
@@ -52,11 +51,11 @@ _MOST_THREADS = 8  # as many messages that never come hold up no other
 
 
 class Devices:
-    """Devices of Gloo, whose listening sockets drop all packets while no group opens.
+    """Gloo devices whose listening sockets drop all packets while no group opens.
 
     Args:
         make: makes the devices.
-        interfaces: their interfaces or address; () for what the name of the host resolves to.
+        interfaces: their interfaces or address; () for the address of the host's name.
         are_deaf: whether the sockets drop packets at all.
     """
 
@@ -68,7 +67,7 @@ class Devices:
         self.made = make()
         found = _listeners() if are_deaf else {}
         new = [found[inode] for inode in found.keys() - known.keys()]
-        # Where another thread has opened one meanwhile it is not known which are Gloo's.
+        # If another thread has opened a listener meanwhile, Gloo's sockets cannot be identified.
         self.listeners = new if len(new) == len(self.made) else []
         self._changing = threading.Lock()
         self._num_opening = 0
@@ -76,7 +75,7 @@ class Devices:
 
     @contextmanager
     def hearing(self) -> Iterator[None]:
-        """Let the listening sockets take connections in the context, in which a group opens."""
+        """Accept connections in the context, in which a group opens."""
         with self._changing:
             self._num_opening += 1
             self._change(is_deaf=False)
@@ -122,14 +121,14 @@ def gloo_interfaces(is_one_host: bool) -> tuple[str, ...]:
 
 
 def agreed_devices(opening: Opening) -> Devices:
-    """Return Gloo's devices for this host's interfaces; store how many, for others to check.
+    """Return Gloo's devices for this host's interfaces; store their number for other members.
 
     Raises:
-        BackendUnsupported: a member lacks an interface that it names, or not all name as many.
+        BackendUnsupported: a member lacks a listed interface, or the numbers differ.
     """
-    # Each member says in the store how many interfaces it uses; those for which GLOO_SOCKET_IFNAME
-    # is set wait for what the others say. Between two members with ``lo,lo`` and ``lo`` Gloo would
-    # open two connections on one side and a single one on the other: the first waits for ever.
+    # Each member stores its number of interfaces; members with GLOO_SOCKET_IFNAME wait for the
+    # numbers of the others. Between ``lo,lo`` and ``lo`` Gloo would open two connections on one
+    # side and one on the other, and the first side would wait forever.
     names, named = gloo_interfaces(opening.is_one_host), os.environ.get("GLOO_SOCKET_IFNAME")
     if not opening.is_one_host and (address := _address_between_hosts(opening)) and not names:
         names = (address,)
@@ -147,7 +146,7 @@ def agreed_devices(opening: Opening) -> Devices:
 
 
 def reach_fix(devices: Devices | None) -> str:
-    """Return the fix for a group that cannot connect between hosts; it names what Gloo uses."""
+    """Return the fix for a group that cannot connect between hosts, with Gloo's interfaces."""
     used = ", ".join(devices.interfaces if devices else ()) or socket.gethostname()
     return (
         f"check that all of these ranks make this call, and that the other hosts can reach {used}, "
@@ -157,10 +156,10 @@ def reach_fix(devices: Devices | None) -> str:
 
 
 def _address_between_hosts(opening: Opening) -> str:
-    """Return the address of this host that members on other hosts reach; "" if it is not known."""
-    # The name of a host may resolve to loopback, as on Debian, or to nothing. The connection to the
-    # store has an address of each host. A process that reaches the store by loopback takes the
-    # address from which it reaches a member on another host.
+    """Return the address of this host that members on other hosts reach; "" if unknown."""
+    # A host's name may resolve to loopback, as on Debian, or to nothing. Use the local address of
+    # the connection to the store. A process that reaches the store by loopback uses the address
+    # from which it reaches a member on another host.
     store = opening.store
     server = getattr(root_of(store), "address", None)
     if server is None or not opening.hosts:
@@ -193,8 +192,8 @@ def check_interfaces(opening: Opening, patience: timedelta) -> None:
 
 def gloo_devices(interfaces: tuple[str, ...]) -> Devices:
     """Return a Gloo device per interface, shared by all groups of the process."""
-    # Where TORCH_GLOO_LAZY_INIT makes groups connect on demand, each has its own: groups that share
-    # a device then take each other's connections for theirs, and wait for ever (on torch 2.13).
+    # If TORCH_GLOO_LAZY_INIT makes groups connect on demand, each group needs its own device:
+    # groups that share a device would mix up their connections and hang (torch 2.13).
     if connects_late():
         return Devices(partial(_make_devices, interfaces), interfaces, are_deaf=False)
     return _shared_devices(interfaces, os.getpid())
@@ -230,7 +229,7 @@ def _refusal(text: str) -> BackendUnsupported:
 
 
 class DroppedMessages:
-    """Messages whose Work was dropped, which threads finish, waiting ``patience`` for each."""
+    """Messages whose Work was dropped; threads wait up to ``patience`` for each."""
 
     def __init__(self, patience: timedelta) -> None:
         self._patience = patience
@@ -240,9 +239,8 @@ class DroppedMessages:
         self._counting = threading.Lock()
 
     def add(self, work: Any, *, is_from_anyone: bool) -> None:
-        """Keep a dropped message's ``work``, to be awaited by a thread unless it is from anyone."""
-        # No thread waits for a message that may come from anyone, since none could be freed when
-        # the group ends.
+        """Keep a dropped message's ``work``; a thread waits for it unless it is from anyone."""
+        # No thread waits for a receive from any member, since closing the group cannot release it.
         (self._from_anyone if is_from_anyone else self._unfinished).append(work)
 
     def look(self) -> None:
@@ -288,7 +286,7 @@ def start_expiring(group: Any, peer: int) -> Any:
 
 
 def expire(messages: Iterable[Any]) -> None:
-    """Wait for one of ``messages`` to time out, upon which Gloo closes all connections."""
+    """Wait for one of ``messages`` to time out, so that Gloo closes all connections."""
     for message in messages:
         if message is None:
             continue
@@ -301,8 +299,8 @@ def expire(messages: Iterable[Any]) -> None:
 
 
 def drop_within(limit: timedelta, last_references: list[Any]) -> None:
-    """Clear ``last_references`` in a thread, which ends a group; wait about ``limit`` at most."""
-    # On torch 2.13 a send of Gloo's may stay in flight for ever when its connection is lost.
+    """Destroy a group by clearing ``last_references`` in a thread; wait up to ``limit``."""
+    # On torch 2.13, a Gloo send may stay in flight forever if its connection is lost.
     has_ended = threading.Event()
 
     def end() -> None:

@@ -1,4 +1,4 @@
-"""Gloo, NCCL, UCC, XCCL, and backends that were written for torch."""
+"""Open groups on Gloo, NCCL, UCC, XCCL, and backends that were written for torch."""
 
 from __future__ import annotations
 
@@ -30,28 +30,28 @@ from .gloo import GlooCommunicator
 from .gloo_connections import agreed_devices, check_interfaces, connects_late, reach_fix
 from .stream_backends import ENDS_LATER, EnqueueingCommunicator
 
-_GIVING_UP = timedelta(seconds=5)  # so much later than Gloo, which says what is missing
-_CONNECT_TIMEOUTS = 5  # so many Gloo waits for the others to connect, as seen on torch 2.13
+_GIVING_UP = timedelta(seconds=5)  # later than Gloo, whose error names what is missing
+_CONNECT_TIMEOUTS = 5  # Gloo waits up to this many timeouts for connections (torch 2.13)
 
 
 @dataclass(eq=False)
 class RegisteredBackend(BackendType):
-    """A backend whose communicators a function makes, in one of the two forms that torch calls.
+    """A backend whose communicators a function makes, with either of torch's two signatures.
 
     Args:
         make: called as ``make(store, rank, size, timeout)``, or with extended_api as
-            ``make(options, backend_options)``; returns torch's kind of process group.
+            ``make(options, backend_options)``; returns a torch process group.
     """
 
-    # What the function makes is not known beforehand: each collective is tried, and built from
-    # others where the class has none. ``support`` takes it to have all of them.
+    # The class is unknown until the function is called: each collective is tried, and composed of
+    # others if the class lacks it. ``support`` assumes that it has all of them.
 
     name: str
     make: Callable[..., Any]
     device_types: frozenset[str]
     extended_api: bool
     communicator_kind = C10dCommunicator
-    descriptors_per_peer = 1  # which is a guess
+    descriptors_per_peer = 1  # an estimate
 
     def is_available(self) -> bool:
         return True
@@ -77,7 +77,7 @@ class RegisteredBackend(BackendType):
 
 
 class GlooBackend(BackendType):
-    """Gloo: CPU tensors over TCP, and CUDA tensors by way of host memory."""
+    """Gloo: CPU tensors over TCP, and CUDA tensors through host memory."""
 
     name = "gloo"
     device_types = frozenset({"cpu", "cuda"})
@@ -105,13 +105,13 @@ class GlooBackend(BackendType):
                 with devices.hearing(), looking(opening.check_present):
                     return kind(opening.store, opening.rank, len(opening.ranks), options)
 
-            # Gloo waits for a member that has ended as for any other: its thread is left behind.
+            # Gloo cannot detect an exited peer, so its connect thread may leak here.
             connecting = TimeoutCall(partial(copy_context().run, connect), "connect")
             group = connecting.wait(opening.timeout + _GIVING_UP, opening.check_present)
             options._timeout = opening.timeout
         except BackendUnsupported:
             raise
-        except Exception as error:  # interfaces that cannot meet explain any of them
+        except Exception as error:  # mismatched interfaces may cause any of them
             with suppress(RuntimeError):  # the store may be lost
                 check_interfaces(opening, timedelta(0))
             if isinstance(error, TimeoutError):
@@ -133,7 +133,7 @@ class GlooBackend(BackendType):
 
 
 def adopt_torch_backends() -> None:
-    """Register a backend for each backend of a plug-in of torch's that has no backend yet."""
+    """Register a backend for each backend that a torch plug-in has registered."""
     backends: Any = distributed_c10d.Backend
     for upper, plugin in tuple(backends._plugins.items()):
         name = upper.lower()
@@ -143,14 +143,14 @@ def adopt_torch_backends() -> None:
 
 
 class UccCommunicator(C10dCommunicator):
-    """A group's connection over UCC."""
+    """Communicator over UCC."""
 
     arithmetic = UCC
 
 
 @dataclass(eq=False)
 class C10dBackend(BackendType):
-    """Backend over torch's class ``class_name``; ``build`` says how to get a torch that has it."""
+    """Backend on torch's class ``class_name``; ``build`` is the fix if torch lacks it."""
 
     name: str
     class_name: str
@@ -176,7 +176,7 @@ class C10dBackend(BackendType):
 
 
 class UccBackend(C10dBackend):
-    """UCC: CPU tensors by its own collectives, where torch was built with it."""
+    """UCC: CPU and CUDA tensors, if torch was built with UCC."""
 
     communicator_kind = UccCommunicator
 
@@ -187,11 +187,11 @@ class UccBackend(C10dBackend):
 
 
 class XcclBackend(C10dBackend):
-    """XCCL, on Intel's GPUs, and base of NCCL's backend: members first meet in ``connect``."""
+    """XCCL for Intel GPUs, and the base of NCCL: members connect in ``connect``, not ``open``."""
 
     communicator_kind = EnqueueingCommunicator
     device_type = "xpu"
-    num_threads = 2  # c10d's watchdog and its monitor; NCCL's own come as it connects
+    num_threads = 2  # c10d's watchdog and its monitor; NCCL starts its own when it connects
 
     def _open(self, kind: Any, opening: Opening) -> Communicator:
         rank, size = opening.rank, len(opening.ranks)
@@ -230,26 +230,26 @@ _changing = ForkSafeLock()
 
 _LEFT_TO_US = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
-    "TORCH_NCCL_BLOCKING_WAIT": "0",  # else c10d has no watchdog, and tells of no work's end
+    "TORCH_NCCL_BLOCKING_WAIT": "0",  # else c10d has no watchdog, and reports no work's end
     "TORCH_NCCL_DESYNC_DEBUG": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",  # how long c10d's watchdog sleeps at a failure
 }
-"""Read by ProcessGroupNCCL's constructor: what it does by itself where something fails."""
+"""Settings, read by ProcessGroupNCCL's constructor, that disable its own failure handling."""
 
 
 @contextmanager
 def _failures_left_to_us() -> Iterator[None]:
-    """Switch off, in the context, that a new ProcessGroupNCCL ends collectives or the process."""
-    # A failure is raised where it is waited for. Afterwards everything is as before: the program's
-    # own groups of torch's keep their protection.
+    """Keep a ProcessGroupNCCL made in the context from ending collectives or the process."""
+    # meshdist raises failures in the waiting call. The settings are restored afterwards, so that
+    # the program's own torch groups keep their failure handling.
     with _changing.current:
         before = {name: os.environ.get(name) for name in _LEFT_TO_US}
         level = torch_distributed.get_debug_level()
         os.environ.update(_LEFT_TO_US)
-        if level == DebugLevel.DETAIL:  # which switches c10d's own handling on again
+        if level == DebugLevel.DETAIL:  # it would enable c10d's failure handling again
             torch_distributed.set_debug_level(DebugLevel.INFO)
         try:
             yield
@@ -263,7 +263,7 @@ def _failures_left_to_us() -> Iterator[None]:
 
 
 def _options(kind: Any, opening: Opening) -> Any:
-    """Return new options of class ``kind`` for a group, with the fields that the program set."""
+    """Return new options of class ``kind`` for a group, with the program's fields."""
     options = kind()
     given = opening.options
     if isinstance(given, kind):
