@@ -136,7 +136,10 @@ def test_a_word_that_is_unknown_or_cannot_be_meant(word: str) -> None:
 def test_what_is_no_plan() -> None:
     expected = '  expected: for example {"layers.*.up": "column", "layers.*.down": "row"}\n'
     head = "parallelize takes a plan: a mapping from patterns of module names to styles\n"
-    empty = "\n  fix:      write a plan: model.tp_plan is empty if transformers has no plan for the model"
+    empty = (
+        "\n  fix:      write a plan: model.tp_plan is empty if transformers has no plan for the "
+        "model"
+    )
     for plan, found, fix in (
         ("column", "  found:    'column', a str", "\n  fix:      pass a non-empty mapping"),
         (None, "  found:    None, a NoneType", empty),
