@@ -339,14 +339,22 @@ def test_the_result_carries_its_spec_and_a_later_line_is_compared_with_it() -> N
 @pytest.mark.parametrize(
     ("kinds", "text", "message"),
     [
-        ({"unreduced": "dp"}, "b d, d f@dp -> b f@dp", "unreduced over 'dp', and invariant there"),
-        ({"varying": "dp"}, "b d, d f@dp -> b f@dp", "varying over 'dp', and invariant there"),
-        ({"reduced": "dp"}, "b@dp d, d f -> b@dp f", "reduced over 'dp', and varying there"),
+        (
+            {"unreduced": "dp"},
+            "b d, d f@dp -> b f@dp",
+            "unreduced over 'dp': its pattern or spec requires invariant",
+        ),
+        (
+            {"varying": "dp"},
+            "b d, d f@dp -> b f@dp",
+            "varying over 'dp': its pattern or spec requires invariant",
+        ),
         (
             {"reduced": "dp"},
-            "b d, d f -> b f",
-            "annotated as reduced over axis 'dp', which the pattern",
+            "b@dp d, d f -> b@dp f",
+            "reduced over 'dp': its pattern or spec requires varying",
         ),
+        ({"reduced": "dp"}, "b d, d f -> b f", "annotated as reduced over axis 'dp', which the pattern"),
     ],
 )
 def test_marks_that_contradict_the_text(kinds: Any, text: str, message: str) -> None:

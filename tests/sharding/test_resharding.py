@@ -242,8 +242,7 @@ def test_a_mark_over_an_axis_that_is_left_alone_is_none_of_its_business() -> Non
 
 
 def test_sums_have_equal_bits_on_all_replicas() -> None:
-    """Of numbers whose sum depends on its order, on ranks whose partial sums come in another
-    order."""
+    """Sum numbers whose sum depends on their order, on ranks with another order of partial sums."""
     generator = np.random.default_rng(0)
     partial_sums = generator.standard_normal((4, 3, 50)) * 10.0 ** generator.integers(
         -8, 8, (4, 3, 50)

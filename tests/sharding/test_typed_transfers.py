@@ -120,11 +120,17 @@ def test_kinds_that_do_not_fit() -> None:
     assert "found:    x: float32[2, 4]{V:a,b}" in text
     assert "write the axis at the dimension that it shards, as in 'n@b'" in text
     text = rejected(given("s d -> s@a d", unreduced="a"))
-    assert "unreduced over 'a', and invariant there" in text and "write {U:a} on the left" in text
+    assert (
+        "unreduced over 'a': its pattern or spec requires invariant" in text
+        and "write {U:a} on the left" in text
+    )
     text = rejected(given("s d -> s@a d", reduced="b"))
-    assert "reduced over 'b', and invariant there" in text and "write {R:b} on the left" in text
+    assert (
+        "reduced over 'b': its pattern or spec requires invariant" in text
+        and "write {R:b} on the left" in text
+    )
     text = rejected(given("s d {U:a} -> s d"))
-    assert "invariant over 'a', and unreduced there" in text
+    assert "invariant over 'a': its pattern or spec requires unreduced" in text
     assert "md.annotate(x, unreduced='a')" in text
 
 

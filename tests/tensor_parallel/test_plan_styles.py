@@ -137,8 +137,8 @@ def test_what_is_no_plan() -> None:
     expected = '  expected: for example {"layers.*.up": "column", "layers.*.down": "row"}\n'
     head = "parallelize takes a plan: a mapping from patterns of module names to styles\n"
     empty = (
-        "\n  fix:      write a plan: model.tp_plan is empty if transformers has no plan for "
-        "the model"
+        "\n  fix:      write a plan: model.tp_plan is empty if transformers has no plan for the "
+        "model"
     )
     for plan, found, fix in (
         ("column", "  found:    'column', a str", "\n  fix:      pass a non-empty mapping"),
