@@ -7,8 +7,7 @@ is any.
 
 * No variable, parameter or attribute is called ``one`` or ``ones``; no docstring begins with "What"
   or has ``one`` or ``ones`` as a pronoun.
-* An internal docstring is one sentence of at most 100 characters that begins with a collective or a
-noun
+* An internal docstring is one sentence of at most 100 characters that begins with a verb or a noun
   and says more than the name. After it may stand ``Args:`` and ``Attributes:``, of names that need
   more than their type, ``Raises:``, and a case that the tests execute. Reasons stand in comments,
   protocols in the docstring of the module.
@@ -189,7 +188,7 @@ def shape_of(docstring: str, name: str) -> Iterator[str]:
         yield f"{len(one_line)} characters, at most {LONGEST}"
     words = re.findall(r"[a-z]+", one_line.lower())
     if words and words[0] in _NO_BEGINNING.split() and not one_line.startswith("`"):
-        yield f"begins with {words[0]!r}, not with a collective or a noun"
+        yield f"begins with {words[0]!r}, not with a verb or a noun"
     named = {_stem(word) for word in re.findall(r"[a-z]+", _snake(name).lower())}
     if {_stem(word) for word in words} - {*_NO_CONTENT.split()} <= named:
         yield "says no more than the name"

@@ -354,7 +354,11 @@ def test_the_result_carries_its_spec_and_a_later_line_is_compared_with_it() -> N
             "b@dp d, d f -> b@dp f",
             "reduced over 'dp': its pattern or spec requires varying",
         ),
-        ({"reduced": "dp"}, "b d, d f -> b f", "annotated as reduced over axis 'dp', which the pattern"),
+        (
+            {"reduced": "dp"},
+            "b d, d f -> b f",
+            "annotated as reduced over axis 'dp', which the pattern",
+        ),
     ],
 )
 def test_marks_that_contradict_the_text(kinds: Any, text: str, message: str) -> None:
