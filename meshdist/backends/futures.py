@@ -35,8 +35,8 @@ _here = threading.local()
 class Deferral:
     """Queue of a context's futures; ``settle`` waits for each, and runs callbacks in order."""
 
-    # On NCCL a future is complete once its collective is enqueued: its callbacks run immediately, on
-    # the thread that starts the collectives, and so in the same order on all ranks.
+    # On NCCL a future is complete once its collective is enqueued: its callbacks run immediately,
+    # on the thread that starts the collectives, and so in the same order on all ranks.
 
     def __init__(self) -> None:
         self._futures: deque[torch.futures.Future[Any]] = deque()
@@ -63,9 +63,7 @@ class Deferral:
             while self._futures:  # callbacks may append more
                 try:
                     self._futures.popleft().wait()
-                except (
-                    Exception
-                ) as error:  # its callbacks have run, and may handle it
+                except Exception as error:  # its callbacks have run, and may handle it
                     first = first or error
         return first
 

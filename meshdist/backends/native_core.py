@@ -33,8 +33,8 @@ except ImportError:
     if _is_clone and sys.platform == "linux" and multiprocessing.parent_process() is None:
         warnings.warn(
             explain(
-                "meshdist is imported from its source folder, without the native core: ranks of one "
-                "host use Gloo, which is slower, and messages are not checked for mismatches",
+                "meshdist is imported from its source folder, without the native core: ranks of "
+                "one host use Gloo, which is slower, and messages are not checked for mismatches",
                 found=str(_root / "meshdist"),
                 fix="build it with `pip install -e .`, or start Python in another folder",
             ),

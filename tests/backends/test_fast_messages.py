@@ -406,7 +406,8 @@ WAITS = {
     "recv": "rank 1 to send (1048576,) float32 to this rank under tag 2",
 }
 FAILURES = {
-    "is late": "CollectiveTimeoutError: {operation} on group of ranks 0-1 was not finished within 3 s",
+    "is late": "CollectiveTimeoutError: {operation} on group of ranks 0-1 was not finished "
+    "within 3 s",
     "aborts": "AbortedError: {operation} on group of ranks 0-1 was aborted",
     "dies": "BackendError: {operation} on group of ranks 0-1 failed on backend 'shm'",
 }

@@ -444,12 +444,12 @@ class MpiBackend(BackendType):
     def support(
         self, operation: str, device_type: str, dtype: torch.dtype, op: ReduceKind | None = None
     ) -> str:
-        """Return the support as of any backend; CUDA tensors are "built", since they may be staged."""
+        """Return the support; CUDA tensors are "built", since they may be staged."""
         found = super().support(operation, device_type, dtype, op)
         return "built" if found and device_type != "cpu" else found
 
     def connection_for(self, device_type: str) -> str:
-        """Return the connection's name: the backend's, with the device type unless that is "cpu"."""
+        """Return the connection's name: the backend's, and the device type if not "cpu"."""
         return self.name if device_type == "cpu" else f"{self.name}-{device_type}"
 
     def is_available(self) -> bool:

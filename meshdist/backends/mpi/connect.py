@@ -49,7 +49,8 @@ def _end_opening(opening: Opening, find_process_infos: FindProcessInfos) -> None
     except RuntimeError as lost:  # of the store: its text names the process that serves it
         silent.append(first_line(lost))
     error = CollectiveTimeoutError(
-        f"{opening.name} was not opened on backend 'mpi' within {opening.timeout.total_seconds():g} s",
+        f"{opening.name} was not opened on backend 'mpi' within "
+        f"{opening.timeout.total_seconds():g} s",
         where=f"rank {opening.ranks[opening.rank]}, among {ranks_text(opening.ranks)}",
         expected="every rank to make the MPI calls that open the group",
         found="\n".join(silent) or "a missing rank, which MPI does not identify",

@@ -101,7 +101,7 @@ class MpiRequest(Request):
 
 @dataclass(eq=False)
 class MpiConnection:
-    """One member's connection to a group over MPI, with its operations in flight."""
+    """Connection of a member to a group over MPI, with its operations in flight."""
 
     MPI: Any
     comm: Any
@@ -157,7 +157,9 @@ class MpiConnection:
                 request.then()
         except self.MPI.Exception as error:
             raise self.failure(error) from None
-        except BaseException as error:  # MPI cannot cancel a collective, and may still write to its tensors
+        except (
+            BaseException
+        ) as error:  # MPI cannot cancel a collective, and may still write to its tensors
             raise given_up_for(error, self.start(request).test_quietly) from None
 
     def forget(self, request: MpiRequest) -> None:
