@@ -125,8 +125,7 @@ class Communicator(ABC):
         return False
 
     def start(self, prepared: OperationArgs) -> Request:
-        """Start ``prepared`` by the backend's method for it, or by ``build``; return the
-        request."""
+        """Start ``prepared`` by the backend's method, or by ``build``; return the request."""
         own = self.ways.get(prepared.way)
         return self.build(prepared) if own is None else getattr(self, own)(prepared)
 

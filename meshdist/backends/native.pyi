@@ -151,7 +151,7 @@ class PythonRunner(Runner):
     """Over methods of torch's classes, or over functions of Python.
 
     Methods are those of ``communicator.torch_group``. ``find(operation, op, dtype, root, is_list,
-    is_empty)`` returns the shortcut of a kind of call, as in ``c10d/shortcuts.py``, with a method's
+    is_empty)`` returns the shortcut of a kind of call, as in ``c10d/fast_path.py``, with a method's
     name, or a function that takes the arguments of the method; None leaves these calls to Python.
     ``end(work, note)`` waits for a work that is not None; of calls that are started,
     ``end(work, then, note)`` returns the operation. ``explain(error)`` returns the error to raise.

@@ -34,8 +34,7 @@ except ImportError:
         warnings.warn(
             explain(
                 "meshdist is imported from its source folder, without the native core: ranks of "
-                "one "
-                "host use Gloo, which is slower, and messages are not checked for mismatches",
+                "one host use Gloo, which is slower, and messages are not checked for mismatches",
                 found=str(_root / "meshdist"),
                 fix="build it with `pip install -e .`, or start Python in another folder",
             ),

@@ -278,8 +278,7 @@ class OperationArgs:
         return copy_back
 
     def finish_here(self) -> None:
-        """Copy the result to the caller's arrays; make CuPy's streams, if used, wait for
-        torch's."""
+        """Copy the result to the caller's arrays; make CuPy's streams, if any, wait for torch's."""
         if copy_back := self.find_copy_back():
             copy_back()
         if self.foreign and (hand_back := find_hand_back(self.foreign)):
@@ -297,7 +296,7 @@ class _Overwritten(torch.autograd.Function):
     def backward(ctx: Any, *_: Any) -> Any:
         raise GradientError(
             f"{ctx.operation} cannot be differentiated: it overwrote a tensor with gradient "
-            f"history",
+            "history",
             expected="a differentiable collective",
             fix="use meshdist.lax.psum(x, axis, mesh=mesh), which returns a new tensor; or call "
             f"{ctx.operation} on x.detach(), so that gradients ignore the call",

@@ -233,8 +233,7 @@ class OnDevice:
 def start_waiting_for_another(
     backend: Communicator, operation: str, timeout: timedelta = SECONDS
 ) -> Request:
-    """Start ``operation`` on member 0 of 2 such that it cannot end before member 1 has started
-    it."""
+    """Start ``operation`` on member 0 of 2 so that it cannot end before member 1 starts it."""
     one, two = torch.ones(4), torch.ones(8)
     call = Direct(backend, timeout)
     pair = [torch.ones(4), torch.ones(4)]

@@ -1,5 +1,4 @@
-"""A collective in flight, whose operation finishes when the test says so, and over real
-backends."""
+"""A collective in flight: a request that the test finishes, and requests of real backends."""
 
 from __future__ import annotations
 

@@ -4,9 +4,9 @@ If the same bits, read as another dtype, give the same result, nothing is copied
 sums of int32, bitwise ops of int16 are those of bytes, the OR of bool is its maximum. If a wider
 dtype holds all values, a copy is reduced and rounded once. MIN and MAX of floats run on integers of
 the same order, because in c10d the rank that holds a NaN decides whether the result is NaN.
-Everything else (bitwise ops over NCCL, the order of uint64) is gathered and reduced in this
-process. A mean of integers is a sum, which wraps in its dtype, and a division. Data of dtypes that
-no class knows are moved as bytes.
+All else (bitwise ops over NCCL, the order of uint64) is gathered and reduced in this process.
+A mean of integers is a sum, which wraps in its dtype, and a division. Data of dtypes that no class
+knows are moved as bytes.
 """
 
 from __future__ import annotations
@@ -86,8 +86,7 @@ def read_as(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return the memory of a contiguous tensor as a flat tensor of ``dtype``."""
     if dtype is tensor.dtype:
         return tensor if tensor.dim() == 1 else tensor.view(-1)
-    # A tensor of one or no element is contiguous with any stride, but torch cannot view it as
-    # bytes.
+    # A tensor of at most one element is contiguous with any stride, but cannot be viewed as bytes.
     return tensor.as_strided((tensor.numel(),), (1,)).view(dtype)
 
 

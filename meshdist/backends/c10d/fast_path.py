@@ -1,15 +1,15 @@
-"""How a class of torch's does plain calls, so that the native core can let it.
+"""Describe torch's process groups to the native core, which runs fast-path calls on them.
 
-A *shortcut* of some calls is the method of the class that carries them, c10d's options for it, what
-prepares its arguments, or None, and how many bytes such a call may have. ``prepare`` is given what
-the method takes before its options, on the caller's memory, and returns what it takes in place of
-that, and what completes the result once the class has done it:
+A *shortcut* consists of the method that runs a kind of call, c10d's options for it, a function that
+prepares its arguments, or None, and the most bytes of such a call. ``prepare`` gets the arguments
+of the method, on the caller's memory, and returns the arguments to use instead and a function that
+completes the result:
 
     all_reduce MAX of float32    allreduce of int32: a copy in the order of the floats, turned back
-    reduce_scatter over Gloo     alltoall_base into memory of its own, whose parts are reduced
+    reduce_scatter over Gloo     alltoall_base into new memory, whose parts are reduced
 
-Members on the fast path and on Python's meet in the same calls of the class, with the same bits:
-what is built here is what ``built_operations`` builds.
+Members on the fast path and in Python make the same calls of the class, with bitwise equal results:
+the compositions are those of ``composed_collectives``.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ Prepared: TypeAlias = tuple[tuple[Any, ...], Finished]
 Shortcut: TypeAlias = tuple[str, Any, Callable[..., Prepared] | None, int]
 
 _SMALL_BYTES = 1 << 16
-"""Of so few no memory is kept, which takes longer than to get some anew."""
+"""Smaller buffers are not pooled, because a new allocation is faster."""
 
 _DTYPES = {code: dtype for dtype, code in DTYPE_CODES.items()}
 
 
 class _Carried(NamedTuple):
-    """The method and options of torch's class by which a collective of the native core travels.
+    """The method and options of torch's class that run an operation of the native core.
 
     Args:
-        way, method: the collective of a communicator, and the method of the class.
-        options: c10d's, which the method takes.
-        needs_data: whether some classes reject it where nothing is moved.
-        is_substituted: whether a reduction that the class lacks is built of others here.
+        way, method: the communicator's operation, and the method of the class.
+        options: the class of c10d's options for the method.
+        needs_data: whether some classes reject empty tensors.
+        is_substituted: whether a missing reduction is composed of others here.
     """
 
     way: str
@@ -80,7 +80,7 @@ _CARRIED = {
         "reduce_scatter", "_reduce_scatter_base", c10d.ReduceScatterOptions, needs_data=True
     ),
 }
-"""By the core's collective."""
+"""Keyed by the core's operation."""
 
 
 class FastPathCommunicator(ComposingCommunicator, Protocol):
@@ -101,9 +101,9 @@ class _CallsAlike(NamedTuple):
     """Fields that are equal in all calls of the same shortcut.
 
     Args:
-        collective, dtype: as the core names them; ``op`` and ``root`` are numbers, -1 for none.
-        is_list: whether an all-to-all is of lists of tensors.
-        is_empty: whether nothing is moved.
+        operation, dtype: as the core names them; ``op`` and ``root`` are numbers, -1 for none.
+        is_list: whether an all-to-all takes lists of tensors.
+        is_empty: whether the tensors are empty.
     """
 
     operation: str
@@ -122,10 +122,10 @@ def open_fast_path(
     timeout: timedelta,
     works: tuple[Any, ...],
 ) -> FastPath | None:
-    """Return the native object that runs a communicator's plain calls; None without any.
+    """Return the native object that runs a communicator's fast-path calls, or None.
 
     Args:
-        finish: makes the operation of a prepared call that waits, its work and its note.
+        finish: finishes a call, given its arguments, its work and its record's number.
         entry, explain, timeout, works: as ``Communicator.fast_path`` takes them.
     """
     kind: Callable[..., Any] | None = backend.operation_kind
@@ -144,10 +144,10 @@ def open_fast_path(
 
 
 def _find_shortcut(backend: FastPathCommunicator, like: OperationArgs, *of: Any) -> Shortcut | None:
-    """Return the method and options of torch's class for calls that are alike; None: use Python.
+    """Return the method and options of torch's class for equal calls; None: use Python.
 
     Args:
-        like: has the timeout of each, and whether its caller waits.
+        like: holds their timeout, and whether the caller waits.
         of: the fields of a ``_CallsAlike``.
     """
     kind = _CallsAlike(*of)
@@ -204,7 +204,7 @@ def _divided(size: int, tensors: Tensors) -> Prepared:
 
 
 def _copy_to_overwrite(backend: FastPathCommunicator, tensors: Tensors) -> Prepared:
-    """Return a copy for the class to overwrite, and a function that frees it, None if small."""
+    """Return a copy that the class may overwrite, and a function that frees it, None if small."""
     if tensors[0].nbytes <= _SMALL_BYTES:
         return ([tensors[0].clone()],), None
     target = backend.scratch.take(tensors[0].numel(), tensors[0])
@@ -222,7 +222,7 @@ def _gathered(size: int, op: ReduceKind, tensors: Tensors) -> Prepared:
 def _exchange(
     backend: FastPathCommunicator, op: ReduceKind, output: torch.Tensor, tensor: torch.Tensor
 ) -> Prepared:
-    """Return the arguments of an all-to-all, and a function that reduces the parts that came."""
+    """Return the arguments of an all-to-all, and a function that reduces the received parts."""
     sizes = [output.numel()] * backend.size
     if tensor.nbytes <= _SMALL_BYTES:
         mine = torch.empty_like(tensor)

@@ -155,7 +155,7 @@ class GlooCommunicator(C10dCommunicator):
         self._tag_numbers = TagNumbers(store)
         self._spins = spins and hasattr(os, "sched_yield")
         self._has_died = has_died
-        self._left: set[int] = set()  # members that have left in good order
+        self._left: set[int] = set()  # members that left normally
         self._process_id = os.getpid()
         self.completing = threading.Lock()
         self._main_thread = threading.main_thread().ident
@@ -163,7 +163,7 @@ class GlooCommunicator(C10dCommunicator):
         self.dropped = DroppedMessages(_ALMOST_FOR_EVER)
         self._queue = WorkerQueue(partial(_disconnect, weakref.ref(self)))
         self.posts_at_once = not self._is_lazy
-        # Python 3.12 starts no threads while handlers of atexit run, which close what is open.
+        # Python 3.12 cannot start threads in atexit handlers, which close open groups.
         start_timers()
         keep_thread()
         _open.add(self)
@@ -244,14 +244,13 @@ class GlooCommunicator(C10dCommunicator):
         if group is CLOSED:
             return
         if self._process_id != os.getpid():  # a forked child
-            # Its threads stayed with the parent, and its end would wait for them for ever.
+            # Its threads exist only in the parent, and the destructor would wait for them forever.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
             return
         has_waiting_threads = self.dropped.close()
         if self._is_lazy:
             return
-        # The group ends only when all of its operations have, and one may be in flight that other
-        # members do not come to.
+        # The group's destructor waits for all operations, and other members may never make one.
         messages = [start_expiring(group, peer) for peer in self._peers()]
         if has_waiting_threads:
             expire(messages)

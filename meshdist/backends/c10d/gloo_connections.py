@@ -177,8 +177,7 @@ def _address_between_hosts(opening: Opening) -> str:
 
 
 def check_interfaces(opening: Opening, patience: timedelta) -> None:
-    """Raise BackendUnsupported if members store unequal numbers of interfaces within
-    ``patience``."""
+    """Raise BackendUnsupported if members store unequal interface counts within ``patience``."""
     keys = [f"interfaces/{member}" for member in range(len(opening.ranks))]
     if not wait_until(lambda: opening.store.check(keys), Deadline(patience)):
         return

@@ -1,18 +1,16 @@
-"""Backends whose collectives are kernels in the order of a stream: NCCL, and XCCL, which follows
-it.
+"""Run collectives as kernels on device streams: NCCL, and XCCL, which has the same interface.
 
-Starting one returns once its kernel is enqueued, and a wait lets the current stream wait, not the
-host. So no wait notices a member that never comes: a thread looks after all works (``watch``), ten
-times a second, and aborts the communicator of a call that failed or is late. It goes by what c10d
-knows, and never asks a device: a thread that does so while another captures a CUDA graph ends the
-capture. NCCL ends the kernels of an aborted communicator as if they were done: whether a work has
-ended well is known only from before.
+A start returns once the kernel is enqueued, and a wait blocks the current stream, not the host. So
+no wait detects a member that never calls: a thread checks all works (``watch``) ten times a second,
+and aborts the communicator of a call that failed or is late. It uses c10d's state and never queries
+a device, because a query would invalidate the CUDA graph capture of another thread. NCCL ends the
+kernels of an aborted communicator as if they were done, so success must be recorded before.
 
-A collective whose caller waits at once goes out on the current stream and leaves no work (c10d's
-``asyncOp=False``): no other stream, no events. There the thread asks c10d's own watchdog, which
-sees every kernel and is told to end nothing by itself.
+A collective whose caller waits immediately runs on the current stream without a work (c10d's
+``asyncOp=False``), without another stream or events. For these calls the thread asks c10d's own
+watchdog, which sees every kernel and is configured to end nothing itself.
 
-Facts of c10d: ProcessGroupNCCL.cpp and ProcessGroupNCCL.hpp of pytorch 2.8 to 2.13.
+Source of facts on c10d: ProcessGroupNCCL.cpp and ProcessGroupNCCL.hpp of pytorch 2.8 to 2.13.
 """
 
 from __future__ import annotations
@@ -57,10 +55,10 @@ if TYPE_CHECKING:
 _log = logging.getLogger("meshdist.nccl")
 
 ENDS_LATER = timedelta(seconds=1)
-"""How much later than ours c10d's own timeout comes, so that ours is the first to speak."""
+"""How much longer c10d's own timeout is, so that meshdist reports a late call first."""
 
 _NOTICED_LATER = timedelta(seconds=0.25)
-"""How much later than a work c10d's future of it may be done: its watchdog looks every 0.1 s."""
+"""How much later c10d's future may be done than its work: c10d's watchdog polls every 0.1 s."""
 
 _ABORT_S = timedelta(seconds=30)
 
@@ -70,20 +68,20 @@ _OF_LISTS = frozenset({"all_gather_list", "reduce_scatter_list"})
 is_capturing: Callable[[], bool] = getattr(
     torch._C, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing
 )
-"""Whether a CUDA graph captures what goes to the current stream."""
+"""Whether a CUDA graph is capturing the current stream."""
 
 
 class DeviceResult:
-    """Record of how a work on a device ended, which does not hold the tensors' memory."""
+    """Outcome of a work on a device, which does not keep the tensors alive."""
 
     # It does not hold the work, which keeps the tensors' memory.
 
     result: Any
     """c10d's future of it."""
     limit: timedelta
-    """How long it may take; the watchdog counts from its first look."""
+    """Its timeout, which the watchdog counts from its first check."""
     note: int | None
-    """The recorder's number."""
+    """The number of the call's record."""
     # Of most works these are as they stand here, which costs a call nothing.
     deadline: Deadline | None = None
     is_good: bool = False
@@ -92,7 +90,7 @@ class DeviceResult:
     """Why it has not, explained, where it was the first to fail."""
 
     def bound(self, limit: timedelta) -> None:
-        """Give the work a new time limit, which counts from the next ``look``."""
+        """Set a new timeout, which counts from the next ``look``."""
         self.limit, self.deadline = limit, None
 
     def look(self) -> BackendFailure | None:
@@ -110,14 +108,14 @@ class DeviceResult:
 
 
 class EnqueuedWork(Request):
-    """Operation around c10d's ``work`` on a device's stream, whose end ``outcome`` records.
+    """Request for c10d's ``work`` on a device's stream, whose end ``outcome`` records.
 
     Args:
         communicator: watches for its end, unless a CUDA graph is captured.
-        limit: how long it may take.
-        work: c10d's.
-        then: enqueues what completes the result, behind the work.
-        note: the recorder's number of the call.
+        limit: its timeout.
+        work: c10d's work.
+        then: enqueues, after the work, the operations that complete the result.
+        note: the number of the call's record.
     """
 
     __slots__ = ("adds_to_stream", "communicator", "outcome", "then", "work")
@@ -148,7 +146,7 @@ class EnqueuedWork(Request):
             communicator.outcomes.add(outcome)
 
     def wait(self, seconds: float) -> int:
-        """Let the current stream wait, whatever ``seconds``; return 0, or 1 if that fails."""
+        """Make the current stream wait (``seconds`` is ignored); return 0, or 1 if that fails."""
         communicator = self.communicator
         if communicator.is_aborted or communicator.explaining.locked():
             return 1
@@ -160,7 +158,7 @@ class EnqueuedWork(Request):
             return 1
         if communicator.is_aborted or communicator.explaining.locked():
             return 1
-        if (then := self.then) is not None:  # as ``complete``, in a frame less
+        if (then := self.then) is not None:  # inlines ``complete``
             self.then = reject_to_complete
             then()
             self.then, self.adds_to_stream = None, False
@@ -190,7 +188,7 @@ class EnqueuedWork(Request):
 
 
 class EnqueueingCommunicator(C10dCommunicator):
-    """The connection of NCCL, or XCCL; the group's ``timeout`` bounds connecting and closing."""
+    """Communicator over NCCL or XCCL; the group's ``timeout`` bounds connecting and closing."""
 
     arithmetic = NCCL
     gathers_uneven = True
@@ -216,7 +214,7 @@ class EnqueueingCommunicator(C10dCommunicator):
         self._device: torch.device | None = None
         self._explain: Explain | None = None
         self.outcomes: set[DeviceResult] = set()
-        # Held while the error of a failure is made, so that a wait for the work raises that one.
+        # Held while a failure's error is made, so that a wait for the work raises that error.
         self.explaining = threading.Lock()
         self._unraised: MeshdistError | None = None
         self._last_call: TimeoutCall | None = None
@@ -255,13 +253,13 @@ class EnqueueingCommunicator(C10dCommunicator):
         device = prepared.device or self._device
         current = torch.get_device_module(self._device_type).current_device
         options.device_ids = [current() if device is None else device.index]
-        options.asyncOp = True  # a blocking one would wait for the stream without end
+        options.asyncOp = True  # a blocking barrier would wait for the stream without a timeout
         return self._request(prepared, self._call("barrier", options))
 
     def fast_path(
         self, entry: Any, explain: Explain, timeout: timedelta, works: tuple[Any, ...]
     ) -> FastPath | None:
-        # XCCL leaves a work of each call, and may lack collectives, which are built in Python.
+        # XCCL returns a work for each call, and may lack collectives, which Python composes.
         return super().fast_path(entry, explain, timeout, works) if self._tells_errors else None
 
     def finish_work(self, work: EnqueuedWork, timeout: timedelta) -> None:
@@ -296,7 +294,7 @@ class EnqueueingCommunicator(C10dCommunicator):
 
     @classmethod
     def abort_together(cls, communicators: Sequence[Communicator]) -> None:
-        # One abort may wait for the device, where the kernel of another communicator hangs.
+        # One abort may wait for the device, on which another communicator's kernel hangs.
         ours = [each for each in communicators if isinstance(each, cls)]
         groups = {each: group for each in ours if (group := each._cut_off()) is not None}
         if groups:
@@ -312,20 +310,20 @@ class EnqueueingCommunicator(C10dCommunicator):
         group = self.torch_group
         if group is CLOSED:
             return
-        if self._process_id != os.getpid():  # its threads, and CUDA, stayed with the parent
+        if self._process_id != os.getpid():  # its threads, and CUDA, exist only in the parent
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
         else:
-            if is_ending_by_exception():  # others may not come to what is in flight
+            if is_ending_by_exception():  # other members may never make the calls in flight
                 self.abort()
             if self.is_aborted:
                 self._wait_for_last_call(_ABORT_S)
             else:
                 self._shut_down()
         self.torch_group = CLOSED
-        self.is_aborted = True  # what has not ended by now never will
+        self.is_aborted = True  # operations that have not ended by now never will
 
     def _shut_down(self) -> None:
-        """Run c10d's shutdown, once, waiting up to the timeout for kernels to end."""
+        """Run c10d's shutdown once; wait up to the timeout for kernels to end."""
         if self._last_call is not None:
             return
         self._last_call = TimeoutCall(self.torch_group.shutdown, "shutdown")
@@ -334,7 +332,7 @@ class EnqueueingCommunicator(C10dCommunicator):
                 outcome.is_good = outcome.look() is None
 
     def _wait_for_last_call(self, limit: timedelta) -> bool:
-        """Wait up to ``limit`` for the shutdown or abort; return whether it went well."""
+        """Wait up to ``limit`` for the shutdown or abort; return whether it succeeded."""
         call = wait_until(lambda: self._last_call, Deadline(limit))  # an abort may just begin
         try:
             if call is not None:
@@ -361,7 +359,7 @@ class EnqueueingCommunicator(C10dCommunicator):
     def _fail(
         self, failure: BackendFailure, limit: timedelta, outcome: DeviceResult | None = None
     ) -> None:
-        """Log and keep for waits the error of ``failure``, of work ``outcome``; abort all works."""
+        """Log the error of ``failure`` in work ``outcome``, keep it for waits, and abort."""
         failure.limit, error = limit, None
         with self.explaining:
             try:
@@ -385,7 +383,7 @@ class EnqueueingCommunicator(C10dCommunicator):
         return BackendFailure(f"{self.backend.upper()} reports {found}")
 
     def _check_outcome(self, outcome: DeviceResult) -> None:
-        """Raise the error of a work that an abort cut off; return for any other work."""
+        """Raise the error of a work that an abort interrupted; ignore other works."""
         if outcome.is_good or not (self.is_aborted or self.explaining.locked()):
             return
         with self.explaining:  # the watchdog may be about to say why
@@ -400,9 +398,8 @@ class EnqueueingCommunicator(C10dCommunicator):
         raise error.with_traceback(None)
 
     def _is_async(self, prepared: OperationArgs) -> bool:
-        # What leaves no work is bounded by c10d alone, by the timeout of the whole group. And a
-        # list's collective may be cut into several, whose end c10d sees on a stream of its own
-        # alone.
+        # Only c10d bounds calls without a work, with the timeout of the group. A list's collective
+        # may be split into several, whose end c10d detects only on its own stream.
         leaves_none = prepared.waits and self._tells_errors and prepared.timeout == self._timeout
         return not leaves_none or prepared.way in _OF_LISTS
 
@@ -422,7 +419,7 @@ class EnqueueingCommunicator(C10dCommunicator):
 
 @dataclass(eq=False, slots=True)
 class _PolledResult:
-    """The result of a work for which c10d keeps no future: ``done`` polls the device."""
+    """Result of a work without a c10d future: ``done`` polls the device."""
 
     work: Any
 
@@ -443,7 +440,7 @@ def _tells_errors(group: Any) -> bool:
 
 
 def _abort_groups(groups: Sequence[Any]) -> None:
-    """Abort process groups in parallel threads, as a single group of NCCL calls; log failures."""
+    """Abort process groups in parallel threads, as one group of NCCL calls; log failures."""
     first = groups[0]
     has_groups = hasattr(first, "_group_start")
     if has_groups:

@@ -1,1 +1,1 @@
-"""MPI, by mpi4py: the ranks that mpiexec has started."""
+"""Run on MPI through mpi4py, among the ranks that mpiexec has started."""

@@ -1,7 +1,7 @@
-"""MPI, by mpi4py: the ranks that mpiexec has started.
+"""Run operations over MPI through mpi4py, among the ranks that mpiexec has started.
 
-A collective is one nonblocking call of MPI's, which goes on while it is polled. What MPI does not
-reduce itself is done in another dtype (``datatypes``).
+A collective is one nonblocking MPI call, which advances while it is polled. Reductions that MPI
+lacks run in another dtype (``datatypes``).
 """
 
 from __future__ import annotations
@@ -51,15 +51,15 @@ if TYPE_CHECKING:
 _SUM = ReduceOp.SUM
 _MOST_NUMBERED_TAGS = 1 << 12
 _LARGE = 1 << 16
-"""From how many bytes on a reduce is an all-reduce, and an all-gather an all-to-all: Open MPI sends
-the former in many small steps, each of which waits for the next poll, and copies the latter."""
+"""The size from which a reduce runs as an all-reduce, and an all-gather as an all-to-all: Open MPI
+splits a reduce into many small steps that each wait for a poll, and copies an all-gather."""
 _AWAITING_ALL = frozenset({"all_gather", "all_reduce", "barrier", "reduce_scatter"})
 """The collectives from which no member returns before all members have called them."""
 _CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
 
 
 class MpiCommunicator(Communicator):
-    """Part of one member in a group over MPI."""
+    """Communicator over MPI."""
 
     posts_at_once = True
     leaves_early = True
@@ -102,7 +102,7 @@ class MpiCommunicator(Communicator):
         return path
 
     def _find_shortcut(self, timeout: timedelta, operation: str, op: int, *_: Any) -> Any:
-        """Return the shortcut of the calls that the native core checks; None for the others."""
+        """Return the shortcut of calls that the native core checks; None for all others."""
         if operation not in _AWAITING_ALL:
             return None
         return (
@@ -241,8 +241,8 @@ class MpiCommunicator(Communicator):
         return self._collective("Iscatter", prepared, (whole, tensor), give_back, *buffers, root)
 
     def _all_to_all(self, prepared: OperationArgs) -> Request:
-        # A member may have much for one and little for another, which sees that little alone. So
-        # each pair of members decides for itself whether its part goes with the others.
+        # A member knows only its own sizes, so each pair of members decides independently whether
+        # its part is too large for the joint call and is sent as a message.
         outputs, inputs = prepared.outputs, prepared.inputs
         most = self._most_for_one(inputs[0])
         large = [
@@ -324,7 +324,7 @@ class MpiCommunicator(Communicator):
     def _copy_back(
         self, plan: MpiReduction, result: torch.Tensor, output: torch.Tensor, *used: torch.Tensor
     ) -> Callable[[], None]:
-        """Return a function that decodes ``result`` into ``output`` and frees what was ``used``."""
+        """Return a function that decodes ``result`` into ``output`` and frees ``used``."""
 
         def copy_back() -> None:
             plan.decode(result, output, self.size)
@@ -379,11 +379,11 @@ class MpiCommunicator(Communicator):
         others: list[int],
         *taken: Any,
     ) -> Request:
-        """Start a message by ``call``, mpi4py's Isend or Irecv, and return its operation.
+        """Start a message by ``call``, mpi4py's Isend or Irecv, and return its request.
 
         Args:
-            others: the members that may be its other side.
-            taken: of a receive, MPI's status and the number of bytes.
+            others: the possible peers.
+            taken: for a receive, MPI's status and the number of bytes.
         """
         link = self._link
         if self._is_cuda:
@@ -398,9 +398,9 @@ class MpiCommunicator(Communicator):
         return link.start(MpiRequest(link, native_request, tensor, [others], None, *taken))
 
     def _tag(self, tag: int, dtype: torch.dtype) -> int:
-        """Return MPI's tag for a program's, or for its number if it is too large, and ``dtype``."""
-        # MPI moves bytes: without the dtype in its tag, a receive from any member would take them
-        # for numbers of another dtype.
+        """Return MPI's tag for a program's ``tag``, or its number if it is large, and ``dtype``."""
+        # MPI sends bytes: the dtype in the tag keeps a receive from any member from interpreting
+        # them as another dtype.
         num_tags, link = (self._largest_tag + 1) // len(_CODES), self._link
         if tag >= (num_direct := max(0, num_tags - _MOST_NUMBERED_TAGS)):
             try:
@@ -420,10 +420,10 @@ class MpiCommunicator(Communicator):
 
 
 class StagedMpiCommunicator(MpiCommunicator):
-    """Part of one member in a group of CUDA tensors, over an MPI that knows no CUDA memory."""
+    """Communicator for CUDA tensors over an MPI that is not CUDA-aware."""
 
     def start(self, prepared: OperationArgs) -> Request:
-        """Start ``prepared`` on copies in host memory, where built collectives go on."""
+        """Start ``prepared``, and the collectives that compose it, on copies in host memory."""
         inputs, outputs = prepared.inputs, prepared.outputs
         if not any(x.is_cuda for x in (*inputs, *outputs)):
             return super().start(prepared)
@@ -435,7 +435,7 @@ class StagedMpiCommunicator(MpiCommunicator):
 
 
 class MpiBackend(BackendType):
-    """MPI, by mpi4py: CPU tensors, and CUDA tensors directly or by way of host memory."""
+    """MPI through mpi4py: CPU tensors, and CUDA tensors directly or through host memory."""
 
     name = "mpi"
     device_types = frozenset({"cpu", "cuda"})
@@ -444,14 +444,12 @@ class MpiBackend(BackendType):
     def support(
         self, operation: str, device_type: str, dtype: torch.dtype, op: ReduceKind | None = None
     ) -> str:
-        """Return the support as of any backend; CUDA tensors are "built", since they may be
-        staged."""
+        """Return the support; CUDA tensors are "built", since they may be staged."""
         found = super().support(operation, device_type, dtype, op)
         return "built" if found and device_type != "cpu" else found
 
     def connection_for(self, device_type: str) -> str:
-        """Return the connection's name: the backend's, with the device type unless that is
-        "cpu"."""
+        """Return the connection's name: the backend's, and the device type if not "cpu"."""
         return self.name if device_type == "cpu" else f"{self.name}-{device_type}"
 
     def is_available(self) -> bool:
@@ -461,14 +459,14 @@ class MpiBackend(BackendType):
         return find_mpi_problem() or super().why_unavailable()
 
     def open(self, opening: Opening) -> Communicator:
-        """Open the group among its members alone; the first group of a process starts MPI."""
+        """Open the group with only its members; the first group of a process starts MPI."""
         link = open_link(opening)
         is_staged = opening.device_type == "cuda" and not is_cuda_aware()
         return (StagedMpiCommunicator if is_staged else MpiCommunicator)(opening, link)
 
 
 def _synchronize(tensor: torch.Tensor) -> None:
-    """Wait for the current stream of a CUDA tensor's device, of which MPI knows nothing."""
+    """Wait for the current stream of a CUDA tensor's device, which MPI does not order."""
     if not tensor.is_cuda:  # a copy in host memory
         return
     torch.cuda.current_stream(tensor.device).synchronize()

@@ -1,4 +1,4 @@
-"""How the members of a group over MPI come together: through the store, then MPI itself."""
+"""Connect the members of a group over MPI: through the store, then through MPI."""
 
 from __future__ import annotations
 
@@ -29,8 +29,7 @@ def limited(opening: Opening, find_process_infos: FindProcessInfos) -> Iterator[
     """End the process if MPI's calls in the context, which open a group, take too long.
 
     Args:
-        find_process_infos: returns each member's process card, None if it has not come, for the
-            error.
+        find_process_infos: returns each member's process info for the error, None if missing.
     """
     timer = Timer(opening.timeout, partial(_end_opening, opening, find_process_infos))
     try:
@@ -77,14 +76,14 @@ _openings = itertools.count()
 
 
 def open_link(opening: Opening) -> MpiConnection:
-    """Open a group on MPI by its members' calls alone."""
+    """Open a group on MPI with calls of its members only."""
     mine: dict[str, Any] = {"process_info": my_process_info().to_json()}
     try:
         MPI = _started(opening)
         place = mine["rank"] = MPI.COMM_WORLD.Get_rank()
         mine["size"] = MPI.COMM_WORLD.Get_size()
-        # Two groups with a common member may open at the same time, in two threads: their tags
-        # are equal once in many thousands of times.
+        # Two groups with a common member may open concurrently, in two threads: random tags keep
+        # them apart.
         mine["tag"] = hash((place, next(_openings))) % _NUM_TAGS
     except BackendError as error:
         fields = {name: getattr(error, name) for name in ("where", "expected", "found", "fix")}
@@ -112,7 +111,7 @@ def open_link(opening: Opening) -> MpiConnection:
 
 
 def _started(opening: Opening) -> Any:
-    """Return ``mpi4py.MPI``, started together with all ranks of its world, within the timeout."""
+    """Start MPI together with all ranks of its world, within the timeout; return mpi4py.MPI."""
     if load_mpi().Is_initialized():
         return start_mpi()
     store, keys = opening.store, [f"mpi starts/{member}" for member in range(len(opening.ranks))]

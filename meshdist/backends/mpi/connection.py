@@ -1,8 +1,8 @@
-"""The operations in flight in a group over MPI, and how its members wait.
+"""Track and wait for the operations in flight in a group over MPI.
 
-MPI's own waits cannot be ended: not by an abort, nor at a timeout. So operations are started and
-tested until they are done. Where mpiexec ends this rank since another has died MPI raises nothing:
-a signal's handler gives a last report.
+Neither an abort nor a timeout can end MPI's own waits. So operations are started, and tested until
+they are done. If mpiexec ends this rank because another died, MPI raises nothing: a signal handler
+prints a last report.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class MpiRequest(Request):
     request: Any
     kept: Any
     awaited: Sequence[list[int]]
-    """Members of which one set's leaving, of all in it, ends the wait."""
+    """Sets of members: if all members of one set have left, the wait ends."""
     then: Callable[[], None] | None = None
     status: Any = None
     num_bytes: int = 0
@@ -82,7 +82,7 @@ class MpiRequest(Request):
         return Request.source(self) if self.status is None else int(self.status.Get_source())
 
     def test(self) -> bool:
-        """Test MPI's request, unless another thread does just now; return whether it is done."""
+        """Test MPI's request, unless another thread tests it; return whether it is done."""
         if not self.is_done and self.polling.acquire(blocking=False):
             try:
                 if not self.is_done:  # a second test after the end gets an empty status
@@ -92,7 +92,7 @@ class MpiRequest(Request):
         return self.is_done
 
     def test_quietly(self) -> bool:
-        """Return ``test()``, or True if that raises MPI's error, which ``finish`` raises again."""
+        """Return ``test()``, or True if it raises MPI's error, which ``finish`` raises again."""
         try:
             return self.test()
         except self.link.MPI.Exception:
@@ -101,7 +101,7 @@ class MpiRequest(Request):
 
 @dataclass(eq=False)
 class MpiConnection:
-    """Part of one member in a group over MPI, with its operations in flight."""
+    """Connection of a member to a group over MPI, with its operations in flight."""
 
     MPI: Any
     comm: Any
@@ -124,7 +124,7 @@ class MpiConnection:
         return self._process_id != os.getpid()
 
     def find_dead(self) -> list[int]:
-        """Return the group ranks of members whose processes are seen to have ended."""
+        """Return the group ranks of members whose processes have exited."""
         return [
             member
             for member, process_info in enumerate(self.process_infos)
@@ -132,7 +132,7 @@ class MpiConnection:
         ]
 
     def start(self, request: MpiRequest) -> MpiRequest:
-        """Keep an operation while it is in flight, even if its Work is dropped; return it."""
+        """Keep a request while it is in flight, even if its Work is dropped; return it."""
         in_flight = self.in_flight
         with self.keeping:
             for _ in range(2):  # so that operations whose Work was dropped are freed in time
@@ -157,11 +157,13 @@ class MpiConnection:
                 request.then()
         except self.MPI.Exception as error:
             raise self.failure(error) from None
-        except BaseException as error:  # MPI takes no collective back, and may write its tensors
+        except (
+            BaseException
+        ) as error:  # MPI cannot cancel a collective, and may still write to its tensors
             raise given_up_for(error, self.start(request).test_quietly) from None
 
     def forget(self, request: MpiRequest) -> None:
-        """Drop the reference to an operation that is not in flight any more."""
+        """Drop the reference to a request that is no longer in flight."""
         with self.keeping:
             self.in_flight.pop(request, None)
 
@@ -169,7 +171,7 @@ class MpiConnection:
         """Test ``request`` until it is done, yielding, then sleeping.
 
         Raises:
-            BackendFailure: it is late, aborted or closed, or a member that it awaits has ended.
+            BackendFailure: it is late, aborted or closed, or a member that it awaits has exited.
         """
         deadline, is_over = Deadline(timeout), partial(self._check_done, request.test)
         look, early = self._looks(request), Deadline(min(_LATE_S, deadline.left_s))
@@ -179,7 +181,7 @@ class MpiConnection:
             raise BackendTimeout.after(timeout)
 
     def leave(self) -> None:
-        """Store for the others that this member takes no further part; a forked child does not."""
+        """Announce in the store that this member leaves; do nothing in a forked child."""
         if self.is_forked:  # it has no part in the group
             return
         with suppress(RuntimeError):  # the store is lost, as the others will see
@@ -202,7 +204,7 @@ class MpiConnection:
         self.comm.Free()
 
     def check_size(self, count: int, num_bytes: int) -> None:
-        """Raise MessageMismatch unless ``count``, the bytes that came, equals ``num_bytes``."""
+        """Raise MessageMismatch unless ``count``, the received bytes, equals ``num_bytes``."""
         if count != num_bytes:
             raise MessageMismatch(
                 f"a message of {count} bytes arrived for a receive of {num_bytes} bytes"
@@ -217,7 +219,7 @@ class MpiConnection:
 
     def _check_done(self, is_done: Callable[[], bool]) -> bool:
         """Return ``is_done()``; raise if the communicator is closed, or aborted before then."""
-        if self.is_closed:  # perhaps by another thread; then MPI must not be polled any more
+        if self.is_closed:  # maybe by another thread; MPI must not be polled any more
             raise BackendFailure("the communicator was closed")
         if is_done():
             return True
@@ -226,7 +228,7 @@ class MpiConnection:
         return False
 
     def _looks(self, request: MpiRequest) -> Callable[[], None]:
-        """Return a function to call often, which checks now and then whether a member is lost."""
+        """Return a function to call often, which periodically checks whether a member is lost."""
         next_look, num_looks = time.perf_counter() + _LOOK_S, 0
 
         def look() -> None:
@@ -243,13 +245,13 @@ class MpiConnection:
         lost, text = self.find_dead(), "has ended"
         if not lost and queries:
             lost, text = self._find_left(request.awaited), "has closed this group or exits"
-        # What it sent before may be on its way still.
+        # Its last message may still be in transit.
         limit = Deadline(_LOOK_S)
         if lost and not wait_until(request.test, limit, longest_pause_s=_LATE_PAUSE_S):
             raise MemberLost(text, lost[0])
 
     def _find_left(self, awaited: Sequence[list[int]]) -> list[int]:
-        """Return the first of the sets of members of which all have left, [] if there is none."""
+        """Return the first set of members of which all have left, [] if there is none."""
         with suppress(RuntimeError):  # the store is lost
             check = self.opening.store.check
             return next((some for some in awaited if check([left_key(k) for k in some])), [])
@@ -262,7 +264,7 @@ _abandoned: list[Any] = []
 
 
 def _all_links() -> tuple[MpiConnection, ...]:
-    """Return this process's connections, also closed; none while another thread opens a group."""
+    """Return this process's connections, also closed; () while another thread opens a group."""
     try:
         return tuple(_links)
     except RuntimeError:
@@ -270,12 +272,12 @@ def _all_links() -> tuple[MpiConnection, ...]:
 
 
 def left_key(member: int) -> str:
-    """Return the key that a member sets in the store when it takes no further part."""
+    """Return the store key that a member sets when it leaves."""
     return f"left/{member}"
 
 
 def report_dead_ranks_at_the_end() -> None:
-    """Install a handler of SIGTERM that prints which ranks died, as mpiexec ends this rank."""
+    """Install a SIGTERM handler that prints which ranks died when mpiexec ends this rank."""
     is_main = threading.current_thread() is threading.main_thread()
     if is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, _report)

@@ -1,16 +1,15 @@
-"""Tensors and reductions as MPI sees them.
+"""Map tensors and reductions to MPI datatypes and operations.
 
-MPI's calls take memory as an address, a count and a datatype. An MPI before version 4 counts in 32
-bits. There a larger message travels as one element of a datatype made for its size, and the
-collectives cut reductions into several calls.
+MPI calls take memory as an address, a count and a datatype. Before version 4, counts have 32 bits.
+There a larger message is sent as one element of a datatype of its size, and reductions are split
+into several calls.
 
-MPI reduces integers, float32, float64 and complex numbers of those. The rest is done in one of
-these. Narrower floats are widened, and rounded once at the end; so are integers of 8 and 16
-bits to be added up, where Open MPI 5 stops at the largest instead of wrapping. Of a bool's byte the
-bits are joined. The smallest and largest of
-floats are found among integers in the same order: whether NaN is larger than 1, and 0 than -0,
-is else for each step of an algorithm to say, and members end up with different results (seen with
-Open MPI 5 and MPICH 5).
+MPI reduces integers, float32, float64 and their complex dtypes. Other reductions are converted.
+Narrower floats are widened, and rounded once at the end; so are sums of 8- and 16-bit integers,
+because Open MPI 5 saturates instead of wrapping. A bool is reduced with bitwise ops on its byte.
+MIN and MAX of floats run on integers of the same order: otherwise each step of an algorithm may
+order NaN and 1, or 0 and -0, differently, and members get different results (seen with Open MPI 5
+and MPICH 5).
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from ..composed_collectives import check_reducible, divide, flip, to_order
 from ..operation_args import Tensors, parts_like, write_all, writing
 
 Afterwards: TypeAlias = Callable[[], None] | None
-"""The rest to do when a collective is done, if there is any."""
+"""A function to call when a collective is done, if any."""
 
 _MOST_BEFORE_4 = (1 << 31) - 1
 _MOST = (1 << 62) - 1
@@ -37,7 +36,7 @@ _PIECE = 1 << 30
 
 
 class MpiBuffers:
-    """Maker of the arguments of MPI's calls for tensors; ``most`` is a call's largest count."""
+    """Builder of MPI call arguments for tensors; ``most`` is a call's largest count."""
 
     def __init__(self, MPI: Any) -> None:
         self.most = _MOST if MPI.Get_version() >= (4, 0) else _MOST_BEFORE_4
@@ -89,7 +88,7 @@ def view_or_pack(tensors: Tensors, scratch: Scratch) -> tuple[torch.Tensor, Afte
 
 
 def view_or_unpack(outputs: Tensors, scratch: Scratch) -> tuple[torch.Tensor, Afterwards]:
-    """Return a view of ``outputs`` and None; or other memory and a function to copy it there."""
+    """Return a view of ``outputs`` and None; or a buffer and a function to copy it to them."""
     whole = _in_a_row(outputs)
     if whole is not None:
         return whole, None
@@ -103,28 +102,28 @@ def view_or_unpack(outputs: Tensors, scratch: Scratch) -> tuple[torch.Tensor, Af
 
 
 def _in_a_row(tensors: Tensors) -> torch.Tensor | None:
-    """Return a flat view of tensors that lie in a row in a block of memory; else None."""
+    """Return a flat view of tensors that are consecutive in one storage; else None."""
     first = next((x for x in tensors if x.numel()), tensors[0])
     item, start = first.itemsize, first.data_ptr()
     end = start
     for x in tensors:
         count = x.numel()
-        if count and x.data_ptr() != end:  # what is empty lies nowhere
+        if count and x.data_ptr() != end:  # an empty tensor has no address
             return None
         end += count * item
     storage = first.untyped_storage()
     if end > storage.data_ptr() + storage.nbytes():
-        return None  # the next block of memory follows by chance
+        return None  # adjacent storages, by chance
     flat = first.detach() if first.requires_grad else first
     return flat.as_strided(((end - start) // item,), (1,))
 
 
 @dataclass(frozen=True)
 class MpiReduction:
-    """Way to do one reduction of one dtype.
+    """Plan for one reduction of one dtype.
 
     Args:
-        op: the reduction that MPI does.
+        op: the reduction that MPI runs.
         wide: the dtype to which the elements are converted before MPI reduces them, or None.
         in_order: the integer dtype to which floats are mapped in their order for MIN or MAX, or
             None.
@@ -138,11 +137,11 @@ class MpiReduction:
 
     @cached_property
     def is_plain(self) -> bool:
-        """Return whether MPI reduces the tensor's own memory, and nothing else is to do."""
+        """Return whether MPI reduces the tensor's own memory, without conversion."""
         return self.wide is None and self.in_order is None and not self.divides
 
     def encode(self, x: torch.Tensor, scratch: Scratch) -> torch.Tensor:
-        """Return the flat array that MPI reduces for ``x``: a view, a copy, or from ``scratch``."""
+        """Return the flat array that MPI reduces for ``x``: a view, a copy, or ``scratch``."""
         x = x.detach().view(-1)
         if self.wide is not None:
             narrow, x = x, scratch.take(x.numel(), x.new_empty(0, dtype=self.wide))
@@ -153,7 +152,7 @@ class MpiReduction:
 
     @property
     def is_in_place(self) -> bool:
-        """Return whether ``encode`` gives the tensor's own memory."""
+        """Return whether ``encode`` returns a view of the tensor's own memory."""
         return self.wide is None and self.in_order is None
 
     def decode(self, result: torch.Tensor, output: torch.Tensor, size: int) -> None:
@@ -166,13 +165,13 @@ class MpiReduction:
                 result.div_(size)
             if target.data_ptr() != result.data_ptr():
                 target.copy_(result)
-            if is_whole:  # where the sum has wrapped in their own dtype
+            if is_whole:  # the sum wraps in the narrow dtype
                 divide(target, size)
 
 
 @cache
 def find_plan(op: ReduceKind, dtype: torch.dtype) -> MpiReduction:
-    """Return the way to reduce ``dtype`` with ``op``; raise DtypeError where there is none."""
+    """Return the plan to reduce ``dtype`` with ``op``; raise DtypeError if there is none."""
     check_reducible("mpi", op, dtype)
     if dtype is torch.bool:
         return MpiReduction(ON_BOOL[op])
@@ -189,7 +188,7 @@ def find_plan(op: ReduceKind, dtype: torch.dtype) -> MpiReduction:
 
 @cache
 def plain_sums(MPI: Any) -> dict[torch.dtype, Any]:
-    """Return MPI's datatypes for the dtypes that it adds up itself."""
+    """Return MPI's datatypes for the dtypes that it sums itself."""
     kinds = [dtype for dtype in DTYPES if find_plan(ReduceOp.SUM, dtype).is_plain]
     return {dtype: mpi_type(MPI, dtype) for dtype in kinds if dtype is not torch.bool}
 

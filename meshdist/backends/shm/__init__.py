@@ -1,1 +1,1 @@
-"""The shared-memory backend: the ranks of one host, through memory that they share."""
+"""Run on shared memory, among the ranks of one host."""

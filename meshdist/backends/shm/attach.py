@@ -1,10 +1,10 @@
-"""How processes of one host come to share memory, or learn together that they cannot.
+"""Set up memory that the processes of one host share, on all members or on none.
 
-The first member makes the memory and a Unix socket without a file (``listener``), and writes the
-socket's address to the store. Each member connects and sends a pidfd, a handle to its own process.
-When all have connected, each gets the memory and all pidfds, and confirms that it has mapped them.
-A member that fails writes its reason to the store, where the first reason stays, and disconnects:
-so in the end all members share, or all raise the same reason.
+The first member creates the memory and an abstract Unix socket (``listener``), and writes the
+socket's address to the store. Each member connects and sends a pidfd, a handle to its process. When
+all have connected, each gets the memory and all pidfds, and confirms that it has mapped them. A
+member that fails writes its reason to the store, which keeps the first reason, and disconnects: in
+the end all members share the memory, or all raise the same reason.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ _ADDRESS = "shared/address"
 _TROUBLE = "shared/trouble"
 _KINDS = {"rejected": BackendUnsupported, "left": BackendFailure, "late": BackendTimeout}
 _SLICE_S = 0.05
-_GRACE_S = 1.0  # the others wait longer than the first member, which knows the missing ones
+_GRACE_S = 1.0  # others wait longer than the first member, which knows which members are missing
 
 
 @dataclass(frozen=True)
 class Shared:
-    """A member's open descriptors, which it closes: of memory, and each process (-1: its own)."""
+    """Open descriptors that the member closes: the memory, and each process (-1: its own)."""
 
     memory: int
     processes: tuple[int, ...]
 
 
 class _Trouble(Exception):
-    """Reason why nothing is shared: one of ``_KINDS``, and a text."""
+    """Reason why sharing fails: one of ``_KINDS``, and a text."""
 
     def __init__(self, kind: str, text: str) -> None:
         super().__init__(text)
@@ -57,19 +57,19 @@ def share(
     timeout_s: float,
     find_lost: Callable[[], str] = str,
 ) -> None:
-    """Share memory among the members of one group; return when all of them have attached to it.
+    """Share memory among the members of one group; return when all have attached to it.
 
     Args:
-        store: keys of this group alone.
-        rank: this member's place.
+        store: a store for the keys of this group only.
+        rank: this member's group rank.
         ranks: the members' global ranks, for messages.
         make_memory: makes the memory and returns its open file; called on the first member.
-        attach: begins to use it; called on every member. Raises OSError, MemoryError or
-            RuntimeError where it cannot.
-        find_lost: says which members have ended before they came, "" for none.
+        attach: maps the memory; called on every member. Raises OSError, MemoryError or
+            RuntimeError if it fails.
+        find_lost: returns a text that names members that have exited, "" for none.
     """
     try:
-        with ExitStack() as stack:  # what is still open is closed when the reason is known to all
+        with ExitStack() as stack:  # closes open descriptors once all members know the reason
             try:
                 deadline = Deadline(timeout_s + (_GRACE_S if rank else 0.0))
                 of_group = store, rank, ranks, make_memory, attach, find_lost
@@ -100,7 +100,7 @@ class _Member:
     next_look: Deadline = field(default_factory=lambda: Deadline(_SLICE_S))  # into the store
 
     def lead(self) -> None:
-        """Make the memory, as the first member, and give it to the others."""
+        """Create the memory, as the first member, and send it to the others."""
         held: list[int] = []
         self.stack.callback(close_all, held)
         try:
@@ -141,7 +141,7 @@ class _Member:
             self.attach(Shared(memory, (-1, *in_order[1:])))
         self._await_confirmations(connections)
         for connection in connections:
-            with suppress(OSError):  # the first call notices a member that has left by now
+            with suppress(OSError):  # the first call detects a member that has left by now
                 send(connection, 0, [], self.deadline)
 
     def _await_confirmations(self, connections: Mapping[socket.socket, int]) -> None:
@@ -179,10 +179,10 @@ class _Member:
     def _ready(
         self, sockets: Iterable[socket.socket], awaited: Iterable[int]
     ) -> list[socket.socket]:
-        """Return the readable sockets after a moment; raise _Trouble if a member failed or is late.
+        """Poll for readable sockets; raise _Trouble if a member failed or is late.
 
         Args:
-            awaited: the places of the members that are late at the deadline.
+            awaited: the group ranks of the members that are late at the deadline.
         """
         with selectors.PollSelector() as selector:
             for socket_ in sockets:
@@ -207,14 +207,14 @@ class _Member:
         return address
 
     def _look(self) -> None:
-        """Raise _Trouble if a member for which others wait has ended."""
+        """Raise _Trouble if an awaited member has exited."""
         if lost := self.find_lost():
             raise _Trouble("left", lost)
 
 
 @contextmanager
 def _as_trouble(rank: int, other: str) -> Iterator[None]:
-    """Turn errors of the body into a _Trouble that names ``rank`` and its partner ``other``."""
+    """Convert errors of the body to a _Trouble that names ``rank`` and its peer ``other``."""
     try:
         yield
     except ConnectionRefusedError as error:

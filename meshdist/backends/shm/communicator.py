@@ -1,8 +1,8 @@
-"""The shared-memory backend: the ranks of one host, through memory that they share.
+"""Run operations through shared memory, among the ranks of one host.
 
-The native core (``native/``) does the work; it takes addresses, counts and codes. Every call is
-compared with the other members' before a result is returned, a member that ends is noticed by its
-pidfd, and waiting ends at an abort. ``handshake`` brings the members together.
+The native core (``native/``) does the work; it takes addresses, counts and codes. It compares every
+call with the other members' before it returns a result, detects exited members by their pidfds, and
+ends waits at an abort. ``attach`` connects the members.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ if _core is not None:
     Request.register(_core.Started)
 
 _KIB = 1024
-# Per member there are four slots, and per pair of members two rings. With two members larger sizes
-# measured faster: what is written anew has left the cores' own caches by then (messages of 4 MiB
-# took 148 us through 2 MiB, 177 through 1). Many members get smaller sizes, so that their slots
-# together stay in the shared cache, and a group takes no more than some MiB.
+# Each member has four slots, and each pair of members two rings. For two members, larger sizes are
+# faster, because reused memory has left the cores' private caches (messages of 4 MiB took 148 us
+# through 2 MiB, 177 us through 1 MiB). Many members get smaller sizes, so that all slots stay in
+# the shared cache and a group takes only a few MiB.
 _MEMORY = ((2, 512 * _KIB, 2048 * _KIB), (4, 256 * _KIB, 256 * _KIB), (None, 128 * _KIB, 64 * _KIB))
 _ALIGNMENT = 4096
 
@@ -67,7 +67,7 @@ Places = Sequence[tuple[int, int]]
 
 
 class ShmCommunicator(Communicator):
-    """Part of one member in a group in shared memory, over the native communicator ``core``."""
+    """Communicator in shared memory, over the native communicator ``core``."""
 
     ways: ClassVar[Mapping[str, str]] = dict.fromkeys(BACKEND_OPERATIONS, "start")
     averages_at_once = True
@@ -148,7 +148,7 @@ class ShmCommunicator(Communicator):
         return DONE
 
     def _message(self, prepared: OperationArgs) -> Request:
-        """Run a send or receive if the caller waits, else start it; return its operation."""
+        """Run a send or receive if the caller waits, else start it; return its request."""
         is_send, peer = not prepared.outputs, prepared.root
         (tensor,) = prepared.inputs or prepared.outputs
         message = is_send, -1 if peer is None else peer, prepared.tag
@@ -169,7 +169,7 @@ class ShmCommunicator(Communicator):
         memory = _share(opening, partial(_make_memory, stride * self.size), _attach_memory)
         self._core.add_memory(memory)
         start = self.rank * stride
-        # Cut before torch sees it: the storage of the tensor is this member's part alone.
+        # Slice it before torch wraps it, so that the tensor's storage is only this member's part.
         return torch.from_numpy(memory.array()[start : start + num_bytes])
 
     def fast_path(
@@ -227,8 +227,7 @@ class ShmBackend(BackendType):
         )
 
     def open(self, opening: Opening) -> Communicator:
-        """Open the group's memory; raise BackendUnsupported on every member if any member
-        cannot."""
+        """Open the group's memory; if a member cannot, raise BackendUnsupported on all members."""
         if not opening.is_one_host:
             raise BackendUnsupported("its ranks run on several hosts")
         core = _share(
@@ -237,7 +236,7 @@ class ShmBackend(BackendType):
             lambda shared: _core.Communicator(shared.memory, opening.rank, shared.processes),
         )
         communicator = ShmCommunicator(opening, core)
-        # The first call measures which stores suit the path between the members.
+        # The first call measures which store instructions are fastest between the members.
         communicator.start(OperationArgs("", "barrier", (), ()).as_own(opening.timeout))
         return communicator
 
@@ -260,14 +259,14 @@ def _make_memory(num_bytes: int) -> int:
 
 
 def _check_room(num_bytes: int) -> None:
-    """Raise MemoryError if this system has fewer than ``num_bytes`` free."""
+    """Raise MemoryError if the system has fewer than ``num_bytes`` of free memory."""
     free = free_bytes()
     if num_bytes > free:
         raise MemoryError(f"{num_bytes:,} bytes are needed, but only {free:,.0f} are free")
 
 
 def _attach_memory(shared: Shared) -> Any:
-    """Map and return memory for buffers; close the handles of processes, which it does not need."""
+    """Map and return memory for buffers; close the unneeded process handles."""
     for pidfd in shared.processes:
         if pidfd >= 0:
             os.close(pidfd)
@@ -289,7 +288,7 @@ def _share(opening: Opening, make: Callable[[], int], attach: Callable[[Shared],
         of_group = opening.store, opening.rank, opening.ranks
         share(*of_group, make, attach_and_close, seconds, opening.find_lost)
     except BaseException:
-        made.clear()  # nothing of it stays, however long the error is kept
+        made.clear()  # the error may be kept, and must not keep the memory
         raise
     return made[0]
 
@@ -308,7 +307,7 @@ def _reductions() -> list[tuple[ReduceKind, int, dict[torch.dtype, int]]]:
 
 
 def _core_operations() -> dict[str, tuple[int, TensorLayout, TensorLayout]]:
-    """Return each collective's number in the core, and the forms in which it takes tensors."""
+    """Return each operation's number in the core, and the layouts of its tensors."""
     found = {}
     for way, operation in BACKEND_OPERATIONS.items():
         name, forms = way.removesuffix("_single"), [operation.takes, operation.gives]
@@ -335,13 +334,12 @@ _NOWHERE: tuple[int, int, Places] = (0, 0, ())
 def _placed(
     form: TensorLayout, tensors: Tensors, sizes: Sizes, scale: int
 ) -> tuple[int, int, Places]:
-    """Return ``(address, count, ())`` of a single tensor; ``(0, 0, [(address, count), ...])`` else.
+    """Return ``(address, count, ())`` of a single tensor; else ``(0, 0, [(address, count), ...])``.
 
     Args:
-        sizes: the elements of each part, where a single tensor is sent in parts.
-        scale: what an element counts as: 1, or its bytes.
+        sizes: the elements of each part, if a single tensor is sent in parts.
+        scale: the core's elements for each element: 1, or its bytes.
     """
-    # Each element counts as ``scale`` of what travels: as 1, or as its bytes.
     if form is _ONE:
         tensor = tensors[0]
         return tensor.data_ptr(), tensor.numel() * scale, ()
@@ -376,7 +374,7 @@ def failure_of(
     """Return the BackendFailure for a ``status`` of the native core and its record ``failure``.
 
     Args:
-        number: the call's, or the message's, for RanksMismatch.
+        number: the number of the call or message, for RanksMismatch.
         message: whether it is a send, the peer and the tag.
     """
     known = _core.STATUSES
@@ -404,13 +402,13 @@ def failure_of(
 
 
 def _gone(failure: Any) -> list[int]:
-    """Return the members that the core's record ``failure`` has as ended or as having closed."""
+    """Return the members that have exited or closed, according to the core's ``failure``."""
     pairs = zip(failure.has_exited, failure.was_closed, strict=True)
     return [member for member, seen in enumerate(pairs) if any(seen)]
 
 
 def _lost(failure: Any, message: tuple[bool, int, int] | None) -> MemberLost:
-    """Return MemberLost for the peer in ``message`` (is_send, peer, tag) if gone, else another."""
+    """Return MemberLost for the peer in ``message`` if it is gone, else for another member."""
     member, gone = failure.culprit, _gone(failure)
     if message is not None and message[1] in gone:
         member = message[1]

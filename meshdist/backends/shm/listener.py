@@ -1,10 +1,10 @@
-"""The entrance to a group's shared memory, for its members and no other process.
+"""Admit only the members of a group to its shared memory.
 
-Any process of the host can find a Unix socket and connect to it. So the first member makes a
-secret, which the others read in the store, and each sends it in its first message. A connection
-that says anything else is dropped, and a silent connection keeps no member waiting. A process of
-another user is told so, since it may be a member. This does not keep out a process of this user
-that can read the store.
+Any process of the host can connect to a Unix socket. The first member therefore creates a secret,
+which the other members read from the store and send in their first message. Connections that send
+anything else are dropped, and silent connections do not block members. A process of another user
+gets an answer, since it may be a member. This does not exclude a process of the same user that can
+read the store.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def receive(
 
 
 def limit(connection: socket.socket, deadline: Deadline) -> None:
-    """Let the next call on a connection wait until ``deadline`` at most."""
+    """Bound the next call on ``connection`` by ``deadline``."""
     connection.settimeout(max(deadline.left_s, _SHORTEST_S))
 
 
@@ -86,7 +86,7 @@ def receive_part(
     connection: socket.socket, num_bytes: int, most_files: int
 ) -> tuple[bytes, list[int], bool]:
     """Receive a message with ``most_files`` at most; return bytes, files, and whether all came."""
-    # Not socket.recv_fds, which lets programs that are started inherit them.
+    # socket.recv_fds would let child programs inherit the descriptors.
     room = socket.CMSG_SPACE(most_files * _FILE_BYTES)
     data, more, flags, _ = connection.recvmsg(num_bytes, room, socket.MSG_CMSG_CLOEXEC)
     files = array.array("i")
@@ -116,12 +116,12 @@ def _try_to_send(connection: socket.socket, data: bytes, files: Sequence[int]) -
 
 
 OF_ANOTHER_USER = -1
-"""The number that is sent to a process of another user, which may be a member."""
+"""The number that is sent to a process of another user, in case it is a member."""
 
 _SECRET_BYTES = 16
-_GREETING = struct.Struct(f"!{_SECRET_BYTES}sI")  # the secret, and the member's place
-_MOST_SILENT = 64  # connections that may say nothing yet
-_SILENT_S = 1.0  # so long each of them may do so where others wait for its place
+_GREETING = struct.Struct(f"!{_SECRET_BYTES}sI")  # the secret, and the member's group rank
+_MOST_SILENT = 64  # connections that have not sent a greeting
+_SILENT_S = 1.0  # how long each may stay silent while others wait to connect
 
 
 class Listener:
@@ -131,7 +131,7 @@ class Listener:
         name = f"meshdist-{secrets.token_hex(16)}"
         self._secret = secrets.token_bytes(_SECRET_BYTES)
         self.address = f"{name} {self._secret.hex()}"  # for ``enter``
-        self.awaited = set(range(1, size))  # the places of members that have not come yet
+        self.awaited = set(range(1, size))  # members that have not connected
         self._silent: dict[socket.socket, Deadline] = {}  # the oldest comes first
         self._listener = socket.socket(socket.AF_UNIX)
         try:
@@ -201,7 +201,7 @@ class Listener:
 def enter(
     connection: socket.socket, address: str, place: int, pidfd: int, deadline: Deadline
 ) -> bool:
-    """Send ``place`` and a ``pidfd`` to the listener at ``address``; False if another user's."""
+    """Send ``place`` and a ``pidfd`` to the listener; return False if it is another user's."""
     try:
         name, secret = address.split()
         greeting = _GREETING.pack(bytes.fromhex(secret), place)
@@ -211,7 +211,7 @@ def enter(
         raise TimeoutError
     if _peer_user(connection) != os.getuid():
         return False
-    with suppress(ConnectionError):  # a member that is turned away still has an answer to read
+    with suppress(ConnectionError):  # a rejected member must still read the answer
         send_part(connection, greeting, [pidfd], deadline)
     return True
 

@@ -1,1 +1,1 @@
-"""The backend of simulated ranks: one process, of whose ranks exactly one runs."""
+"""Run simulated ranks: threads of one process, of which exactly one runs at a time."""

@@ -1,8 +1,7 @@
-"""The backend of simulated ranks: one process, of whose ranks exactly one runs.
+"""Run operations among simulated ranks, the threads of one process.
 
-Since all members lie in one process, every call is compared with the others' before any data
-moves, and a rank that waits for what cannot come fails at once. Timeouts are accepted and never end
-a wait: there is no clock.
+All members share a process, so every call is compared before any data moves, and deadlocks raise
+immediately. Timeouts are accepted and never expire: simulated ranks have no clock.
 """
 
 from __future__ import annotations
@@ -26,15 +25,15 @@ from .matching import Matching, PendingCollective, PendingReceive, SentMessage, 
 from .scheduler import Rank, find_rank_here
 
 DEVICE_TYPES = ("cpu", "cuda", "mps", "xpu", "hpu", "mtia")
-"""The device types that simulated ranks serve; data moves by torch's own copies."""
+"""The device types that simulated ranks support; torch copies the data."""
 
 
 class SimulatedCommunicator(Communicator):
-    """A group of simulated ranks, as one rank of them sees it."""
+    """Communicator of a simulated rank."""
 
-    # Every collective moves its data natively, and is done when its last member has started it. A
-    # send is done at once: the message is copied, so that programs which are right where sends are
-    # eager do not deadlock here, and messages of one sender under one tag arrive in the order sent.
+    # Every collective is native, and is done when its last member has started it. A send is done
+    # immediately, because it copies the message: programs that are correct with eager sends do not
+    # deadlock here, and messages of one sender under one tag arrive in order.
 
     ways = dict.fromkeys(BACKEND_OPERATIONS, "_collective") | {"send": "_send", "recv": "_recv"}
     averages_at_once = True
@@ -54,7 +53,7 @@ class SimulatedCommunicator(Communicator):
         return super().support(operation, device_type, dtype, op)
 
     def _collective(self, prepared: OperationArgs) -> Request:
-        """Start a collective; its data are moved when its last member has started it."""
+        """Start a collective; the last member that starts it moves the data."""
         self._check_usable()
         way, op, root, sizes = prepared.way, prepared.op, prepared.root, prepared.sizes
         inputs, outputs = prepared.inputs, prepared.outputs
@@ -70,7 +69,7 @@ class SimulatedCommunicator(Communicator):
         elif operation.takes in FOR_EACH or operation.gives in FOR_EACH:
             sizes = self._sizes(inputs or outputs), self._sizes(outputs or inputs)
             if root is not None and (root != self.rank or sizes[0] == sizes[1]):
-                sizes = None  # as even as a rooted collective is
+                sizes = None  # rooted collectives have equal sizes
         self._started += 1
         note = self._noted(prepared)
         if prepared.shows_all:
@@ -85,7 +84,7 @@ class SimulatedCommunicator(Communicator):
         return started
 
     def _send(self, prepared: OperationArgs) -> Request:
-        """Write a message to the receive that waits for it, or keep a copy; never wait."""
+        """Write a message into its pending receive, or keep a copy; never wait."""
         self._check_usable()
         (tensor,), peer = prepared.inputs, prepared.root
         assert peer is not None
@@ -95,7 +94,7 @@ class SimulatedCommunicator(Communicator):
         return DONE
 
     def _recv(self, prepared: OperationArgs) -> Request:
-        """Start a receive from a member, or any; it takes the message that was sent first."""
+        """Start a receive from a member, or any; it gets the message that was sent first."""
         self._check_usable()
         (tensor,), peer, tag = prepared.outputs, prepared.root, prepared.tag
         synchronize(tensor)
@@ -121,7 +120,7 @@ class SimulatedCommunicator(Communicator):
             raise BackendFailure("the communicator was closed")
 
     def _noted(self, prepared: OperationArgs) -> CallRecord:
-        """Return the recorder's note of a call, with this group's number and name."""
+        """Return the record of a call, with this group's number and name."""
         recorder = prepared.recorder
         assert recorder is not None  # a backend's own calls are those of other backends
         note = recorder.find_note(prepared.number)
@@ -129,13 +128,13 @@ class SimulatedCommunicator(Communicator):
         return CallRecord(self._started, self._group, *note[2:])
 
     def _sizes(self, tensors: Tensors) -> tuple[int, ...]:
-        """Return the number of elements to or from each member, equal if there is a lone tensor."""
+        """Return the number of elements for each member, equal if there is a single tensor."""
         counts = tuple(tensor.numel() for tensor in tensors)
         return counts * self.size if len(counts) == 1 else counts
 
 
 class SimulatedBackend(BackendType):
-    """The backend "simulated": serves the ranks of ``meshdist.simulate``, and no other."""
+    """The backend "simulated", for the ranks of ``meshdist.simulate`` only."""
 
     name = "simulated"
     device_types = frozenset(DEVICE_TYPES)
@@ -153,7 +152,7 @@ class SimulatedBackend(BackendType):
                 "backend 'simulated' works on simulated ranks only: run the program with "
                 "meshdist.simulate(fn, ranks)"
             )
-        # The store's keys are this communicator's alone, so the first member to come names it.
+        # The store's keys belong to this communicator only, so its first member names it.
         if opening.store.add("simulated/members", 1) == 1:
             name = f"meeting {len(rank.scheduler.tables)}"
             rank.scheduler.tables[name] = Matching(opening.ranks, opening.name)

@@ -1,10 +1,10 @@
-"""Where the members of a group that share a process meet: their collectives and messages.
+"""Match and execute the collectives and messages of simulated ranks.
 
-Calls are compared as they come; the last member of a collective moves its data. A message waits for
-its receive, or a receive for its message.
+Each call is compared when it starts; the last member of a collective moves its data. A message
+waits for its receive, or a receive for its message.
 
-``_writes`` reads all that a collective needs, then says what is to be written where; ``move``
-writes. Results are the same bits on every member, since all of them are given the same result.
+``_writes`` reads all inputs of a collective and returns the writes; ``move`` executes them. Results
+are bitwise equal on every member, since each result is computed once.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from ..requests import BackendAborted, BackendFailure, Request
 from .scheduler import Rank, find_rank_here
 
 Writes: TypeAlias = list[tuple[torch.Tensor, torch.Tensor]]
-"""Tensors of members, each with what is to be written into it."""
+"""Tensors of members, each with the data to write into it."""
 
 
 @dataclass
@@ -41,9 +41,9 @@ class MemberData:
     """The members' parts in one collective, in group order.
 
     Args:
-        inputs: what each member brings: a tensor, a tensor for each member, or a list.
-        outputs: what each member's results are written into.
-        root: the member that a rooted collective starts from or leads to.
+        inputs: each member's tensor, tensors for each member, or list.
+        outputs: the tensors for each member's results.
+        root: the source or destination of a rooted collective.
     """
 
     inputs: Sequence[Tensors]
@@ -54,7 +54,7 @@ class MemberData:
 
 def move(operation: BackendOperation, round_: MemberData) -> None:
     """Move a collective's data: read all inputs, then write each member's outputs."""
-    # Members may be in inference mode or not, and hold parameters: this mode writes to all.
+    # ``writing`` allows writes to parameters and to tensors of inference mode.
     with writing():
         writes = _writes(operation, round_)
         # A total has memory of its own.
@@ -91,7 +91,7 @@ _first, _sizes, _paired = itemgetter(0), attrgetter("sizes"), partial(zip, stric
 
 def _writes(operation: BackendOperation, round_: MemberData) -> Writes:
     """Return pairs of an output and the data to write there, as ``operation`` moves the inputs."""
-    # All members' tensors stand in columns; a member gets one column, all, or a part of one:
+    # All members' tensors form columns; a member gets one column, all, or a part of one:
     #
     #     scatter from member 1, of x0 x1 x2     columns (x0) (x1) (x2)      member 2: x2
     #     all_gather of a, b, c                  column (a b c) as one       all: abc
@@ -128,7 +128,7 @@ _BROKEN = "; the group is broken now"
 
 @dataclass(eq=False)
 class PendingCall(Request):
-    """An operation that a member has started, and that other simulated ranks can end."""
+    """An operation of one member that other simulated ranks can end."""
 
     matching: Matching
     member: int
@@ -138,7 +138,7 @@ class PendingCall(Request):
     failure: Exception | None = field(default=None, init=False)
 
     def finish(self, timeout: timedelta) -> None:
-        """Wait without limit, while other ranks run, for the operation; raise any failure."""
+        """Wait, without a timeout, while other ranks run; raise the operation's failure."""
         if self.is_done:
             self.rank.check_here()
         else:
@@ -157,7 +157,7 @@ class PendingCall(Request):
 
     @abstractmethod
     def describe(self) -> str:
-        """Return the operation in words, with what it waits for."""
+        """Describe the operation and its wait."""
 
     def end(self, failure: Exception | None = None) -> None:
         """Mark the operation as done, with the ``failure`` that ``finish`` raises, if any."""
@@ -167,7 +167,7 @@ class PendingCall(Request):
 
 @dataclass(eq=False)
 class PendingCollective(PendingCall):
-    """A member's part in a simulated collective, by the collective ``way`` of its communicator."""
+    """A member's part in the simulated operation ``way``."""
 
     way: str
     inputs: Tensors
@@ -175,7 +175,7 @@ class PendingCollective(PendingCall):
     op: ReduceKind | None  # of ``way``: the call's own may be done in several steps
 
     def describe(self) -> str:
-        """Return the call in words, with the members that it waits for."""
+        """Describe the call and the members that it waits for."""
         note, matching = self.note, self.matching
         there = matching.rounds[note.sequence]
         missing: dict[int, list[int]] = {}
@@ -197,7 +197,7 @@ class PendingCollective(PendingCall):
 
 @dataclass(eq=False)
 class PendingReceive(PendingCall):
-    """A receive from member ``peer`` (None: any), which waits for its message or has it."""
+    """A receive from member ``peer`` (None: any)."""
 
     peer: int | None
     tag: int
@@ -208,11 +208,11 @@ class PendingReceive(PendingCall):
         return super().source() if self._source is None else self._source
 
     def takes(self, message: SentMessage) -> bool:
-        """Return whether a message is meant for this receive."""
+        """Return whether ``message`` matches this receive."""
         return self.tag == message.tag and self.peer in (None, message.source)
 
     def accept(self, message: SentMessage) -> None:
-        """Write a message into the tensor; fail the whole group where it does not fit."""
+        """Write a message into the tensor; fail the whole group if it does not match."""
         tensor, data = self.tensor, message.data
         assert tensor is not None  # a receive accepts once
         self._source = message.source
@@ -231,17 +231,16 @@ class PendingReceive(PendingCall):
             f"different kinds different tags{'' if is_mine else _BROKEN}",
         )
         self.end(failure)
-        if not is_mine:  # no other member has a part in what a rank sends to itself
+        if not is_mine:  # a message of a rank to itself concerns no other member
             self.matching.fail(failure)
 
     def describe(self) -> str:
-        """Return the receive in words, and the messages that came instead."""
+        """Describe the receive and the messages that arrived instead."""
         note, matching = self.note, self.matching
         lines = [f"{note.called} over {matching.op_name}, called at {note.where}"]
         lines += [
             f"  rank {matching.ranks[message.source]} called {message.note.text}, which no rank "
-            f"has "
-            "received"
+            "has received"
             for message in matching.messages[self.member]
             if self.peer in (None, message.source)
         ]
@@ -255,7 +254,7 @@ class PendingReceive(PendingCall):
 
 @dataclass
 class SentMessage:
-    """A message that a member has sent, with its note."""
+    """A message that a member has sent, with its record."""
 
     source: int
     tag: int
@@ -264,7 +263,7 @@ class SentMessage:
 
 
 class Matching:
-    """State that the members of one communicator share; ``name``, or "", is for messages."""
+    """State that the members of one communicator share; messages use ``name``, if not ""."""
 
     def __init__(self, ranks: tuple[int, ...], name: str) -> None:
         self.ranks = ranks
@@ -276,10 +275,10 @@ class Matching:
         self.receives: list[list[PendingReceive]] = [[] for _ in ranks]
         self.is_aborted = False
         self.failure: Exception | None = None
-        """The disagreement of members, if any; whatever is started after it fails with it."""
+        """The mismatch of members, if any; all later operations fail with it."""
 
     def enter(self, started: PendingCollective) -> None:
-        """Add a member's call to those of its number; move the data once all have called."""
+        """Add a member's call to its round; move the data once all members have called."""
         number = started.note.sequence
         there = self.rounds.setdefault(number, {})
         there[started.member] = started
@@ -305,7 +304,7 @@ class Matching:
     def _find_disagreement(
         self, started: PendingCollective, there: Mapping[int, PendingCollective]
     ) -> MismatchError | None:
-        """Return an error if ``started`` does not fit the calls ``there`` of its round, or None."""
+        """Return an error if ``started`` does not match the calls ``there`` of its round."""
         first = next(iter(there.values()))
         fits = (started.way, started.note.call.header) == (first.way, first.note.call.header)
         notes = {member: call.note for member, call in there.items()}
@@ -336,7 +335,7 @@ class Matching:
         )
 
     def send(self, message: SentMessage, to: int) -> None:
-        """Give the message to the first receive of member ``to`` that takes it, or keep a copy."""
+        """Pass the message to the first matching receive of member ``to``, or keep a copy."""
         waiting = self.receives[to]
         for place, receive in enumerate(waiting):
             if receive.takes(message):
@@ -347,7 +346,7 @@ class Matching:
         self.messages[to].append(message)
 
     def receive(self, receive: PendingReceive) -> None:
-        """Give a receive the first message that is meant for it, or let it wait."""
+        """Pass the first matching message to a receive, or let it wait."""
         waiting = self.messages[receive.member]
         for place, message in enumerate(waiting):
             if receive.takes(message):
@@ -379,7 +378,7 @@ class Matching:
 
 
 def find_mismatch(member: int, notes: Mapping[int, CallRecord], ranks: Sequence[int]) -> str | None:
-    """Return words for sizes in which ``member``'s new call differs from another's, or None."""
+    """Describe a size in which ``member``'s new call differs from another's, or return None."""
     sizes = {other: note.sizes or _even_sizes(note) for other, note in notes.items()}
     for other in sorted(notes):
         for source, target in ((member, other), (other, member)):
@@ -392,7 +391,7 @@ def find_mismatch(member: int, notes: Mapping[int, CallRecord], ranks: Sequence[
 
 
 def _even_sizes(note: CallRecord) -> Sequence[Sequence[int]]:
-    """Return (sent, taken): for every member, the number of elements of the call's tensor."""
+    """Return (sent, received) for every member: the number of elements of the call's tensor."""
     shape, _ = note.call.data or ((0,), None)
     return ((prod(shape),) * len(note.group.ranks),) * 2
 

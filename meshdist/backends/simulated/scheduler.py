@@ -1,8 +1,8 @@
-"""The scheduler of simulated ranks: threads of one process, of which exactly one runs.
+"""Schedule simulated ranks: threads of one process, of which exactly one runs at a time.
 
-A rank runs until it waits; then the next rank that can run, in rank order, does. The random
-generators and the default dtype are swapped with it. So a run depends on nothing but the program,
-and a deadlock is known at once.
+A rank runs until it waits; then the next runnable rank, in rank order, runs. The scheduler switches
+random generators and the default dtype with it. So a run is deterministic, and a deadlock is
+detected immediately.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ..futures import Completion, collecting_by_need
 T = TypeVar("T")
 
 
-class RankReleased(BaseException):  # which ``except Exception`` in the program lets through
+class RankReleased(BaseException):  # not caught by ``except Exception`` in the program
     """Exception that ends a simulated rank after another has failed."""
 
 
@@ -36,17 +36,17 @@ class Waiting(Protocol):
     """An event that a rank waits for."""
 
     def is_ready(self) -> bool:
-        """Return whether the rank can run again; quick, and without effect."""
+        """Return whether the rank can run again; fast and without side effects."""
 
     def describe(self) -> str:
-        """Return the wait in words that complete the sentence "rank 0 waits in"."""
+        """Return a text that completes the sentence "rank 0 waits in"."""
 
 
 _MOST_VAIN_POLLS = 100_000
 
 
 class Rank:
-    """Simulated rank: a thread, and what it waits for while it does not run."""
+    """Simulated rank: a thread, and its wait while it does not run."""
 
     def __init__(self, index: int, scheduler: Scheduler[Any]) -> None:
         self.index = index
@@ -67,7 +67,7 @@ class Rank:
         return f"<simulated rank {self.index} of {self.scheduler.size}>"
 
     def check_here(self) -> None:
-        """Raise unless called by this rank's own thread, in a run that goes on."""
+        """Raise unless called by this rank's own thread, while the run continues."""
         if threading.get_ident() != self.thread_id:
             raise WorldError(
                 f"simulated rank {self.index} was used from another thread",
@@ -82,7 +82,7 @@ class Rank:
             raise RankReleased
 
     def wait(self, waiting: Waiting) -> None:
-        """Let others run until ``waiting`` is ready; raise DeadlockError if it never will be."""
+        """Let other ranks run until ``waiting`` is ready; raise DeadlockError if it cannot be."""
         self.check_here()
         self.num_vain_polls = 0
         if waiting.is_ready():
@@ -96,11 +96,11 @@ class Rank:
             self.complete_watched()
 
     def poll(self, awaited: Waiting) -> None:
-        """Let other ranks run after a vain poll; after many, wait until ``awaited`` is ready."""
+        """Let other ranks run after a failed poll; after many, wait for ``awaited``."""
         if self._is_polling:
             return
         self.num_vain_polls += 1
-        if self.num_vain_polls > _MOST_VAIN_POLLS:  # it does wait: so a deadlock is found
+        if self.num_vain_polls > _MOST_VAIN_POLLS:  # a wait detects a deadlock
             self.wait(awaited)
         else:
             self.check_here()
@@ -112,7 +112,7 @@ class Rank:
         self._watched.append((poll, complete))
 
     def complete_watched(self) -> None:
-        """Call and drop each watched ``complete`` whose ``poll()`` is true; polls let none run."""
+        """Call and drop each watched ``complete`` whose ``poll()`` is true."""
         if not self._watched or self._is_polling:
             return
         due: list[Callable[[], None]] = []
@@ -163,7 +163,7 @@ class Scheduler(Generic[T]):
         """Call ``body(rank)`` on every rank; return results by rank, or raise the first failure.
 
         Args:
-            interrupted: called at Ctrl-C, while the ranks are where they were.
+            interrupted: called at Ctrl-C, while the ranks are stopped.
         """
         callers = ProcessState()
         threads = [
@@ -270,9 +270,8 @@ class Scheduler(Generic[T]):
         callers.hooks.restore()
         start_as(rank.index)
         try:
-            # A context of its own, and the backward on this thread on every device: the engine's
-            # device threads serve all ranks, and a rank that waits in a collective would stop them
-            # all.
+            # Use a new context, and run backward on this thread for every device: all ranks share
+            # autograd's device threads, and a rank that waits in a collective would block them.
             with torch.autograd.set_multithreading_enabled(False):
                 self._results[rank.index] = contextvars.Context().run(body, rank.index)
             rank.ending = "returned"
@@ -287,7 +286,7 @@ class Scheduler(Generic[T]):
                 self._failure = (rank, error)
 
     def switch_from(self, rank: Rank) -> None:
-        """Let the next rank that can run do so; return when ``rank`` runs again."""
+        """Let the next runnable rank run; return when ``rank`` runs again."""
         with self._switching:
             _let_pending_exceptions_out()
             chosen = self._choose(rank.index)
@@ -303,7 +302,7 @@ class Scheduler(Generic[T]):
             raise interruption
 
     def _resume(self, rank: Rank | None) -> None:
-        """Let ``rank`` run; None, as no rank is left to run, ends the simulation."""
+        """Let ``rank`` run; None (no rank is left) ends the simulation."""
         if rank is None:
             self._is_all_over = True
             self._asked.put(bool)  # which does nothing
@@ -312,7 +311,7 @@ class Scheduler(Generic[T]):
             rank.may_run.release()
 
     def _choose(self, after: int) -> Rank | None:
-        """Return the next rank after ``after`` that can run, or None; a deadlock interrupts all."""
+        """Return the next runnable rank after ``after``, or None; a deadlock interrupts all."""
         for step in range(1, self.size + 1):
             rank = self.ranks[(after + step) % self.size]
             if not rank.is_over and (
@@ -335,7 +334,7 @@ class Scheduler(Generic[T]):
         return stuck[0]
 
     def _report(self) -> str:
-        """Return the wait, or the ending, of each rank in words, equal texts grouped."""
+        """Describe the wait or end of each rank; group equal texts."""
         return grouped_text(
             (
                 rank.index,
@@ -354,7 +353,7 @@ class Scheduler(Generic[T]):
 
 
 def _call_hidden_from_modes(function: Callable[[], T]) -> T:
-    """Return ``function()``, whose operators of torch no dispatch mode sees."""
+    """Return ``function()``, whose torch operators are hidden from dispatch modes."""
     if not torch._C._len_torch_dispatch_stack():
         return function()
     with _disable_current_modes():

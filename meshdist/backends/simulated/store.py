@@ -1,4 +1,4 @@
-"""The store of simulated ranks: a rank that waits on it lets other ranks run."""
+"""Provide the store of simulated ranks: a rank that waits on it lets other ranks run."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class CallWait:
 class SimulatedStore(Store):
     """The store of simulated ranks: waiting on it lets other ranks run."""
 
-    # Has every method that torch documents for stores, with HashStore's meaning, and serves torch's
-    # PrefixStore (which reaches all of them but ``list_keys`` and the queues: torch gives stores
-    # written in Python no place for those). Time-outs never expire; a key that no rank can set any
-    # more is a DeadlockError. Keep a reference while a PrefixStore is in use: it holds the C++ half
-    # only.
+    # Implements every store method that torch documents, with the semantics of HashStore, and works
+    # under torch's PrefixStore, except ``list_keys`` and the queues, which torch does not forward
+    # to stores written in Python. Timeouts never expire; waiting for a key that no rank can set
+    # raises DeadlockError. Keep a reference while a PrefixStore is in use: it holds only the C++
+    # half.
 
     def __init__(self) -> None:
         super().__init__()
@@ -110,14 +110,14 @@ class SimulatedStore(Store):
             self.set(key, value)
 
     def list_keys(self) -> list[str]:
-        """Return all keys that are set, in the order in which they came."""
+        """Return all set keys, in insertion order."""
         return list(self._values)
 
     def queue_push(self, key: str, value: str | bytes) -> None:
         self._queues.setdefault(key, deque()).append(_to_bytes(value))
 
     def queue_pop(self, key: str, block: bool = True) -> bytes:
-        """Take the first value of queue ``key``; if empty, wait, or raise unless ``block``."""
+        """Remove and return the first value of queue ``key``; if empty, wait, or raise."""
         act = self._wait if block else self._poll
         if not act(lambda: bool(self._queues.get(key)), f"store.queue_pop({key!r})"):
             raise QueueEmptyError(f"queue {key!r} is empty")
@@ -141,7 +141,7 @@ class SimulatedStore(Store):
         self._wait(lambda: self._has(keys), call)
 
     def _wait(self, is_ready: Callable[[], bool], call: str) -> bool:
-        """Wait until ``is_ready()``; return True; raise on a thread that is no rank."""
+        """Wait until ``is_ready()`` and return True; raise on a thread that is not a rank."""
         if is_ready():
             return True
         rank = find_rank_here()

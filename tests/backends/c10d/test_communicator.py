@@ -1,5 +1,4 @@
-"""torch's backends other than Gloo, as far as this machine has them: what their classes are
-asked."""
+"""Calls to the classes of torch's backends other than Gloo, if this machine has them."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Collectives that are kernels on a stream, over a stand-in for NCCL: how they begin, end and
-fail."""
+"""Collectives as kernels on a stream, over a stand-in for NCCL: start, end and failures."""
 
 from __future__ import annotations
 

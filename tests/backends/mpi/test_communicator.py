@@ -1,5 +1,4 @@
-"""The backend over MPI: every collective against NumPy, waits that end, mismatches, errors,
-worlds."""
+"""The MPI backend: every collective against NumPy, ended waits, mismatches, errors, worlds."""
 
 from __future__ import annotations
 

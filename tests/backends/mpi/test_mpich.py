@@ -1,5 +1,4 @@
-"""MPI through MPICH, in an environment of its own: the collectives, and what differs from Open
-MPI."""
+"""MPI through MPICH, in a separate environment: collectives and differences from Open MPI."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The backend of simulated ranks: every collective against NumPy, and what its operations
-promise."""
+"""The backend of simulated ranks: every collective against NumPy, and the states of requests."""
 
 from __future__ import annotations
 

@@ -140,8 +140,8 @@ def test_a_thread_that_is_no_rank_never_waits_on_the_store() -> None:
     with pytest.raises(WorldError) as caught:
         SimulatedStore().get("k")
     assert str(caught.value).startswith(
-        "store.get('k') cannot wait because this thread is not a simulated rank\n  where:    "
-        "called at "
+        "store.get('k') cannot wait because this thread is not a simulated rank\n"
+        "  where:    called at "
     )
 
 
