@@ -1,19 +1,19 @@
-"""Experts along a mesh axis: tokens travel to the experts that a router chose, and rows back.
+"""Send tokens to the experts of a mixture along a mesh axis, and combine the results.
 
-    collective      from -> to   backward
-    dispatch  V -> V       combine without weights
-    combine   V -> V       dispatch of the gradient, times the weights
+    collective   from -> to   backward
+    dispatch     V -> V       combine without weights
+    combine      V -> V       dispatch of the gradient, times the weights
 
-Nothing is dropped and nothing is padded: each expert gets as many rows as chose it. The forward of
-a layer is three exchanges, a small one of counts and one of rows each way; its backward is two. A
-router, its losses, a capacity (-1 drops an entry) and shared experts are the program's.
+Nothing is dropped or padded: each expert gets one row for each token that selects it. The forward
+of a layer has three exchanges, one of counts and two of rows; its backward has two. The router, its
+losses, a capacity (-1 drops an entry) and shared experts belong to your model.
 
-Drawn case: 3 experts over 2 ranks, the first rank has experts 0 and 1. Each token chose 2 experts.
+Drawn case: 3 experts on 2 ranks; rank 0 has experts 0 and 1. Each token selects 2 experts.
 
                  rank 0                 rank 1
     tokens       a        b             c        d
     experts      [0, 2]   [1, 0]        [2, -1]  [0, 1]
-    entries by expert, which lie together for each rank:
+    entries by expert, grouped by rank:
                  a0 b0 b1 | a2          d0 d1 | c2
     arrived      a0 b0 b1 | d0 d1       a2 | c2
     rows         a0 b0 d0  b1 d1        a2 c2
@@ -64,22 +64,22 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False)
 class Route:
-    """The way that the rows of one ``dispatch`` took, which ``combine`` takes back.
+    """The route of the rows of one ``dispatch``, which ``combine`` reverses.
 
     Attributes:
-        counts: the number of rows of each expert of this rank, in the order of the experts: int64,
-            in the library and on the device of the tokens. ``counts.cumsum(0)`` are the ends of
-            their blocks, which ``torch.nn.functional.grouped_mm`` takes as ``offs`` (in int32).
+        counts: the number of rows of each expert of this rank, in the order of the experts; int64,
+            in the library and on the device of the tokens. ``counts.cumsum(0)`` in int32 is
+            the ``offs`` argument of ``torch.nn.functional.grouped_mm``.
     """
 
     counts: Any
     _axes: DeviceMesh = field(repr=False)
-    _shape: tuple[int, int] = field(repr=False)  # of the experts that were given: n, k
-    _entries: torch.Tensor = field(repr=False)  # the places in it of the rows sent, in their order
-    _by_expert: torch.Tensor = field(repr=False)  # for each row, its place among those arrived
-    _sent: tuple[int, ...] = field(repr=False)  # how many rows went to each rank
-    _taken: tuple[int, ...] = field(repr=False)  # how many came from each rank
-    _empty: torch.Tensor | None = field(repr=False)  # the rows, where there are none
+    _shape: tuple[int, int] = field(repr=False)  # of the experts argument: n, k
+    _entries: torch.Tensor = field(repr=False)  # its indices of the sent rows, in order
+    _by_expert: torch.Tensor = field(repr=False)  # the index of each row among received rows
+    _sent: tuple[int, ...] = field(repr=False)  # rows sent to each rank
+    _taken: tuple[int, ...] = field(repr=False)  # rows received from each rank
+    _empty: torch.Tensor | None = field(repr=False)  # the rows, if this rank received none
 
 
 @one_frame
@@ -91,35 +91,35 @@ def dispatch(
     *,
     mesh: DeviceMesh | None = None,
 ) -> tuple[T, Route]:
-    """Every rank holds the tokens of all ranks that chose one of its experts, expert after expert.
+    """Send each token to the ranks of its experts; return the received rows, sorted by expert.
 
-    Varying -> varying. The experts lie in contiguous blocks along ``axis_name``, by the balanced
-    rule: of 5 experts on 2 ranks the first has 3. A rank may have none.
+    Varying -> varying. Each rank along ``axis_name`` has a contiguous block of experts, in balanced
+    sizes: with 5 experts on 2 ranks, rank 0 has 3. A rank may have none.
 
     Args:
-        tokens: this rank's array, shape [n, ...], any dtype; n may differ between ranks.
-        experts: which experts each token goes to, integers of shape [n, k]; -1 sends nothing:
-            an entry that is dropped, or padding. A token may name an expert twice.
-        num_experts: how many experts all ranks have together, equal on every rank.
+        tokens: an array of shape [n, ...] and any dtype; n may differ between ranks.
+        experts: the experts of each token, integers of shape [n, k]. -1 sends nothing (a dropped
+            entry, or padding). A token may select an expert twice.
+        num_experts: the total number of experts of all ranks, equal on every rank.
         axis_name, mesh: as for ``lax.psum``.
 
     Returns:
-        The rows of this rank's experts, shape [rows, ...] and dtype as ``tokens``, fresh memory:
-        expert after expert, in each by sender and token. And the ``Route``, whose ``counts`` say
-        how many rows each expert has.
+        The rows of this rank's experts, shape [rows, ...] and dtype as ``tokens``, in new memory:
+        sorted by expert, then sender, then token. And the ``Route``, whose ``counts`` are the
+        numbers of rows per expert.
 
     Gradient:
         ``combine`` without weights: a token gets the sum of the gradients of its rows.
 
     Cost:
-        One small all-to-all, of 2 p + num_experts int64 a rank, and one of the rows: n k tokens.
+        One small all-to-all of 2 p + num_experts int64 per rank, and one of the rows, n k tokens.
 
     Raises:
         AxisError, MeshError, NotInGroupError: as for ``lax.psum``.
-        KindError, DtypeError: ``tokens`` or ``experts`` are no arrays; ``experts`` or
-        ``num_experts`` no integers. ShapeError: their lengths differ.
-        ArgumentError, on every rank: an expert outside -1 to num_experts - 1 on any of them.
-        MismatchError, on every rank: another ``num_experts``, dtype or shape of tokens on any.
+        KindError, DtypeError: ``tokens`` or ``experts`` is not an array; ``experts`` or
+            ``num_experts`` is not of integers. ShapeError: their lengths differ.
+        ArgumentError: an expert outside -1 to num_experts - 1 on any rank; on every rank.
+        MismatchError: ``num_experts``, dtype or shape of tokens differ; on every rank.
 
     Example:
         >>> import torch, meshdist as md
@@ -149,34 +149,33 @@ def dispatch(
 
 @one_frame
 def combine(rows: T, route: Route, weights: Any = None) -> T:
-    """Every rank holds, at each of its tokens, the sum of the rows that came of it.
+    """Send rows back to their tokens; return the weighted sum of the rows of each token.
 
-    Varying -> varying. It turns ``dispatch`` round.
+    Varying -> varying. It reverses ``dispatch``.
 
     Args:
-        rows: this rank's array, a row for each that ``dispatch`` returned, in that order: shape
-            [rows, ...], of any width.
-        route: what ``dispatch`` returned beside them.
-        weights: shape [n, k] as the experts had, what each row is multiplied by; None for 1. Those
-            of entries that sent nothing (-1) are not read.
+        rows: an array with one row for each row that ``dispatch`` returned, in the same order, of
+            any width.
+        route: the ``Route`` that ``dispatch`` returned.
+        weights: the factor of each row, of shape [n, k] like the experts; None for 1. Weights of
+            entries that sent nothing (-1) are ignored.
 
     Returns:
-        An array of shape [n, ...], fresh memory: at token i the sum over j of weights[i, j] times
-        the row of entry j; zeros where it sent nothing. The dtype of a product of both.
+        An array of shape [n, ...], in new memory: for token i the sum over j of weights[i, j] times
+        the row of entry j, or zeros if it sent nothing. Its dtype is that of the product.
 
     Gradient:
-        ``rows`` get what ``dispatch`` would send of the gradient, times the weights; ``weights``
-        the inner product of gradient and row, zero where nothing was sent. All ranks take part, as
-        in every collective: rows must require a gradient on all of them or on none, also where a
-        rank has no experts, and none of their parameters.
+        ``rows`` get the dispatched gradient times the weights; ``weights`` get the inner product of
+        gradient and row, zero if nothing was sent. As in every collective, rows must require a
+        gradient on all ranks or on none, also on a rank without experts.
 
     Cost:
-        One all-to-all of the rows; the same in the backward.
+        An all-to-all of the rows, and another in the backward.
 
     Raises:
-        KindError: ``route`` is none. ShapeError: another number of rows than ``dispatch`` gave,
-        weights of another shape. GroupClosedError, MeshError: the route is of a mesh that has
-        ended, or of another rank. MismatchError, on every rank: rows of another dtype or shape.
+        KindError: ``route`` is not a Route. ShapeError: a wrong number of rows or shape of weights.
+        GroupClosedError, MeshError: the mesh of the route is closed, or of another rank.
+        MismatchError: dtype or shape of rows differ between ranks; on every rank.
 
     Example:
         >>> import torch, meshdist as md
@@ -190,7 +189,7 @@ def combine(rows: T, route: Route, weights: Any = None) -> T:
         [[10.0, 10.0], [110.0, 60.0]]
 
     Source:
-        That of ``dispatch``.
+        As ``dispatch``.
     """
     if not isinstance(route, Route):
         raise KindError(
@@ -211,7 +210,7 @@ def combine(rows: T, route: Route, weights: Any = None) -> T:
 
 
 def _dispatch(tokens: Any, experts: Any, axes: DeviceMesh, num_experts: int) -> tuple[Any, Route]:
-    """Send rows to their experts' ranks; return those that come, by expert, and the route back."""
+    """Send rows to their experts; return the received rows by expert, and the route."""
     x = as_tensor(tokens, argument="tokens", operation="experts.dispatch", writable=False)
     chosen = as_tensor(experts, argument="experts", operation="experts.dispatch", writable=False)
     num_experts = get_integer(num_experts, "experts.dispatch: num_experts", 1)
@@ -222,8 +221,8 @@ def _dispatch(tokens: Any, experts: Any, axes: DeviceMesh, num_experts: int) -> 
         flat = chosen.detach().flatten().to(x.device, torch.int64)
         sent, theirs = _exchange_counts(flat, num_experts, group, op_name)
         dropped = len(flat) - sum(sent)
-        entries = flat.argsort(stable=True)[dropped:]  # -1 stands before all experts
-        # What has come lies by sender, in each by expert: the experts 0 1 0 1 of two senders.
+        entries = flat.argsort(stable=True)[dropped:]  # -1 sorts before all experts
+        # Received rows are sorted by sender, then by expert: experts 0 1 0 1 of two senders.
         of_rows = (
             torch.arange(theirs.shape[1], device="cpu")
             .repeat(len(theirs))
@@ -248,7 +247,7 @@ def _dispatch(tokens: Any, experts: Any, axes: DeviceMesh, num_experts: int) -> 
 
 
 def _check_here(x: torch.Tensor, chosen: torch.Tensor, group: ProcessGroup) -> None:
-    """Raise unless this rank's ``chosen`` experts fit its tokens ``x``."""
+    """Raise unless the ``chosen`` experts match the tokens ``x`` of this rank."""
     where = f"rank {group.world.rank}, {group.name}"
     is_whole = not (chosen.is_floating_point() or chosen.is_complex())
     if not is_whole or chosen.dtype == torch.bool:
@@ -273,16 +272,16 @@ def _check_here(x: torch.Tensor, chosen: torch.Tensor, group: ProcessGroup) -> N
 def _exchange_counts(
     flat: torch.Tensor, num_experts: int, group: ProcessGroup, op_name: str
 ) -> tuple[tuple[int, ...], torch.Tensor]:
-    """Return the number of rows sent to each member, and of those that come from each, by expert.
+    """Return the number of rows sent to each rank, and received from each rank by expert.
 
     Args:
         flat: the expert of each row; -1 for a row that is not sent.
 
     Raises:
-        ArgumentError: a member's entries name an expert that is not there; on every member.
+        ArgumentError: an entry of any rank selects an expert that does not exist; on every rank.
     """
-    # To each member go the lowest and the highest expert that is named, then a count for each of
-    # its experts. So all members know what is wrong on any of them, also those without experts.
+    # Send each rank the lowest and highest selected expert, then a count for each of its experts,
+    # so that every rank, also one without experts, detects errors of any rank.
     size = group.size()
     bounds = balanced_boundaries(num_experts, (size,))
     lowest, highest = (int(end) for end in flat.aminmax()) if len(flat) else (-1, -1)
@@ -314,7 +313,7 @@ def _exchange_counts(
 
 
 def _combine(rows: Any, route: Route, weights: Any) -> Any:
-    """Send rows back along ``route``, and return their weighted sum for each token."""
+    """Send rows back along ``route``; return their weighted sum for each token."""
     y = as_tensor(rows, argument="rows", operation="experts.combine", writable=False)
     group = resolve_group(route._axes)
     num_rows = sum(route._taken)
@@ -340,8 +339,8 @@ def _combine(rows: Any, route: Route, weights: Any) -> Any:
             )
         factors = scale.flatten().index_select(0, route._entries).view(-1, *[1] * (y.dim() - 1))
     if route._empty is not None:
-        # What is computed of no rows may not depend on them, as on a rank without experts. Its
-        # backward must come to both exchanges all the same, since the others wait there.
+        # On a rank without experts the result may not depend on the empty rows. Its backward must
+        # still reach both exchanges, because the other ranks wait there.
         y = y + route._empty.sum().to(y.dtype)
     op_name = f"experts.combine({_row_text(y)})"
     y = call_function(_Added, y, route._by_expert, num_rows)
@@ -352,7 +351,7 @@ def _combine(rows: Any, route: Route, weights: Any) -> Any:
 
 
 class _Taken(LinearFunction):
-    """Autograd function that takes rows at given places; backward adds them up there."""
+    """Autograd function that selects rows by index; backward adds them at these indices."""
 
     takes_blocks = gives_blocks = True
 
@@ -367,7 +366,7 @@ class _Taken(LinearFunction):
 
 
 class _Added(LinearFunction):
-    """Autograd function that adds rows to zeros at ``places``; backward takes rows from there."""
+    """Autograd function that adds rows to zeros at ``places``; backward selects them."""
 
     takes_blocks = gives_blocks = True
 
@@ -381,5 +380,5 @@ class _Added(LinearFunction):
 
 
 def _row_text(x: torch.Tensor) -> str:
-    """Return the shape and dtype of a row of ``x`` as text."""
+    """Return the shape and dtype of a row of ``x``."""
     return f"rows of {shape_text(x.shape[1:])}, {dtype_name(x.dtype)}"

@@ -1,8 +1,8 @@
-"""The facts of each collective: two tables, from which every other list of collectives is made.
+"""Define all operations in two tables, from which other lists of collectives are derived.
 
-``OPERATIONS`` has the public collectives, ``BACKEND_OPERATIONS`` those of a communicator that carry
-them. This module imports the standard library alone, so that the command line can use it without
-torch.
+``OPERATIONS`` has the public operations, ``BACKEND_OPERATIONS`` the operations of a communicator
+that execute them. This module imports only the standard library, so that the command line can use
+it without torch.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from typing import NamedTuple
 
 
 class TensorLayout(Enum):
-    """Form of a collective's inputs or outputs on a member: a tensor, a tensor per member, or
-    none."""
+    """The number of input or output tensors of a collective on a rank."""
 
     NONE = "none"
     ONE = "one tensor"
@@ -26,16 +25,16 @@ class TensorLayout(Enum):
 
 
 FOR_EACH = (TensorLayout.EACH, TensorLayout.AT_ROOT, TensorLayout.PARTS)
-"""The forms of what lies apart for each member."""
+"""The layouts with a separate part for each rank."""
 
 
 @dataclass(frozen=True)
 class BackendOperation:
-    """A collective of a communicator.
+    """An operation of a communicator.
 
     Args:
-        takes, gives: what a member brings, and what it gets.
-        root: "to" where the data go to the root, "from" where they come from it, else "".
+        takes, gives: the layouts of its input and output.
+        root: "to" if data are sent to the root, "from" if the root sends them, else "".
     """
 
     name: str
@@ -67,16 +66,16 @@ BACKEND_OPERATIONS = {
         BackendOperation("recv", TensorLayout.NONE, TensorLayout.ONE),
     )
 }
-"""The collectives of a communicator, by name."""
+"""The operations of a communicator, by name."""
 
 REDUCING_OPERATIONS = frozenset(
     operation.name for operation in BACKEND_OPERATIONS.values() if operation.reduces
 )
-"""The collectives of a communicator that take an op."""
+"""The operations of a communicator that reduce."""
 ROOTED_OPERATIONS = frozenset(
     operation.name for operation in BACKEND_OPERATIONS.values() if operation.root
 )
-"""The collectives of a communicator from or to one member."""
+"""The operations of a communicator with a root."""
 
 
 class Role(Enum):
@@ -100,12 +99,12 @@ class Parameter(NamedTuple):
 
 
 class TorchMethod(NamedTuple):
-    """Form in which torch's process groups call a collective.
+    """The signature of an operation in torch's process groups.
 
     Args:
-        tensors: what its method calls the tensors and their sizes, outputs first.
-        options: the fields of torch's options that may stand behind them.
-        is_listed: whether each tensor, or list of tensors, stands in a list of its own.
+        tensors: the parameter names of the tensors and their sizes, outputs first.
+        options: the fields of torch's options that may follow.
+        is_listed: whether each tensor, or list of tensors, is wrapped in a list.
     """
 
     tensors: tuple[str, ...] = ()
@@ -115,18 +114,17 @@ class TorchMethod(NamedTuple):
 
 @dataclass(frozen=True)
 class OperationSpec:
-    """A public collective.
+    """A public operation.
 
     Args:
-        backend_operations: the collectives of a communicator that carry it.
-        parameters: those that say what is called, without the group; a root comes last.
-        kind: of what it writes, over its group's axes: "I" where all members get the same, or "V".
-        torch_method: None where torch's groups have none.
-        alias_of: torch's older name of the same collective, if there is any.
-        is_plain: whether one call of it is one call of that collective; else it is built above the
-            backend.
-        sends: whether it sends a message; receives do not.
-        is_of_objects: whether it moves pickled objects.
+        backend_operations: the operations of a communicator that execute it.
+        parameters: its parameters except the group; a root comes last.
+        kind: the type of its output over the group's axes: "I" if equal on all ranks, else "V".
+        torch_method: the signature in torch's process groups, or None.
+        alias_of: torch's older name of the same operation, or "".
+        is_plain: whether it is a single backend operation; else it is composed of several.
+        sends: whether it sends a message.
+        is_of_objects: whether it sends pickled objects.
     """
 
     name: str
@@ -141,22 +139,22 @@ class OperationSpec:
 
     @property
     def reduces(self) -> bool:
-        """Return whether the collective takes a reduction op."""
+        """Return whether the operation reduces."""
         return not REDUCING_OPERATIONS.isdisjoint(self.backend_operations)
 
     @property
     def executor(self) -> BackendOperation:
-        """The first of ``backend_operations``, of which a plain collective makes a single call."""
+        """The first of ``backend_operations``, the only one of a plain operation."""
         return BACKEND_OPERATIONS[self.backend_operations[0]]
 
     @property
     def writes(self) -> str:
-        """The name of the parameter that the collective writes; "" if it writes none."""
+        """The name of the written parameter, or ""."""
         return next(iter(self.named(Role.OUTPUT, Role.IN_PLACE)), "")
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """The names of the input parameters of the collective."""
+        """The names of the input parameters."""
         return self.named(Role.INPUT)
 
     def named(self, *roles: Role) -> tuple[str, ...]:

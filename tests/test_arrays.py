@@ -207,7 +207,7 @@ def test_a_read_only_array_is_rejected_by_a_collective_that_writes() -> None:
     assert refusal(ArgumentError, read_only(np.ones(3, np.float32))) == (
         "all_reduce cannot write into tensor: the array is read-only\n"
         "  where:    argument tensor of all_reduce: numpy.ndarray, shape (3,), float32\n"
-        "  fix:      pass a copy, tensor = tensor.copy(), and read the result from it"
+        "  fix:      pass a copy, tensor = tensor.copy(), and read the result there"
     )
 
 
@@ -254,7 +254,7 @@ def test_negative_strides_are_rejected() -> None:
         "  where:    argument tensor of all_reduce: numpy.ndarray, shape (2, 3), float64\n"
         "  expected: positive strides, multiples of the element size\n"
         "  found:    strides (24, -8) in bytes, elements of 8\n"
-        "  fix:      pass a copy, tensor = tensor.copy(), and read the result from it"
+        "  fix:      pass a copy, tensor = tensor.copy(), and read the result there"
     )
 
 

@@ -74,8 +74,8 @@ def test_results_in_one_memory_are_rejected_before_anything_is_sent(
         assert operations[4:6] == ["all_reduce_coalesced"] * 2
         for text in texts:
             assert "cannot write two results into the same memory" in text
-            assert "counted from 0: 0 and 1 overlap" in text
-            assert "fix:      make each its own: [torch.empty_like(x) for _ in range(n)]" in text
+            assert "results 0 and 1, counted from 0, overlap" in text
+            assert "fix:      pass separate arrays: [torch.empty_like(x) for _ in range(n)]" in text
 
 
 @pytest.mark.parametrize("size", [2, 3, 5])
@@ -211,9 +211,8 @@ def check_shapes(outcomes: list[list[str]], size: int) -> None:
             for shape in ((size, 2, 3), (size, 3, 2)):
                 assert f" of lax.{name}({shape} at x) at " in text, text
             assert (
-                "expected: the same collective of lax, on leaves of equal paths, shapes and "
-                "dtypes, on "
-                "every member" in text
+                "expected: the same collective of lax, on leaves of equal paths, shapes and dtypes, on "
+                "every rank" in text
             )
 
 

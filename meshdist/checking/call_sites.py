@@ -1,18 +1,14 @@
-"""The program's line that called a collective, its traceback, its place now, and no collective
-inside a collective.
+"""Find the program line of a call, shorten tracebacks, and reject nested collectives.
 
-An error of ours leaves the package with one frame of ours in its traceback. What lies below it
-tells a program nothing that the error's text does not, and stands between the error and the line
-that is to be mended: one ``up`` in a debugger goes there. pytest and IPython hide that last frame,
-too, for its ``__tracebackhide__``. At debug level DETAIL all frames stay.
+An error of meshdist has a single frame of this package in its traceback: one ``up`` in a debugger
+reaches the program line. pytest and IPython hide that frame, too, by its ``__tracebackhide__``. At
+debug level DETAIL all frames are kept. The exception handlers cost nothing until an exception is
+raised.
 
-The handlers of exceptions cost a call nothing until an exception comes.
-
-Python runs the handlers of signals on the main thread, between two steps of whatever that does. A
-collective that waits there goes on only when the handler returns, and the other ranks know nothing
-of the
-handler: so a collective that a handler calls could wait for ever, or meet another collective than
-its own, also on another group. It is rejected before anything is sent.
+Python runs signal handlers on the main thread, in the middle of its work. A collective that waits
+there continues only when the handler returns, and the other ranks do not know about the handler. A
+collective that the handler calls could hang, or be matched with another collective, also on another
+group. So it raises before it sends anything.
 """
 
 from __future__ import annotations
@@ -42,7 +38,7 @@ from ..runtime.graph_breaks import untraced
 from .debug_levels import DebugLevel, get_debug_level
 
 Site: TypeAlias = tuple[str, int] | None
-"""A line of the program, as file and line number; None where no frame is of the program."""
+"""A program line, as file and line number; None if no frame belongs to the program."""
 
 warned_places: set[tuple[type[Warning], tuple[str, int]]] = set()
 _BETWEEN = (
@@ -81,7 +77,7 @@ def call_site() -> Site:
 
 
 def warn_caller(text: str, category: type[Warning] = UserWarning) -> None:
-    """Warn at the innermost line of the program that led here, however many frames lie between."""
+    """Warn at the innermost program line that led here."""
     frame = program_frame(sys._getframe(1))
     registry = frame.f_globals.setdefault("__warningregistry__", {})
     place = frame.f_code.co_filename, frame.f_lineno
@@ -122,7 +118,7 @@ def line_of(code: CodeType, instruction: int) -> int:
 
 
 def stack_above(frame: FrameType) -> list[str]:
-    """Return texts of the program's places that led to ``frame``, the innermost first."""
+    """Return the program locations that led to ``frame``, innermost first."""
     stack = []
     above = frame.f_back
     while above is not None:
@@ -138,21 +134,21 @@ R = TypeVar("R")
 
 def end_here(error: BaseException) -> None:
     """Cut the traceback of ``error`` at the frame that caught it, unless program frames follow."""
-    # It stays as it is where a frame of the program lies below: the error then comes from there.
+    # Keep it if a program frame follows, because the error then comes from the program.
     caught = error.__traceback__
     if caught is not None and not _keeps_all() and _find_program(caught) is None:
         caught.tb_next = None
 
 
 def enter_program(error: BaseException) -> None:
-    """Cut our frames between that which caught ``error`` and the program's from its traceback."""
+    """Remove frames of meshdist between the catching frame and the program's frames."""
     caught = error.__traceback__
     if caught is not None and not _keeps_all():
         caught.tb_next = _find_program(caught) or caught.tb_next
 
 
 def one_frame(function: Callable[P, R]) -> Callable[P, R]:
-    """Wrap ``function`` so that an error of ours shows a single frame of ours, in its name."""
+    """Wrap ``function`` so that errors of meshdist show a single frame of this package."""
 
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
@@ -179,13 +175,13 @@ def _find_program(caught: TracebackType) -> TracebackType | None:
 
 
 under_way: list[str | None] = [None]
-"""The collective that the main thread is in, or None. The native core writes it, too."""
+"""The current collective of the main thread, or None; also written by the native core."""
 
 _main_thread = main_thread().ident
 
 
 def is_nested() -> bool:
-    """Return whether this is the main thread, in a collective."""
+    """Return whether this is the main thread and it is in a collective."""
     return under_way[0] is not None and get_ident() == _main_thread
 
 
@@ -196,8 +192,7 @@ def is_of_handler(error: BaseException) -> bool:
 
 
 def check_unnested(operation: str) -> None:
-    """Raise NestedCollectiveError if the main thread, which calls this, is in a collective
-    already."""
+    """Raise NestedCollectiveError if the calling main thread is already in a collective."""
     if not is_nested():
         return
     world = find_world()
@@ -205,17 +200,15 @@ def check_unnested(operation: str) -> None:
     raise NestedCollectiveError(
         f"{operation} was called inside {under_way[0]}, which has not returned",
         where=f"{rank}called at {show_site(call_site())}",
-        expected="one collective at a time per thread (a signal handler interrupts the main "
-        "thread in "
-        "the middle of a collective)",
+        expected="one collective at a time per thread (a signal handler interrupts the main thread "
+        "in the middle of a collective)",
         fix="set a flag in the handler and call the collective later; to end the wait, raise an "
         "exception in the handler or call the group's abort()",
     )
 
 
 def run_unnested(operation: str, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    """Call ``function`` and return its result, with ``operation`` noted as this thread's
-    collective.
+    """Call ``function`` as the collective ``operation`` of this thread.
 
     Raises:
         NestedCollectiveError: the thread is in a collective already.
@@ -224,7 +217,7 @@ def run_unnested(operation: str, function: Callable[P, R], *args: P.args, **kwar
         return function(*args, **kwargs)
     if under_way[0] is not None:
         check_unnested(operation)
-    try:  # a handler may raise at any step: so it is noted inside, and forgotten in one
+    try:  # set it inside, because a handler may raise at any step
         under_way[0] = operation
         return function(*args, **kwargs)
     finally:
@@ -232,8 +225,7 @@ def run_unnested(operation: str, function: Callable[P, R], *args: P.args, **kwar
 
 
 def never_nested(function: Callable[P, R]) -> Callable[P, R]:
-    """Wrap ``function`` as a collective of its name, which raises if it is called inside a
-    collective."""
+    """Wrap ``function`` as a collective, which raises if it is called inside another."""
     operation = function.__name__
 
     @one_frame
@@ -245,7 +237,7 @@ def never_nested(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def _forget_in_child() -> None:
-    """Forget the parent's collectives in a forked child, whose only thread is the main thread."""
+    """Reset the state in a forked child, whose only thread is the main thread."""
     global _main_thread
     _main_thread = get_ident()
     under_way[0] = None
@@ -265,7 +257,7 @@ def stack_text(thread_id: int) -> str:
 
 
 def find_place(thread_id: int, call: str) -> str:
-    """Return where a thread is, as in ``train.py:8 in step``; "" if ``call`` names the place."""
+    """Return the location of a thread (``train.py:8 in step``); "" if ``call`` contains it."""
     own = _own_frames(thread_id)
     if not own:
         return ""

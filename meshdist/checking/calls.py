@@ -1,8 +1,7 @@
-"""One record of what is called, kept once; a note of each time that it is; a record of its group.
+"""Describe calls of collectives: the call, a record of each time it is made, and its group.
 
-Programs repeat their calls, so equal calls are one object, whose fingerprint is computed once. The
-recorder and the native core keep notes of them; the comparisons read them (in the header table, by
-a round, on simulated ranks, inside torch's groups), and so do works and errors.
+Programs repeat their calls, so equal calls share one object, whose fingerprint is computed once.
+The recorder and the native core keep records of calls. Comparisons, works and errors read them.
 """
 
 from __future__ import annotations
@@ -30,21 +29,21 @@ _SUM = ReduceOp.SUM
 _SUM_NUMBER = ReduceOp.SUM.value  # known beforehand, since asking costs 0.1 microseconds
 
 Data: TypeAlias = "tuple[Any, ...] | None"
-"""The shape and dtype of a tensor, a tuple of such for a list of tensors, or None."""
+"""The shape and dtype of a tensor, a tuple of them for a list of tensors, or None."""
 
 Tensors: TypeAlias = torch.Tensor | Sequence[torch.Tensor] | None
-"""The data of a call: a tensor, a list of such, or nothing."""
+"""The data of a call: a tensor, a list of tensors, or None."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupFacts:
-    """The facts of a group that messages show, as one of its members sees the group.
+    """The facts of a group that messages show.
 
     Args:
-        name: what messages call the group.
-        ranks: the members' global ranks, in group order.
-        rank: this member's place among them.
-        label: of the communicator, equal on all members; "" for none.
+        name: the name of the group in messages.
+        ranks: the global ranks of the group, in group order.
+        rank: the group rank of this rank.
+        label: the label of the communicator, equal on every rank; "" for none.
         backend: the name of its backend.
         timeout: how long a collective may wait.
     """
@@ -58,25 +57,24 @@ class GroupFacts:
 
     @property
     def here(self) -> str:
-        """The text "rank N", with this member's global rank."""
+        """The text "rank N", with the global rank of this rank."""
         return f"rank {self.ranks[self.rank]}"
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A collective, and all that is equal each time that it is called so; ``get_call`` finds it.
+    """A collective with its arguments, shared by equal calls; ``get_call`` finds it.
 
     Args:
-        collective: its public name.
-        data: the shapes and dtypes of what it is called on.
-        op_number: the number of its reduction; None where it does not reduce.
-        root: the place of its source or destination in the group; None where it has none.
-        op_name: what the collective is a part of, equal on all members; "" where it stands for
-            itself.
-        is_uneven: whether members may differ in how many elements go to and come from each.
-        layouts: how the tensors lie in memory, where that must be equal on all members; else ().
-        peer: of a message, the place of the other member; None: any.
-        tag: of a message; None: it is a collective.
+        operation: its public name.
+        data: the shapes and dtypes of its tensors.
+        op_number: the number of its reduction, or None.
+        root: the group rank of its source or destination, or None.
+        op_name: the operation name, equal on every rank; "" for a direct call.
+        is_uneven: whether the sizes sent and received may differ between ranks.
+        layouts: the memory layouts of the tensors, if they must be equal on every rank; else ().
+        peer: for a message, the group rank of the other side; None for any.
+        tag: the tag of a message; None for a collective.
     """
 
     operation: str
@@ -89,14 +87,13 @@ class Call:
     peer: int | None = None
     tag: int | None = None
     header: tuple[int, ...] = field(init=False, compare=False, repr=False)
-    """The numbers that must be equal on all members, or on both sides of a message."""
+    """The numbers that must be equal on every rank, or on both sides of a message."""
     fingerprint: int = field(init=False, compare=False, repr=False)
-    """32 bits made of the header: the same number on every process."""
+    """A 32-bit hash of the header, equal in every process."""
     unseen: int = field(init=False, compare=False, repr=False)
-    """The fingerprint where more is equal than collective, data, op, root and sizes, which any
-    backend sees; else 0."""
+    """The fingerprint if the call has an operation name, which backends cannot see; else 0."""
     kind: tuple[bool, int | None, int | None] = field(init=False, compare=False, repr=False)
-    """Of a message, the direction, peer and tag, among which it is numbered."""
+    """The direction, peer and tag of a message, which is numbered among its kind."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "header", _header(self))
@@ -109,7 +106,7 @@ class Call:
 
     @property
     def op(self) -> ReduceKind | None:
-        """Return the reduction; None where the collective does not reduce."""
+        """The reduction, or None."""
         return _OPS.get(self.op_number)
 
     @property
@@ -121,12 +118,12 @@ class Call:
 
     @property
     def is_send(self) -> bool:
-        """Return whether the collective sends a message to a peer."""
+        """Return whether the call sends a message to a peer."""
         return self.operation in SENDING_OPERATIONS
 
     @property
     def name(self) -> str:
-        """The collective, with its title if any, as in ``all_reduce of the op_name``."""
+        """The collective and its operation name, as in ``all_reduce of the op_name``."""
         return f"{self.operation} of {self.op_name}" if self.op_name else self.operation
 
     @property
@@ -137,7 +134,7 @@ class Call:
 
     @property
     def arguments(self) -> list[str]:
-        """The texts of the arguments that show without the group: ``(2,) float32`` and ``SUM``."""
+        """The texts of the arguments, except group ranks: ``(2,) float32`` and ``SUM``."""
         return [*filter(None, [self.data_text, "" if self.op is None else self.op.name])]
 
     @property
@@ -152,18 +149,16 @@ class Call:
 
 
 class CallRecord(NamedTuple):
-    """A record of a collective's call without its tensors; stored as a plain tuple until it is
-    read.
+    """A record of a call without its tensors, stored as a plain tuple until it is read.
 
     Args:
-        sequence: the number of collectives on its group's communicator so far, this call included.
-        group: whose call it was.
-        sizes: how many elements go to and come from each member, where members may differ in that;
-            else ().
-        number: of a message among those of its direction, peer and tag; 0 as long as its sender is
-            not known, and of a collective.
-        code, instruction: the place in the program.
-        stack: the places of the program from which that was called, where they are kept.
+        sequence: the number of collectives on the communicator, including this call.
+        group: the facts of its group.
+        sizes: the elements sent to, and received from, each rank of an uneven collective; else ().
+        number: the number of a message of its direction, peer and tag; 0 for a collective, and
+            while the sender is unknown.
+        code, instruction: the program location of the call.
+        stack: the callers of that location, if they are recorded.
     """
 
     sequence: int
@@ -200,14 +195,14 @@ class CallRecord(NamedTuple):
 
     @property
     def where(self) -> str:
-        """The place as ``train.py:8 in step`` and the stack below it, or "an unknown place"."""
+        """The location as ``train.py:8 in step`` with its callers, or "an unknown place"."""
         if self.code is None:
             return "an unknown place"
         return "\n  called at ".join([place_text(self.code, self.instruction), *self.stack])
 
     @property
     def text(self) -> str:
-        """The call and its place: ``all_reduce((2,) float32, SUM) at train.py:8 in step``."""
+        """The call and its location: ``all_reduce((2,) float32, SUM) at train.py:8 in step``."""
         return f"{self.called} at {self.where}"
 
     @property
@@ -217,14 +212,14 @@ class CallRecord(NamedTuple):
 
     @property
     def heading(self) -> str:
-        """The call, its group, its place in the program, and the number if it is a collective."""
-        if self.is_message:  # the two ends of a message need not agree on a number
+        """The call, its group, its location, and the number of a collective."""
+        if self.is_message:  # both sides of a message may count differently
             return f"{self.called} on {self.group.name} at {self.where}"
         return f"call {self.sequence} on {self.group.name}: {self.called} at {self.where}"
 
     @property
     def waits_for(self) -> str:
-        """The event that a send or receive waits for, in words; "" for a collective."""
+        """The event that a send or receive waits for; "" for a collective."""
         call = self.call
         if not self.is_message:
             return ""
@@ -284,7 +279,7 @@ def is_list(data: Data) -> bool:
 
 
 def _header(call: Call) -> tuple[int, ...]:
-    """Return the numbers that must be equal on all members; uneven calls have no count."""
+    """Return the numbers that must be equal on every rank; uneven calls have no count."""
     dtypes, counts = [_code(kind) for _, kind in call.parts], [prod(size) for size, _ in call.parts]
     dtype, count = (*dtypes, 0)[0], (*counts, 0)[0]
     if is_list(call.data):
@@ -294,7 +289,7 @@ def _header(call: Call) -> tuple[int, ...]:
     if call.is_uneven:
         count = 0
     op, root = (-2 if number is None else number for number in (call.op_number, call.root))
-    # Titles are not kept as codes are: a program may have any number of titles.
+    # Do not cache the hashes of operation names: a program may have any number of them.
     op_name = crc32(call.op_name.encode()) if call.op_name else 0
     layouts = [hash(call.layouts)] if call.layouts else []
     return _code(call.operation), dtype, count, op, root, op_name, *layouts
@@ -307,15 +302,15 @@ def fingerprint(*values: int) -> int:
 
 @cache
 def _code(name: object) -> int:
-    """Return the number that stands for a collective or dtype in headers."""
+    """Return the number of a collective or dtype in headers."""
     return crc32(str(name).encode())
 
 
 def likeness(note: CallRecord | None) -> str:
-    """Return the words by which an error says what the members' calls must have in common.
+    """Return the text of the ``expected`` field of a mismatch: the equal parts of all calls.
 
     Args:
-        note: this member's call, whose title and sizes count; None if it has been overwritten.
+        note: the call of this rank; None if it has been overwritten.
     """
     op_name = "" if note is None else note.call.op_name
     named = ", with the same operation name," if op_name else ""

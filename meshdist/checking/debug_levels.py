@@ -1,4 +1,4 @@
-"""How much is checked and logged: torch's debug level, and the level of the loggers ``meshdist.*``.
+"""Control checks and logging: torch's debug level, and the level of the ``meshdist.*`` loggers.
 
 The debug level is torch's own, so that both libraries agree. The level of the logger ``meshdist``
 follows from it and from TORCH_CPP_LOG_LEVEL, as torch documents for its own messages:
@@ -61,21 +61,19 @@ _INFO_LEVELS = {
 
 
 def get_debug_level() -> DebugLevel:
-    """The debug level in force, of meshdist and of torch.distributed: OFF, INFO or DETAIL."""
+    """Return the debug level of meshdist and torch.distributed: OFF, INFO or DETAIL."""
     return torch.distributed.get_debug_level()
 
 
 def set_debug_level(arg0: DebugLevel) -> None:
-    """Set the debug level of meshdist and of torch.distributed, from now on.
+    """Set the debug level of meshdist and of torch.distributed.
 
-    OFF is the default. INFO logs more, and lets the members of a group on NCCL wait for each other
-    and compare their calls before they are enqueued. DETAIL also makes the members of groups that
-    span hosts compare their calls before data moves, and checks the gradients in the backward of
-    ``psum``.
-    Members of one group set it alike.
+    OFF is the default. INFO logs more, and ranks of an NCCL group compare their calls before they
+    are enqueued. With DETAIL, ranks of groups that span hosts also compare their calls before data
+    moves, and ``psum`` checks gradients in its backward. Set the same level on every rank.
 
     Raises:
-        KindError: no DebugLevel.
+        KindError: ``arg0`` is not a DebugLevel.
     """
     if not isinstance(arg0, DebugLevel):
         raise KindError(
@@ -89,10 +87,10 @@ def set_debug_level(arg0: DebugLevel) -> None:
 
 
 def set_debug_level_from_env() -> None:
-    """Set the debug level to TORCH_DISTRIBUTED_DEBUG, or to OFF where that is not set.
+    """Set the debug level to TORCH_DISTRIBUTED_DEBUG, or to OFF if it is not set.
 
     Raises:
-        ArgumentError: it is none of OFF, INFO and DETAIL; nothing has changed then.
+        ArgumentError: it is not OFF, INFO or DETAIL; the level is unchanged.
     """
     value = os.environ.get("TORCH_DISTRIBUTED_DEBUG")
     if value is not None and value.upper() not in DebugLevel.__members__:

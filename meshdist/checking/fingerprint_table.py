@@ -1,30 +1,28 @@
-"""Header tables: in shared words the members of a group on one host compare their calls.
+"""Compare the calls of ranks on one host through fingerprint tables in shared memory.
 
-For each collective a member writes one word into its own table, the call's number and a fingerprint
-of collective, dtype, count, op and root, and then reads the others' words for the same call. Of two
-members whose calls differ the later one sees it, before it has sent anything. No member waits for
-another, so that asynchronous calls still overlap. Where members may differ in how much they send
-(uneven collectives), they also write how much they send to and take from each other member, and
-compare pair by pair. Where there is a native core, messages are compared in the order of their
-tags, sender with receiver.
+For each collective a rank writes one word to its table: the number of the call and a fingerprint
+of collective, dtype, count, op and root. Then it reads the words of the other ranks for this call.
+If two calls differ, the later rank detects it before it sends anything. No rank waits for another,
+so asynchronous calls still overlap. In uneven collectives, ranks also write the sizes that they
+send and receive, and compare them pair by pair. With a native core, sender and receiver compare
+messages in the order of their tags.
 
-A write is one aligned 64-bit store of the interpreter's, long before the loads that follow it.
+A write is one aligned 64-bit store by the interpreter, long before the loads that follow it.
 
-Drawn case: member 0 has come to call 1026, member 1 to call 300. A word is a call's number, here
-before the colon, and its fingerprint; call n stands at place n % 1024 of a member's table.
+Drawn case: member 0 is in call 1026, member 1 in call 300. A word is the number of a call, a colon
+and its fingerprint. The word of call n has index n % 1024.
 
-    place       0         1         2         3    ...  300      ...  1023
+    index       0         1         2         3    ...  300      ...  1023
     member 0    1024:7    1025:7    1026:7    3:7       300:7         1023:7
     member 1    -         1:7       2:7       3:7       300:9         -
 
-Member 1 reads 300:7 as it writes 300:9, and sees that they differ. Member 0 read "-" at its call
-300, and at call 1026 reads 2:7, of another number: it compares neither. At every 256th call it
-looks 768 back: at 1024 it found 256:7, at 1280 it finds no 512:7, and waits. So it is at most 1023
-ahead, and no unread word is lost. Call 2**32 + 5 is noted as 5, and not behind call 2**32 + 3.
+Member 1 writes 300:9, reads 300:7 and detects the mismatch. Member 0 read "-" in call 300 and reads
+2:7, another number, in call 1026, so it compares neither. In every 256th call it looks 768 calls
+back: in 1024 it found 256:7, in 1280 it finds no 512:7 and waits. So it is at most 1023 ahead.
 
     >>> from types import SimpleNamespace as Stand
-    >>> num_bytes = 8 * FingerprintTable.num_words(2)
-    >>> words = [memoryview(bytearray(num_bytes)).cast("Q") for _ in range(2)]
+    >>> size = 8 * FingerprintTable.num_words(2)
+    >>> words = [memoryview(bytearray(size)).cast("Q") for _ in range(2)]
     >>> others = Stand(find=lambda n, _: words[n], is_current=lambda _: 1, is_alive=lambda _: 1)
     >>> def table(n):
     ...     mine = Stand(reserve=lambda *_: words[n], release=id)
@@ -52,9 +50,9 @@ from ..runtime.deadlines import Deadline, Timer, wait_until
 from .shared_flags import Regions, SharedFlags
 
 WINDOW = 1024
-"""How many collectives a member may be ahead of another."""
+"""The number of collectives by which a rank can be ahead of another."""
 CHECK_EVERY = 256
-"""At every how many collectives to look whether a member is that far behind."""
+"""The interval, in collectives, of checks for a rank that is that far behind."""
 _UNEVEN_WINDOW = 64
 _NUM_ENTRIES = 128  # of messages, that one member can note ahead of another
 _MESSAGE_WORDS = 2 + 2 * _NUM_ENTRIES  # for one other member, laid out as in MessageLog
@@ -66,19 +64,19 @@ _LOW = 0xFFFFFFFF
 
 
 class FingerprintTable:
-    """A member's part in the headers that a group's members show each other.
+    """The fingerprints that a rank publishes and compares with other ranks on its host.
 
     Args:
-        words: this process's shared words, in which this member's own lie.
-        key: of their region there.
-        hosts: the host of each member, as a number; those on other hosts are not compared.
-        member: its place in the group.
-        regions: the words of the other members.
-        new_log: makes the native core's log of messages between this member and another; without
-            it messages are not compared.
+        words: the shared words of this process.
+        key: the key of this rank's region.
+        hosts: the host of each rank, as a number; ranks on other hosts are not compared.
+        member: the group rank of this rank.
+        regions: the words of the other ranks.
+        new_log: creates the native log of messages with another rank; without it, messages are not
+            compared.
 
     Raises:
-        MemoryError: there is no room for them.
+        MemoryError: the shared words are full.
     """
 
     def __init__(
@@ -121,7 +119,7 @@ class FingerprintTable:
     def reserve(
         cls, words: SharedFlags | None, key: int, hosts: Sequence[int], member: int, *more: Any
     ) -> FingerprintTable | None:
-        """Return a table, its arguments the class's; None without room or others on this host."""
+        """Return a table, or None if the words are full or no other rank is on this host."""
         if words is not None and hosts.count(hosts[member]) > 1:
             with suppress(MemoryError):
                 return cls(words, key, hosts, member, *more)
@@ -129,14 +127,14 @@ class FingerprintTable:
 
     @staticmethod
     def num_words(size: int) -> int:
-        """Return the number of words on which a member of a group of ``size`` writes."""
+        """Return the number of words that each rank of a group of ``size`` writes."""
         return WINDOW + _UNEVEN_WINDOW * (1 + 2 * size) + size * _MESSAGE_WORDS + 1
 
     def for_core(self, words: Callable[..., Any], make: Callable[..., Any]) -> Any:
-        """Return a native object that does ``enter`` itself once all members' words are found.
+        """Return a native object that runs ``enter`` once the words of all ranks are found.
 
         Args:
-            words, make: the native classes of a member's words, and of that object.
+            words, make: the native classes of the words, and of that object.
         """
         return make(
             self,
@@ -150,7 +148,7 @@ class FingerprintTable:
         )
 
     def close(self) -> None:
-        """Free this member's words and drop the others'; later calls are not compared."""
+        """Free the words of this rank and stop comparing calls."""
         with self._messages_lock:
             self._missing.clear()
             self._views.clear()
@@ -158,13 +156,13 @@ class FingerprintTable:
         self._release()
 
     def sees_all(self) -> bool:
-        """Return whether this process has found all members' shared words, to compare all calls."""
+        """Return whether this process has found the words of all ranks."""
         if self._missing:
             self._find_missing()
         return self._sees_all and not self._missing
 
     def leave(self) -> None:
-        """Announce to the others that this process exits normally."""
+        """Announce to the other ranks that this process exits normally."""
         self._mine[self._left_word] = 1
 
     def enter(
@@ -174,13 +172,12 @@ class FingerprintTable:
         sent: Sequence[int] = (),
         taken: Sequence[int] = (),
     ) -> list[int]:
-        """Write the header of call ``sequence``; return the members whose header there differs.
+        """Write the fingerprint of call ``sequence``; return the ranks with another fingerprint.
 
         Args:
-            sequence: the call's number, from 1.
+            sequence: the number of the call, from 1.
             header: its fingerprint.
-            sent, taken: how much goes to and comes from each member, for a collective whose members
-                may differ in that.
+            sent, taken: the sizes sent to, and received from, each rank in an uneven collective.
         """
         if self._missing:
             self._find_missing()
@@ -192,8 +189,8 @@ class FingerprintTable:
         return self._differing(sequence, word, sent, taken)
 
     def look_again(self, sequence: int) -> list[int] | None:
-        """Return the members whose call differs from this member's, None while some are behind."""
-        # It must be called before the words of that call are overwritten.
+        """Return the ranks whose call differs from this rank's, None while some are behind."""
+        # Call it before the words of that call are overwritten.
         place = sequence % WINDOW
         word = self._mine[place]
         if word >> 32 != sequence & _LOW:
@@ -206,7 +203,7 @@ class FingerprintTable:
         if self._mine[start] == sequence:
             sizes = self._mine[start + 1 : start + self._uneven_words].tolist()
             sent, taken = sizes[: self._size], sizes[self._size :]
-        # In this order: one that comes in between is compared at the next look.
+        # In this order, a word that arrives in between is compared at the next look.
         is_one_behind = any(_is_behind(view[place] >> 32, sequence) for _, view in self._views)
         differing = self._differing(sequence, word, sent, taken)
         return None if not differing and (is_one_behind or self._missing) else differing
@@ -226,13 +223,13 @@ class FingerprintTable:
         return differing
 
     def find_behind(self, sequence: int, is_uneven: bool) -> int | None:
-        """Return a member that still needs words that call ``sequence`` overwrites, or None.
+        """Return a rank that still needs words that call ``sequence`` overwrites, or None.
 
         Args:
-            is_uneven: whether members may differ in sizes, of which few calls are kept.
+            is_uneven: whether the collective is uneven; few of these calls are kept.
         """
-        # It is called before every uneven call, and before every ``CHECK_EVERY``-th of the others;
-        # as long as there is such a member the call has to wait.
+        # Called before every uneven call, and before every ``CHECK_EVERY``-th other call. The call
+        # has to wait while such a rank exists.
         window = _UNEVEN_WINDOW - 1 if is_uneven else WINDOW - CHECK_EVERY
         reached = sequence - window
         if reached <= 0:
@@ -247,13 +244,13 @@ class FingerprintTable:
     def wait_for_the_slowest(
         self, sequence: int, is_uneven: bool, timeout: timedelta, check: Callable[[], object]
     ) -> int | None:
-        """Wait until call ``sequence`` overwrites no needed words; return a late member or None.
+        """Wait until call ``sequence`` overwrites no needed words; return a late rank or None.
 
         Args:
-            check: called now and then; it may raise to end the wait.
-            is_uneven: whether members may differ in sizes, of which few calls are kept.
+            check: called regularly; it may raise to end the wait.
+            is_uneven: whether the collective is uneven; few of these calls are kept.
         """
-        if self.find_behind(sequence, is_uneven) is None:  # by far the most frequent
+        if self.find_behind(sequence, is_uneven) is None:  # the common case
             return None
         find_behind = partial(self.find_behind, sequence, is_uneven)
         limit = Deadline(timeout)
@@ -263,7 +260,7 @@ class FingerprintTable:
     def wait_for_all(
         self, sequence: int, timeout: timedelta, check: Callable[[], object]
     ) -> list[int] | None:
-        """Wait for all members in call ``sequence``; return those that differ, None if late."""
+        """Wait for all ranks in call ``sequence``; return mismatched ranks, None on timeout."""
         found: list[list[int]] = []
 
         def have_come() -> bool:
@@ -276,7 +273,7 @@ class FingerprintTable:
         return found[0] if found else None
 
     def note(self, peer: int, tag: int, header: int, *, is_send: bool) -> int | None:
-        """Note a message's fingerprint ``header``; return its number if the peer's differs."""
+        """Record the fingerprint of a message; return its number if the peer's differs."""
         with self._messages_lock:
             if self._missing:
                 self._find_missing()
@@ -285,7 +282,7 @@ class FingerprintTable:
             return None if log is None else log.note(kind, header) or None
 
     def recv_any(self, tag: int) -> None:
-        """Note a receive from any member; messages under ``tag`` are compared no more."""
+        """Record a receive from any rank; stop comparing messages with ``tag``."""
         with self._messages_lock:
             if self._missing:
                 self._find_missing()
@@ -293,17 +290,17 @@ class FingerprintTable:
                 log.note_any(tag)
 
     def message_words(self, words: memoryview, reader: int) -> memoryview:
-        """Return the part of a member's ``words`` for its messages with member ``reader``."""
+        """Return the part of ``words`` for messages with rank ``reader``."""
         start = WINDOW + _UNEVEN_WINDOW * self._uneven_words + reader * _MESSAGE_WORDS
         return words[start : start + _MESSAGE_WORDS]
 
     def _find_messages_of(self, peer: int) -> memoryview | None:
-        """Return a peer's words of its messages with this member, if they have been found."""
+        """Return the words of a peer for its messages with this rank, if found."""
         view = dict(self._views).get(peer)
         return None if view is None else self.message_words(view, self._member)
 
     def _publish_later(self) -> None:
-        """Write soon the message headers that found no room, once peers have read older headers."""
+        """Retry soon to write message fingerprints that did not fit."""
         if self._publisher is None:
             with suppress(RuntimeError):  # no thread can start now: the next message tries again
                 self._publisher = Timer(_PUBLISH_S, self._publish)
@@ -351,7 +348,7 @@ class FingerprintTable:
                 return True
             if sent_to_me == taken[member] and taken_from_me == sent[member]:
                 return True
-            if not is_last_look:  # words may arrive in another order than they were written in
+            if not is_last_look:  # words may arrive in another order than they were written
                 time.sleep(_REORDERING_S)
         return False
 
@@ -360,5 +357,5 @@ class FingerprintTable:
 
 
 def _is_behind(noted: int, sequence: int) -> bool:
-    """Return whether the call number ``noted``, kept in 32 bits, is below ``sequence``."""
+    """Return whether the call number ``noted``, stored in 32 bits, is below ``sequence``."""
     return noted - sequence & _LOW >= 1 << 31

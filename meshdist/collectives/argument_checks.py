@@ -133,8 +133,7 @@ def _check_writable(tensor: torch.Tensor, argument: str, operation: str) -> None
     if torch.is_grad_enabled() and base is not None and base.is_leaf and base.requires_grad:
         raise GradientError(
             f"{operation} cannot write into {argument} because it is a view of a leaf that "
-            f"requires "
-            "a gradient",
+            "requires a gradient",
             where=f"argument {argument} of {operation}, {describe(tensor)}",
             fix=f"call it under torch.no_grad(), or pass {argument}.detach()",
         )

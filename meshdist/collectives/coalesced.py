@@ -1,11 +1,11 @@
-"""torch's collectives on several tensors at once: ``coalesced``, or a tensor on each device.
+"""Run torch's collectives on several tensors at once: ``coalesced``, or one tensor per device.
 
-Those of torch's old package are on tensors that lie on the several devices of a process: each
-process first reduces its own tensors, then communicates once, then spreads the result over its
-list. The tensors of a list are alike in dtype and number of elements; the lists of all members are
-equally long. CPU tensors will do as well as several CUDA devices, and NumPy and CuPy arrays.
+The ``multigpu`` collectives of torch's old package work on the tensors of several devices of a
+process: each process first reduces its own tensors, then communicates once, then copies the result
+to its list. All tensors have the same dtype and number of elements, and all ranks pass lists of
+the same length. CPU tensors, NumPy and CuPy arrays work too.
 
-Arguments, errors and results of both follow the rules of ``operations``.
+Arguments, errors and results follow the rules of ``tensor_collectives``.
 """
 
 from __future__ import annotations
@@ -45,18 +45,18 @@ def all_reduce_coalesced(
     group: GroupLike = None,
     async_op: bool = False,
 ) -> Work | None:
-    """Each of every member's tensors becomes the reduction of all members' in its place.
+    """Reduce each tensor of a list across the group in place.
 
     Args:
-        tensors: arrays of any shapes, equal in number, sizes and dtypes on all members; written
-            in place. They must not overlap in memory, nor may one be listed twice. A tensor is a
-            list of itself.
+        tensors: arrays of any shapes, with the same number, sizes and dtypes on every rank; written
+            in place. They must not overlap in memory. A single tensor counts as a list.
         op, group, async_op: as in ``all_reduce``.
 
-    Cost: that of one ``all_reduce`` of all of them together, where the backend can join them.
+    Cost: one ``all_reduce`` of all tensors together, if the backend can combine them.
 
     Raises:
-        ArgumentError: no list, or an empty list. DtypeError: a reduction that a dtype lacks.
+        ArgumentError: not a list, or an empty list.
+        DtypeError: a dtype does not support the reduction.
 
     Example:
         >>> import meshdist as md, torch
@@ -78,18 +78,19 @@ def all_gather_coalesced(
     group: GroupLike = None,
     async_op: bool = False,
 ) -> Work | None:
-    """Every member's j-th list holds copies of member j's tensors.
+    """Gather the lists of tensors of all ranks: list j receives the tensors of rank j.
 
     Args:
-        output_tensor_lists: for each member a list of arrays like ``input_tensor_list``, written
-            in place.
-        input_tensor_list: arrays of any shapes, equal in number, sizes and dtypes on all members.
+        output_tensor_lists: for each rank a list of arrays like ``input_tensor_list``. Written in
+            place.
+        input_tensor_list: arrays of any shapes, with the same number, sizes and dtypes on every
+            rank.
         group, async_op: as in ``all_reduce``.
 
-    Cost: n (p - 1) bytes sent per rank for n bytes in all over p ranks.
+    Cost: n (p - 1) bytes sent per rank for n bytes in total over p ranks.
 
     Raises:
-        ArgumentError: not one list per member, or of another length. ShapeError: other sizes.
+        ArgumentError: not one list per rank, or a list of another length. ShapeError: other sizes.
 
     Example:
         >>> import meshdist as md, torch
@@ -121,18 +122,19 @@ def broadcast_multigpu(
     async_op: bool = False,
     src_tensor: int = 0,
 ) -> Work | None:
-    """Every tensor of every member becomes the chosen tensor of the source.
+    """Copy one tensor of the source to every tensor of every rank.
 
     Args:
-        tensor_list: arrays of one dtype and number of elements, as many on all members. Written
-            in place, but for the tensor that is sent.
-        src: the source's global rank.
+        tensor_list: arrays of one dtype and number of elements, equally many on every rank. Written
+            in place, except the tensor that is sent.
+        src: the global rank of the source.
         group, async_op: as in ``all_reduce``.
-        src_tensor: which of the source's tensors is sent.
+        src_tensor: the index of the tensor to send in the source's list.
 
     Raises:
-        MismatchError: the members' lists are not alike; on all members.
-        ArgumentError: no such ``src_tensor``. ShapeError, DtypeError: a list of unlike tensors.
+        MismatchError: the lists of the ranks do not match; on every rank.
+        ArgumentError: ``src_tensor`` is out of range.
+        ShapeError, DtypeError: tensors of a list differ.
 
     Example:
         >>> import meshdist as md, torch
@@ -149,7 +151,7 @@ def broadcast_multigpu(
     buffers = _take_alike(call, tensor_list, writes=True)
     place = _checked_place(call, src_tensor, "src_tensor", buffers)
     sent = buffers[place if call.is_root else 0]
-    if call.is_root:  # what is sent stays as it is
+    if call.is_root:  # the sent tensor is only read
         del call.written[place]
     call.then = partial(_spread, sent, buffers)
     call.carry("broadcast", tensors := [sent], tensors, buffers, tensor_list)
@@ -163,18 +165,19 @@ def all_reduce_multigpu(
     group: GroupLike = None,
     async_op: bool = False,
 ) -> Work | None:
-    """Every tensor of every member becomes the reduction of all tensors of all members.
+    """Reduce all tensors of all ranks, and write the result to each of them.
 
     Args:
-        tensor_list: arrays of one dtype and number of elements, as many on all members. Written
+        tensor_list: arrays of one dtype and number of elements, equally many on every rank. Written
             in place.
         op, group, async_op: as in ``all_reduce``.
 
-    Cost: that of one ``all_reduce`` of one of the tensors.
+    Cost: one ``all_reduce`` of one tensor.
 
     Raises:
-        MismatchError: the members' lists are not alike; on all members.
-        DtypeError: a reduction that the dtype lacks. ShapeError, DtypeError: unlike tensors.
+        MismatchError: the lists of the ranks do not match; on every rank.
+        DtypeError: the dtype does not support the reduction.
+        ShapeError, DtypeError: tensors of a list differ.
 
     Example:
         >>> import meshdist as md, torch
@@ -201,18 +204,19 @@ def reduce_multigpu(
     async_op: bool = False,
     dst_tensor: int = 0,
 ) -> Work | None:
-    """One tensor of the destination becomes the reduction of all tensors of all members.
+    """Reduce all tensors of all ranks into one tensor of the destination.
 
     Args:
-        tensor_list: arrays of one dtype and number of elements, as many on all members. All but
-            the array that takes the result stay as they were.
-        dst: the destination's global rank.
+        tensor_list: arrays of one dtype and number of elements, equally many on every rank. Only
+            the destination's ``dst_tensor`` is written.
+        dst: the global rank of the destination.
         op, group, async_op: as in ``all_reduce``.
-        dst_tensor: which of the destination's tensors takes the result. Written in place.
+        dst_tensor: the index of the tensor that receives the result in the destination's list.
 
     Raises:
-        MismatchError: the members' lists are not alike; on all members.
-        ArgumentError: no such ``dst_tensor``. ShapeError, DtypeError: a list of unlike tensors.
+        MismatchError: the lists of the ranks do not match; on every rank.
+        ArgumentError: ``dst_tensor`` is out of range.
+        ShapeError, DtypeError: tensors of a list differ.
 
     Example:
         >>> import meshdist as md, torch
@@ -240,18 +244,18 @@ def all_gather_multigpu(
     group: GroupLike = None,
     async_op: bool = False,
 ) -> Work | None:
-    """Each of a member's output lists holds all tensors of all members, member by member.
+    """Gather all tensors of all ranks into each output list, rank by rank.
 
     Args:
-        output_tensor_lists: for each tensor of ``input_tensor_list`` a list of arrays like it,
-            an array for each tensor of each member; member k's j-th tensor comes to place
-            ``k * len(input_tensor_list) + j``. Written in place.
-        input_tensor_list: arrays of one dtype and number of elements, as many on all members.
+        output_tensor_lists: for each tensor of ``input_tensor_list`` a list with one array for each
+            tensor of each rank. Tensor j of rank k is written to index
+            ``k * len(input_tensor_list) + j``.
+        input_tensor_list: arrays of one dtype and number of elements, equally many on every rank.
         group, async_op: as in ``all_reduce``.
 
     Raises:
-        MismatchError: the members' lists are not alike; on all members.
-        ArgumentError: lists of another length. ShapeError, DtypeError: unlike tensors.
+        MismatchError: the lists of the ranks do not match; on every rank.
+        ArgumentError: a list has another length. ShapeError, DtypeError: tensors differ.
 
     Example:
         >>> import meshdist as md, torch
@@ -276,8 +280,7 @@ def all_gather_multigpu(
 def _take_alike(
     call: Collective, given: Any, argument: str = "tensor_list", *, writes: bool = False
 ) -> list[torch.Tensor]:
-    """Return the checked tensors of a list, which the collective reads or ``writes``; they are
-    alike."""
+    """Return the tensors of a list to read or write; raise if their dtypes or sizes differ."""
     tensors = [call.take(x, argument, writes=writes) for x in call.check_list(given, argument)]
     _check_same(call, tensors, tensors[0], (f"an entry of {argument}", f"{argument}[0]"))
     return tensors
@@ -286,7 +289,7 @@ def _take_alike(
 def _check_same(
     call: Collective, tensors: Sequence[torch.Tensor], like: torch.Tensor, names: tuple[str, str]
 ) -> None:
-    """Raise unless all tensors have the dtype and size of ``like``; the error has ``names``."""
+    """Raise unless all tensors have the dtype and size of ``like``."""
     for tensor in tensors:
         call.check_same_dtype(tensor, like, names)
         call.check_same_size(tensor, like, names)
@@ -295,7 +298,7 @@ def _check_same(
 def _checked_place(
     call: Collective, place: object, argument: str, tensors: Sequence[torch.Tensor]
 ) -> int:
-    """Return ``place`` as an index of ``tensors``; raise if it is none."""
+    """Return ``place`` as an index of ``tensors``; raise if it is out of range."""
     last = len(tensors) - 1
     return get_integer(place, f"{call.operation}: {argument}", 0, last, where="tensor_list")
 
@@ -308,14 +311,14 @@ def _reduce_as_one(
     async_op: bool,
     result: Sequence[Any] | None,
 ) -> Work | None:
-    """Reduce ``buffers`` here, then over members by ``way``; copy the result to ``outputs``.
+    """Reduce ``buffers`` locally, then across ranks with ``way``; copy the result to ``outputs``.
 
     Args:
-        result: what the Work's result() gives; None for the reduced tensor.
+        result: the result() of the Work; None for the reduced tensor.
     """
     kind = call.op
     assert kind is not None  # a collective that reduces
-    # A mean of integers is rounded once, in the end: until then it is a sum.
+    # Round a mean of integers only once, at the end; until then it is a sum.
     step = ReduceOp.SUM if is_whole_mean(kind, buffers[0].dtype) else kind
     total = reduced([call.scaled(part).view(-1) for part in buffers], step)
     call.op = step
@@ -327,7 +330,7 @@ def _reduce_as_one(
 def _spread_reduction(
     total: torch.Tensor, kind: ReduceKind, num: int, targets: Sequence[torch.Tensor]
 ) -> None:
-    """Copy ``total``, which reduces ``num`` tensors, to ``targets``; divide an integer mean."""
+    """Copy ``total``, the reduction of ``num`` tensors, to ``targets``; divide an integer mean."""
     if targets and is_whole_mean(kind, total.dtype):
         divide(total, num)
     _spread(total, targets)
@@ -344,12 +347,12 @@ def _spread(source: torch.Tensor, targets: Sequence[torch.Tensor]) -> None:
 def _gather_packed(
     call: Collective, outputs: list[torch.Tensor], inputs: list[torch.Tensor], async_op: bool
 ) -> Work | None:
-    """Gather all members' inputs as bytes in one operation; return its Work with ``async_op``.
+    """Gather the inputs of all ranks as bytes in one operation.
 
     Args:
-        outputs: for each input of each member a tensor like it, on any device; or several such
-            lists concatenated, which all get the same.
-        inputs: this rank's tensors; they travel from the device of the first.
+        outputs: a tensor on any device for each input of each rank; or several such lists,
+            concatenated, which receive the same values.
+        inputs: this rank's tensors; they are sent from the device of the first.
     """
     packed = torch.cat([read_as(part, torch.uint8).to(inputs[0].device) for part in inputs])
     size = call.group.size()

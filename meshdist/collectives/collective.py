@@ -1,4 +1,4 @@
-"""A call of a collective: its arguments as they travel, their checks, its run, its end."""
+"""Represent a call of a collective: normalize, check and run its arguments."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _NOT_PLAIN = frozenset(
 
 
 class OperationCall(OperationArgs):
-    """A call of a collective, which takes its arguments and has the tensors that are sent.
+    """A call of a collective, with its arguments and the tensors to send.
 
     Args:
-        root: the place of its source or destination; of a message, of its other side.
-        op_name: the name of what it is a part of; "" for a call of its own.
-        is_elementwise: whether its tensors correspond element by element on all members, so that
-            they may travel as they lie in memory.
+        root: the group rank of its source or destination, or of the other side of a message.
+        op_name: the operation name; "" for a direct call.
+        is_elementwise: whether tensors correspond element by element on all ranks, so that they can
+            be sent in their memory layout.
     """
 
     written: list[Written]
@@ -55,7 +55,7 @@ class OperationCall(OperationArgs):
         self.written, self.foreign = [], []
 
     def take(self, x: Any, argument: str, *, writes: bool = False) -> torch.Tensor:
-        """Return the tensor sent for ``x``; note ``x`` as a result if the collective writes it."""
+        """Return the tensor to send for ``x``; record ``x`` as a result if it ``writes``."""
         is_plain = forward_ad._current_level < 0 and type(x) is _Tensor and x.layout is _STRIDED
         is_plain = is_plain and not x.requires_grad and x.is_contiguous() and not x.is_nested
         try:
@@ -85,12 +85,12 @@ class Collective(OperationCall):
 
     @property
     def is_root(self) -> bool:
-        """Return whether this member is the root."""
+        """Return whether this rank is the root."""
         return self.root == self.group.rank()
 
     @property
     def here(self) -> str:
-        """Text for messages that names this rank and its group."""
+        """The text for messages of this rank and its group."""
         return f"rank {self.group.world.rank}, {self.group.name}"
 
     def take_list(
@@ -103,11 +103,12 @@ class Collective(OperationCall):
         *,
         writes: bool = False,
     ) -> list[torch.Tensor]:
-        """Return the tensors that travel for a list with an array like ``like`` per member.
+        """Return the tensors to send for a list with an array like ``like`` per rank.
 
         Args:
-            role: names the root, where it alone gives a list, of arrays as large as ``like``.
-            likes_name: of ``like``, for messages.
+            role: the name of the root, if only the root passes a list, of arrays as large as
+                ``like``.
+            likes_name: the name of ``like`` in messages.
         """
         tensors = []
         entries = self.check_list(given, argument, len(self.group.ranks), role=role)
@@ -152,19 +153,19 @@ class Collective(OperationCall):
         result: Sequence[Any] | None = None,
         sizes: tuple[Sizes, Sizes] | None = None,
     ) -> None:
-        """Set how the call is carried out: a communicator's collective, and its tensors.
+        """Set the backend operation and its tensors.
 
         Args:
-            way: the collective of the communicator.
-            noted: the tensors that members compare.
-            result: what the Work's result() gives; None for ``outputs``.
-            sizes: elements sent to, and received from, each member, where they differ.
+            way: the backend operation.
+            noted: the tensors that ranks compare.
+            result: the result() of the Work; None for ``outputs``.
+            sizes: the elements sent to, and received from, each rank, if they differ.
         """
         self.way, self.inputs, self.outputs, self.noted = way, inputs, outputs, noted
         self.result, self.sizes = result, sizes
 
     def run(self, async_op: bool = False) -> Work | None:
-        """Run the call and wait for it, return None; with ``async_op`` return its Work at once."""
+        """Run the call and wait for it; with ``async_op`` return its Work immediately."""
         if async_op is not False:
             check_flag(async_op, self.operation)
         if len(self.written) > 1:
@@ -181,9 +182,9 @@ class Collective(OperationCall):
     # -- checks -----------------------------------------------------------------------------------
 
     def _check_apart(self) -> None:
-        """Raise where two of the arrays that the collective writes have memory in common."""
-        # Of ``[x] * 3`` the last result alone would be left. Arrays with gaps, such as columns of
-        # one matrix, may lie among each other: of them the first elements are compared.
+        """Raise if two arrays that the collective writes overlap in memory."""
+        # ``[x] * 3`` would keep only the last result. Arrays with gaps, like columns of a matrix,
+        # may interleave, so only their first elements are compared.
         spans = [
             (data.data_ptr(), data.nbytes if data.is_contiguous() else data.element_size(), place)
             for place, (_, data, _) in enumerate(self.written)
@@ -197,8 +198,8 @@ class Collective(OperationCall):
                     where=self.here,
                     expected="arrays that do not overlap",
                     found=f"results {place} and {other}, counted from 0, overlap",
-                    fix="pass separate arrays: [torch.empty_like(x) for _ in range(n)], not [x] "
-                    "* n",
+                    fix="pass separate arrays: [torch.empty_like(x) for _ in range(n)], "
+                    "not [x] * n",
                 )
 
     def check_alike(
@@ -227,7 +228,7 @@ class Collective(OperationCall):
     def check_same_device(
         self, output: torch.Tensor, tensor: torch.Tensor, names: tuple[str, str]
     ) -> None:
-        """Raise unless both tensors, called ``names`` in the error, lie on the same device."""
+        """Raise unless both tensors, called ``names`` in the error, are on the same device."""
         if output.device != tensor.device:
             raise ArgumentError(
                 f"{self.operation} has arguments on different devices",
@@ -240,7 +241,7 @@ class Collective(OperationCall):
     def check_blocks(
         self, whole: torch.Tensor, block: torch.Tensor, names: tuple[str, str]
     ) -> None:
-        """Raise unless ``whole`` has a block per member: concatenated, stacked, or flat."""
+        """Raise unless ``whole`` has a block per rank: concatenated, stacked, or flat."""
         size = len(self.group.ranks)
         if whole.dim() == 1 and whole.numel() == size * block.numel():
             return  # the common case, decided fast
@@ -281,9 +282,9 @@ class Collective(OperationCall):
         """Return ``given`` if it is a list or tuple of ``length`` entries; else raise.
 
         Args:
-            length: None for any number from 1 on.
-            role: names the root, where it alone gives a list; the others get ().
-            may_be_longer: whether more entries than ``length`` are fine, too.
+            length: None for at least 1.
+            role: the name of the root, if only the root passes a list; other ranks get ().
+            may_be_longer: accept more entries than ``length``.
         """
         if role and not self.is_root:
             if given is None or (isinstance(given, (list, tuple)) and not given):

@@ -1,8 +1,8 @@
-"""torch's collectives on lists of a tensor per member, whose sizes may differ.
+"""Run torch's collectives on lists with one tensor per rank, whose sizes may differ.
 
-Arguments, errors and results follow the rules of ``operations``. Lists are lists or tuples of
-torch tensors, NumPy or CuPy arrays, of one dtype and one device type; what one member takes must
-be what the other sends, which is compared before any data moves.
+Arguments, errors and results follow the rules of ``tensor_collectives``. Lists are lists or tuples
+of torch tensors, NumPy or CuPy arrays, of one dtype and one device type. Ranks compare the sizes
+that they send and receive before any data moves.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ __all__ = [
 def all_gather(
     tensor_list: list[Any], tensor: Any, group: GroupLike = None, async_op: bool = False
 ) -> Work | None:
-    """Every member's list holds all members' tensors, in group order.
+    """Gather the tensors of all ranks into a list on every rank, in group order.
 
     Args:
-        tensor_list: one array per member, written in place: as many elements as that member's
-            tensor has, which may differ between members.
-        tensor: any shape and dtype; the same dtype on all members.
+        tensor_list: one array per rank, with as many elements as the tensor of that rank. Sizes may
+            differ between ranks. Written in place.
+        tensor: any shape; the same dtype on every rank.
         group, async_op: as in ``all_reduce``.
 
-    Cost: n (p - 1) bytes sent per rank where sizes are equal, for n bytes over p ranks.
+    Cost: n (p - 1) bytes sent per rank if sizes are equal, for n bytes over p ranks.
 
     Raises:
-        ArgumentError: not one array per member. ShapeError: my own place has another size.
-        MismatchError: a member takes another size than I send.
+        ArgumentError: not one array per rank. ShapeError: this rank's entry has another size.
+        MismatchError: another rank receives a different size than this rank sends.
 
     Example:
         >>> import meshdist as md, torch
@@ -67,21 +67,22 @@ def gather(
     async_op: bool = False,
     group_dst: int | None = None,
 ) -> Work | None:
-    """The destination's list holds all members' tensors, in group order.
+    """Gather the tensors of all ranks into a list on the destination, in group order.
 
     Args:
-        tensor: any shape and dtype, equal in number and dtype on all members.
-        gather_list: on the destination one array per member, written in place; None or [] on
-            the others.
-        dst: the destination's global rank (0 if neither is given); or
+        tensor: an array with the same number of elements and dtype on every rank.
+        gather_list: on the destination one array per rank, written in place; None or [] on other
+            ranks.
+        dst: the global rank of the destination (0 if neither is passed); or
         group_dst: its rank in the group.
         group, async_op: as in ``all_reduce``.
 
-    Cost: n bytes sent by every rank but the destination, for n bytes.
+    Cost: n bytes sent by every rank except the destination.
 
     Raises:
-        ArgumentError: a list is missing on the destination, or given elsewhere; two destinations.
-        NotInGroupError: the destination or this rank is no member.
+        ArgumentError: the destination has no list, another rank has a list, or both ``dst`` and
+            ``group_dst``.
+        NotInGroupError: the destination or this rank is not in the group.
 
     Example:
         >>> import meshdist as md, torch
@@ -108,20 +109,21 @@ def scatter(
     async_op: bool = False,
     group_src: int | None = None,
 ) -> Work | None:
-    """Every member's tensor becomes its own of the source's list.
+    """Scatter a list of tensors from the source: each rank receives one of them.
 
     Args:
-        tensor: any shape and dtype, equal in number and dtype on all members. Written in place.
-        scatter_list: on the source one array per member; None or [] on the others.
-        src: the source's global rank (0 if neither is given); or
+        tensor: an array with the same number of elements and dtype on every rank. Written in place.
+        scatter_list: on the source one array per rank; None or [] on other ranks.
+        src: the global rank of the source (0 if neither is passed); or
         group_src: its rank in the group.
         group, async_op: as in ``all_reduce``.
 
-    Cost: n bytes reach every rank but the source, for n bytes each.
+    Cost: n bytes received by every rank except the source.
 
     Raises:
-        ArgumentError: a list is missing on the source, or given elsewhere; two sources.
-        NotInGroupError: the source or this rank is no member.
+        ArgumentError: the source has no list, another rank has a list, or both ``src`` and
+            ``group_src``.
+        NotInGroupError: the source or this rank is not in the group.
 
     Example:
         >>> import meshdist as md, torch
@@ -147,19 +149,19 @@ def reduce_scatter(
     group: GroupLike = None,
     async_op: bool = False,
 ) -> Work | None:
-    """Each member's output is the reduction of all members' inputs for it.
+    """Reduce lists of tensors and scatter the results: rank j receives the reduction of entry j.
 
     Args:
         output: any shape. Written in place.
-        input_list: one array per member, equal in sizes on all members; they may differ within
-            the list, and this rank's own has as many elements as ``output``.
+        input_list: one array per rank, with the same sizes on every rank. Sizes may differ within
+            the list; this rank's entry has as many elements as ``output``.
         op, group, async_op: as in ``all_reduce``.
 
     Cost: n (p - 1) bytes sent per rank for parts of n bytes.
 
     Raises:
-        ArgumentError: not one array per member. ShapeError: my own input has another size.
-        DtypeError: two dtypes, or a dtype that the op lacks.
+        ArgumentError: not one array per rank. ShapeError: this rank's entry has another size.
+        DtypeError: the dtypes differ, or do not support the reduction.
 
     Example:
         >>> import meshdist as md, torch
@@ -181,19 +183,19 @@ def all_to_all(
     group: GroupLike = None,
     async_op: bool = False,
 ) -> Work | None:
-    """Each member's j-th output is what member j holds for it.
+    """Exchange tensors: send entry j of a list to rank j, and receive a tensor from each rank.
 
     Args:
-        output_tensor_list: one array per member, written in place: as many elements as that
-            member's input for this rank has.
-        input_tensor_list: one array per member, of any sizes; the j-th goes to member j.
+        output_tensor_list: one array per rank, with as many elements as that rank sends to this
+            rank. Written in place.
+        input_tensor_list: one array per rank, of any sizes; entry j is sent to rank j.
         group, async_op: as in ``all_reduce``.
 
-    Cost: everything but my own part is sent once.
+    Cost: each rank sends its inputs once, except its own.
 
     Raises:
-        ArgumentError: not one array per member. DtypeError: two dtypes.
-        MismatchError: a member takes another size than I send.
+        ArgumentError: not one array per rank. DtypeError: the dtypes differ.
+        MismatchError: another rank receives a different size than this rank sends.
 
     Example:
         >>> import meshdist as md, torch
@@ -218,20 +220,22 @@ def all_to_all_single(
     group: GroupLike = None,
     async_op: bool = False,
 ) -> Work | None:
-    """Each member's output holds, along dim 0, what every member's input has for it.
+    """Split ``input`` along dimension 0, and exchange the parts between all ranks.
 
     Args:
         output: shape [m, ...]. Written in place.
-        input: shape [n, ...], cut along dim 0; the j-th part goes to member j.
-        output_split_sizes: how many rows come from each member; None or [] for equal parts.
-        input_split_sizes: how many rows go to each member; None or [] for equal parts.
+        input: shape [n, ...]; part j is sent to rank j.
+        output_split_sizes: the number of rows from each rank; None or [] for equal parts.
+        input_split_sizes: the number of rows for each rank; None or [] for equal parts.
         group, async_op: as in ``all_reduce``.
 
-    Cost: everything but my own part is sent once.
+    Cost: each rank sends its input once, except its own part.
 
     Raises:
-        ShapeError: dim 0 does not divide, or the sizes do not add up to it; rows of two sizes.
-        DtypeError: two dtypes. MismatchError: a member takes another size than I send.
+        ShapeError: dimension 0 is not divisible, the sizes do not add up to it, or the row sizes
+            differ.
+        DtypeError: the dtypes differ.
+        MismatchError: another rank receives a different size than this rank sends.
 
     Example:
         >>> import meshdist as md, torch

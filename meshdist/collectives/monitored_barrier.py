@@ -1,13 +1,11 @@
-"""A barrier that names the members that do not come.
+"""Run a barrier that lists the ranks that do not reach it.
 
-It goes through the store of the world instead of a backend, so that a rank that does not come
-breaks
-nothing: the group can be used afterwards. It is not one of the collectives that the members count
-and compare.
+It uses the store instead of a backend, so the group stays usable if a rank is missing. Ranks do not
+count and compare it like other collectives.
 
-Under keys of its own a group keeps in the store the number of the latest barrier at which each
-member has arrived, and one outcome. The outcome is replaced by compare-and-set, so that each
-barrier ends in the same way for all members.
+In the store, each group keeps the number of the latest barrier that each rank has reached, and one
+outcome. Ranks replace the outcome by compare-and-set, so each barrier ends the same way on every
+rank.
 """
 
 from __future__ import annotations
@@ -44,25 +42,24 @@ _NAME = "monitored_barrier"
 def monitored_barrier(
     group: GroupLike = None, timeout: timedelta | None = None, wait_all_ranks: bool = False
 ) -> None:
-    """Return when every member has called it; raise on every member if any does not come.
+    """Wait until every rank of the group has called it; raise on every rank if any rank is missing.
 
-    Rank 0 of the group collects, the others wait for it: each of them at most ``timeout`` until it
-    comes, and as long again for its outcome.
+    Rank 0 of the group collects the arrivals. Each other rank waits at most ``timeout`` until
+    rank 0 reaches the call, and as long again for the outcome.
 
     Args:
-        group: whose members take part.
-        timeout: how long to wait; None takes the group's.
-        wait_all_ranks: let rank 0 name every absent member, not the first alone.
+        group: as in ``all_reduce``.
+        timeout: how long to wait; None uses the timeout of the group.
+        wait_all_ranks: list every missing rank in the error of rank 0, not only the first.
 
     Raises:
-        CollectiveTimeoutError: a member did not come. Rank 0 names it, with what it called last;
-            the others point to rank 0. A member that comes too late raises, too.
-        DeadlockError: on simulated ranks, which have no clock, where a member cannot come any
-            more.
+        CollectiveTimeoutError: a rank did not reach the call. Rank 0 lists it with its last call;
+            the other ranks refer to rank 0. A rank that is too late also raises.
+        DeadlockError: simulated ranks only: a rank can no longer reach the call.
         KindError, ArgumentError: a wrong timeout.
-        AbortedError: the group was aborted meanwhile.
+        AbortedError: the group was aborted in the meantime.
 
-    Cost: some requests to the store per rank, and on rank 0 a request for each member.
+    Cost: a few store requests per rank, and on rank 0 one request for each rank.
 
     Example:
         >>> import meshdist as md
@@ -90,14 +87,14 @@ monitoredBarrier
 
 
 def _keys_of(group: ProcessGroup) -> str:
-    """Return the prefix of the store keys for a group's barriers, equal on its members."""
+    """Return the prefix of the store keys for a group's barriers, equal on every rank."""
     if group.is_private:
         return f"monitored/{group.open_device_group(group.first_device_type()).opened.label}"
     return f"monitored/{digest_of_ranks(group.ranks)}"
 
 
 def _meet(group: ProcessGroup, timeout: timedelta, names_all: bool) -> None:
-    """Wait until all members come; raise on all if late, naming all absent if ``names_all``."""
+    """Wait for all ranks; raise on every rank if any is missing."""
     world, ranks = group.world, group.ranks
     registry = get_registry(world)
     known_aborts = set(registry.aborts)
@@ -140,10 +137,10 @@ def _check_not_aborted(group: ProcessGroup, known_aborts: set[str], where: str) 
 def _timed_out(
     world: World, ranks: Sequence[int], outcome: BarrierResult, where: str, names_all: bool
 ) -> CollectiveTimeoutError:
-    """Return this rank's error: the first member names absent ranks, the others point to its error.
+    """Return this rank's error: the first rank lists the missing ranks, the others refer to it.
 
     Args:
-        names_all: whether the first member names all absent ranks, or the first alone.
+        names_all: list all missing ranks, not only the first.
     """
     me, leader = world.rank, ranks[0]
     found = f"rank {outcome.by}: {outcome.failure}"
@@ -168,13 +165,13 @@ def _timed_out(
 
 
 def _last_calls(world: World, ranks: list[int]) -> str:
-    """Return a line on the last call of each absent rank that answers."""
+    """Return one line per missing rank with its last call."""
     answers = ask(world, tuple(ranks))
     return "\n".join(f"rank {rank}: {last_call_text(answers.get(rank))}" for rank in ranks)
 
 
 def _counts_of_simulated(group: ProcessGroup) -> dict[int, int]:
-    """Return the group's shared table of how many barriers each simulated member has come to."""
+    """Return the group's table of the number of barriers that each simulated rank has reached."""
     rank = find_rank_here()
     assert rank is not None  # else the caller has raised
     counts: dict[int, int] = rank.scheduler.tables.setdefault(_keys_of(group), {})
@@ -182,7 +179,7 @@ def _counts_of_simulated(group: ProcessGroup) -> dict[int, int]:
 
 
 def _meet_simulated(group: ProcessGroup) -> None:
-    """Wait for the other simulated ranks; raise if they cannot come."""
+    """Wait for the other simulated ranks; raise if they can no longer reach the call."""
     rank = find_rank_here()
     if rank is None:
         raise WorldError(
@@ -204,7 +201,7 @@ def _meet_simulated(group: ProcessGroup) -> None:
         wait.show_more = lambda: f": {failed_text(find_absent())}"
         rank.wait(wait)
     except BaseException:
-        counts[me] -= 1  # this rank waits no more, and did not pass
+        counts[me] -= 1  # this rank stops waiting without having passed
         raise
 
 
@@ -212,7 +209,7 @@ _GRACE = timedelta(seconds=1)
 
 
 def failed_text(ranks: Sequence[int], timeout: timedelta | None = None) -> str:
-    """Return torch's sentence on ``ranks`` that failed to pass a monitored barrier in time."""
+    """Return torch's message for ``ranks`` that failed to pass a monitored barrier in time."""
     ranks_named = f"Rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
     limit = "" if timeout is None else f" in {timeout / timedelta(milliseconds=1):.0f} ms"
     return f"{ranks_named} failed to pass monitoredBarrier{limit}"
@@ -222,7 +219,7 @@ def failed_text(ranks: Sequence[int], timeout: timedelta | None = None) -> str:
 class BarrierResult:
     """The result of a group's latest barrier, stored as JSON."""
 
-    number: int  # the barrier's
+    number: int  # of the barrier
     passed: int  # the number of the latest barrier that all members passed
     by: int  # the rank that decided
     failure: str  # the reason, or ""
@@ -242,14 +239,14 @@ class BarrierResult:
 
 @dataclass
 class MonitoredBarrier:
-    """A member's part in a monitored barrier.
+    """The part of a single rank in a monitored barrier.
 
     Args:
-        prefix: the beginning of the group's keys in the store.
-        ranks: the members' global ranks; the first rank decides as a rule.
-        number: the barrier's, from 1; all members count alike.
-        names_all: whether the failure names all absent ranks, or the first alone.
-        check: raises where waiting is in vain.
+        prefix: the prefix of the group's keys in the store.
+        ranks: the global ranks of the group; normally the first rank decides the outcome.
+        number: the number of the barrier, from 1.
+        names_all: list all missing ranks in the failure, not only the first.
+        check: raises to end the wait.
     """
 
     store: Store
@@ -262,7 +259,7 @@ class MonitoredBarrier:
     check: Callable[[], None] = lambda: None
 
     def wait(self) -> BarrierResult:
-        """Wait for all members; return the result, decided by the first or a late member."""
+        """Wait for all ranks; return the result."""
         # The others wait at most the timeout until the first arrives, and as long again for its
         # decision.
         with within(Deadline(self.timeout)):
@@ -277,7 +274,7 @@ class MonitoredBarrier:
         absent = list(self.ranks[1:])
 
         def collect() -> BarrierResult | None:
-            """Return the result once all members have arrived or another member has decided it."""
+            """Return the result once all ranks have arrived or another rank has decided it."""
             absent[:] = [rank for rank in absent if not self._has_arrived(rank)]
             return self._find_outcome() if absent else self._decide("", [])
 
@@ -309,7 +306,7 @@ class MonitoredBarrier:
         return failed_text(absent if self.names_all else absent[:1], self.timeout)
 
     def _find_outcome(self) -> BarrierResult | None:
-        """Return the outcome of this barrier if it has ended, else None."""
+        """Return the outcome of this barrier, None if it has not ended."""
         outcome, _ = self._read()
         if outcome is None or outcome.number < self.number:
             return None
@@ -325,7 +322,7 @@ class MonitoredBarrier:
         return read_json(self.store, key, BarrierResult.parse), text
 
     def _decide(self, failure: str, absent: list[int]) -> BarrierResult:
-        """Store this member's result unless another has decided; return the stored result."""
+        """Store this rank's result unless another rank has decided; return the stored result."""
         while True:
             latest, before = self._read()
             if latest is not None and latest.number >= self.number:

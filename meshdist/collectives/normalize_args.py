@@ -1,15 +1,12 @@
-"""Calls of the plain collectives on tensors, made from their rows.
+"""Check and normalize the arguments of tensor collectives, by their operation specs.
 
-A row says what a collective's parameters are for, and the collective of a communicator that carries
-it which tensors a member brings and gets. ``prepare`` reads the arguments by these, and checks
-them; the call that it returns is run by its ``run``. ``run_named`` does both for a call that is a
-part of
-something: a plan, or a collective of ``lax``.
+A spec lists the roles of a collective's parameters, and the backend operation determines its input
+and output tensors. ``prepare`` reads and checks the arguments, and ``run`` runs the call that it
+returns. ``run_named`` does both for a call that is part of a plan or a collective of ``lax``.
 
-Members whose titles differ raise the MismatchError of calls that differ, as if they had called
-different collectives, and reports name the title. All else is as the collective of the same name
-says: a call waits for its result, takes the fast path where it can, and is shown by torch's
-profiler.
+Ranks whose operation names differ raise MismatchError, as if they had called different collectives,
+and errors show the name. Otherwise such a call behaves like the public collective: it waits for its
+result, uses the fast path if possible, and appears in torch's profiler.
 """
 
 from __future__ import annotations
@@ -34,9 +31,9 @@ from .collective import Collective
 from .registration import num_bytes, recorded
 
 
-@lru_cache(maxsize=4096)  # the native core knows a title by its address, too
+@lru_cache(maxsize=4096)  # the native core also compares names by address
 def lax_name(operation: str, leaf_name: str, shape: torch.Size) -> str:
-    """Return the title of a call of lax: "lax.psum((2, 3) at tree['w'])"."""
+    """Return the operation name of a call of lax: "lax.psum((2, 3) at tree['w'])"."""
     return f"lax.{operation}({tuple(shape)} at {leaf_name})"
 
 
@@ -44,8 +41,8 @@ def prepare(operation: str, group: Any, *given: Any, op_name: str = "") -> Colle
     """Return the checked call of a collective, not yet run.
 
     Args:
-        given: its arguments, as its row of the table of collectives has them; a root is a place.
-        op_name: the name of what the call is a part of.
+        given: the arguments in the order of the operation spec; a root is a group rank.
+        op_name: the operation name.
     """
     recipe = _RECIPES[operation]
     call = Collective(
@@ -60,8 +57,7 @@ def prepare(operation: str, group: Any, *given: Any, op_name: str = "") -> Colle
 def run_named(
     operation: str, group: ProcessGroup, op_name: str, *given: Any, async_op: bool = False
 ) -> Work | None:
-    """Run a collective on plain tensors, compared by ``op_name``; return None, or the Work of
-    async_op."""
+    """Run a collective on plain tensors under ``op_name``; return a Work if ``async_op``."""
     if not profiler._is_profiler_enabled:
         for path in (group.fast_path, group.fast_path_on_device):
             if async_op and path is not None:
@@ -84,16 +80,14 @@ def _run(
 
 
 class _Recipe(NamedTuple):
-    """The facts by which ``prepare`` makes a call of a collective."""
+    """The facts that ``prepare`` needs about a collective."""
 
-    prepare: Callable[..., None]  # reads the arguments of a call, and checks them
-    way: (
-        str  # the collective of a communicator that carries it; the next two are of that collective
-    )
+    prepare: Callable[..., None]  # reads and checks the arguments
+    way: str  # the backend operation; the next two fields describe it
     reduces: bool
     root: str
-    names: tuple[str, str]  # the parameters that it writes, and that it reads beside
-    is_elementwise: bool  # whether its tensors correspond element by element on all members
+    names: tuple[str, str]  # the written and the read parameter
+    is_elementwise: bool  # whether tensors correspond element by element on all ranks
 
 
 def _in_place(call: Collective, recipe: _Recipe, tensor: Any, *op_and_root: Any) -> None:
@@ -103,10 +97,10 @@ def _in_place(call: Collective, recipe: _Recipe, tensor: Any, *op_and_root: Any)
         call.take_op(op_and_root[0], buffer)
     if root:
         call.result = [tensor]
-        if root == "to":  # the others' must not be written to
+        if root == "to":  # other ranks' tensors must not change
             buffer = call.scaled(buffer)
             call.written = [(x, data, buffer) for x, data, _ in call.written]
-        elif call.is_root:  # what is sent stays as it is
+        elif call.is_root:  # the sent tensor is only read
             call.written.clear()
     call.inputs = call.outputs = [buffer]
     call.noted = buffer
@@ -135,7 +129,7 @@ def _blocks(call: Collective, recipe: _Recipe, output: Any, input: Any, *op: Any
         call.check_blocks(buffer, tensor, names)
         sent = tensor
         if sent.data_ptr() != buffer.data_ptr() + call.group.rank() * sent.nbytes:
-            sent = apart(sent, buffer)  # but for its own place there, where it may lie
+            sent = apart(sent, buffer)  # it may be its own block of the output
     call.inputs, call.outputs, call.noted = [sent], [buffer], tensor
 
 
@@ -246,7 +240,7 @@ _RECIPES = {
 
 
 def check_devices(call: Collective, tensors: Sequence[torch.Tensor], argument: str) -> None:
-    """Raise unless all tensors lie on one device."""
+    """Raise unless all tensors are on one device."""
     names = (f"an entry of {argument}", f"{argument}[0]")
     for tensor in tensors:
         call.check_same_device(tensor, tensors[0], names)
@@ -255,7 +249,7 @@ def check_devices(call: Collective, tensors: Sequence[torch.Tensor], argument: s
 def _sizes(
     call: Collective, tensor: torch.Tensor, rows: Sequence[int] | None, role: str
 ) -> list[int]:
-    """Return ``tensor``'s elements per member, by ``rows`` or equal; raise, naming it ``role``."""
+    """Return the elements of ``tensor`` per rank, from ``rows`` or equal; or raise."""
     name, size = call.operation, call.group.size()
     if rows is None and tensor.dim() and not tensor.shape[0] % size:
         return [tensor.numel() // size] * size  # the common case

@@ -148,8 +148,7 @@ def _error_text(error: Exception) -> str:
 
 
 class Rounds(Collective):
-    """A call of a collective on Python objects, carried by several collectives on sizes and
-    bytes."""
+    """A collective on Python objects, made of several collectives on sizes and bytes."""
 
     device: torch.device
 

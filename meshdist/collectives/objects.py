@@ -1,14 +1,14 @@
-"""torch's collectives on Python objects: pickled, sent as bytes, unpickled.
+"""Run torch's collectives on Python objects: pickle, send as bytes, unpickle.
 
-Unpickling can run any code, so these collectives trust all members of the group. A collective call
-takes two rounds, sizes and then bytes; a message between two ranks is its sizes, the receiver's
-answer and its bytes. The bytes travel by the backend that the group has open: over NCCL through the
-current CUDA device, else through host memory, or through ``device``. A tensor in an object comes
-back with its values on the device index that it had at its sender.
+Unpickling can run any code, so use these collectives only if you trust every rank of the group.
+A collective call takes two rounds, sizes and then bytes. A message between two ranks consists of
+sizes, the receiver's answer and bytes. The bytes use the group's backend: with NCCL the current
+CUDA device, else host memory, or ``device``. An unpickled tensor has the device index that it had
+on its sender.
 
-Every call blocks. An object that cannot be pickled is the same error on all members, and an object
-that cannot be unpickled an error where it arrives; the group is good for the next call after both.
-A call that fails leaves its lists as they were.
+Every call blocks. If an object cannot be pickled, every rank raises the same error. If it cannot be
+unpickled, the receiving rank raises. The group stays usable after both, and a call that fails does
+not change its lists.
 """
 
 from __future__ import annotations
@@ -46,26 +46,25 @@ __all__ = [
 
 
 _MARK = int.from_bytes(b"objects\0", "little")
-"""The first number of every list of objects that is sent, which tells it from other messages."""
+"""The first number of every sent list of objects, by which a receiver recognizes it."""
 
 
 @untransformed
 @collective()
 def all_gather_object(object_list: list[Any], obj: Any, group: GroupLike = None) -> None:
-    """Every member's list holds all members' objects, in group order.
+    """Gather the objects of all ranks into a list on every rank, in group order.
 
     Args:
-        object_list: a list of as many entries as the group has members, which are replaced; of
-            a longer list the first.
-        obj: anything that can be pickled.
+        object_list: a list with at least one entry per rank; the first entries are replaced.
+        obj: any object that pickle supports.
         group: as in ``all_reduce``.
 
     Cost: the pickled bytes, p - 1 times, per rank.
 
     Raises:
-        PicklingError: an object cannot be pickled, on whichever member. KindError: no list.
-        LengthError: a shorter list.
-        BackendError: what a member sent cannot be unpickled here.
+        PicklingError: an object of any rank cannot be pickled. KindError: not a list.
+        LengthError: the list is too short.
+        BackendError: a received object cannot be unpickled.
 
     Example:
         >>> import meshdist as md
@@ -88,7 +87,7 @@ def all_gather_object(object_list: list[Any], obj: Any, group: GroupLike = None)
 
 
 def gather_from_all(obj: Any, group: ProcessGroup) -> list[Any]:
-    """Return every member's object, in group order; collective."""
+    """Return the objects of all ranks, in group order; collective."""
     of_all: list[Any] = [None] * group.size()
     all_gather_object(of_all, obj, group)
     return of_all
@@ -103,20 +102,21 @@ def gather_object(
     group: GroupLike = None,
     group_dst: int | None = None,
 ) -> None:
-    """The destination's list holds all members' objects, in group order.
+    """Gather the objects of all ranks into a list on the destination, in group order.
 
     Args:
-        obj: anything that can be pickled.
-        object_gather_list: on the destination a list of as many entries as the group has members,
-            which are replaced, of a longer list the first; None or [] on the others.
-        dst: the destination's global rank (0 if neither is given); or
+        obj: any object that pickle supports.
+        object_gather_list: on the destination a list with at least one entry per rank, the first
+            of which are replaced; None or [] on other ranks.
+        dst: the global rank of the destination (0 if neither is passed); or
         group_dst: its rank in the group.
         group: as in ``all_reduce``.
 
     Raises:
-        PicklingError: an object cannot be pickled, on whichever member. KindError: no list.
-        LengthError: a shorter list. ArgumentError: a list on a rank that is not the destination.
-        BackendError: what a member sent cannot be unpickled here.
+        PicklingError: an object of any rank cannot be pickled. KindError: not a list.
+        LengthError: the list is too short.
+        ArgumentError: a list on a rank that is not the destination.
+        BackendError: a received object cannot be unpickled.
 
     Example:
         >>> import meshdist as md
@@ -154,20 +154,20 @@ def broadcast_object_list(
     device: torch.device | None = None,
     group_src: int | None = None,
 ) -> None:
-    """Every member's list holds the source's objects.
+    """Copy the source's list of objects to every rank of the group.
 
     Args:
-        object_list: on the source what is sent, on the others a list of the same length, whose
+        object_list: the objects on the source; on other ranks a list of the same length, whose
             entries are replaced.
-        src: the source's global rank (0 if neither is given); or
+        src: the global rank of the source (0 if neither is passed); or
         group: as in ``all_reduce``.
-        device: through which the bytes travel; equal in type on all members.
+        device: the device that sends the bytes; of the same type on every rank.
         group_src: the source's rank in the group.
 
     Raises:
-        MismatchError: the members' lists have different lengths; on all members.
-        PicklingError: an object cannot be pickled, on all members. KindError: no list.
-        BackendError: what the source sent cannot be unpickled here.
+        MismatchError: the lists have different lengths; on every rank.
+        PicklingError: an object cannot be pickled; on every rank. KindError: not a list.
+        BackendError: a received object cannot be unpickled.
 
     Example:
         >>> import meshdist as md
@@ -198,19 +198,19 @@ def scatter_object_list(
     group: GroupLike = None,
     group_src: int | None = None,
 ) -> None:
-    """The first entry of every member's output list is its own of the source's objects.
+    """Scatter a list of objects from the source: each rank receives one of them.
 
     Args:
         scatter_object_output_list: a list of at least one entry; the first is replaced.
-        scatter_object_input_list: on the source one object per member; ignored on the others.
-        src: the source's global rank (0 if neither is given); or
+        scatter_object_input_list: on the source one object per rank; ignored on other ranks.
+        src: the global rank of the source (0 if neither is passed); or
         group: as in ``all_reduce``.
         group_src: the source's rank in the group.
 
     Raises:
-        PicklingError: an object cannot be pickled, on all members. KindError: no list.
-        ArgumentError: an empty output list; not one object per member.
-        BackendError: what the source sent cannot be unpickled here.
+        PicklingError: an object cannot be pickled; on every rank. KindError: not a list.
+        ArgumentError: the output list is empty, or there is not one object per rank.
+        BackendError: a received object cannot be unpickled.
 
     Example:
         >>> import meshdist as md
@@ -256,20 +256,20 @@ def send_object_list(
     group_dst: int | None = None,
     use_batch: bool = False,
 ) -> None:
-    """Send objects to one member, which calls ``recv_object_list`` with a list of this length.
+    """Send objects to a rank that calls ``recv_object_list`` with a list of the same length.
 
     Args:
-        object_list: what is sent.
-        dst: the receiver's global rank; or
-        group: whose members may be named.
-        device: through which the bytes travel; equal in type on both sides.
-        group_dst: the receiver's rank in the group. One of the two is required.
-        use_batch: send as ``batch_isend_irecv`` does; equal on both sides.
+        object_list: the objects to send.
+        dst: the global rank of the receiver; or
+        group: as in ``all_reduce``.
+        device: the device that sends the bytes; of the same type on both sides.
+        group_dst: the receiver's rank in the group. Pass one of the two.
+        use_batch: send like ``batch_isend_irecv``; the same on both sides.
 
     Raises:
         MismatchError: the receiver's list has another length; on both sides.
-        PicklingError: an object cannot be pickled, on both sides. KindError: no list.
-        ArgumentError: the receiver is this rank; none or two receivers are named.
+        PicklingError: an object cannot be pickled; on both sides. KindError: not a list.
+        ArgumentError: the receiver is this rank; no receiver, or both ``dst`` and ``group_dst``.
 
     Example:
         >>> import meshdist as md
@@ -311,21 +311,22 @@ def recv_object_list(
     group_src: int | None = None,
     use_batch: bool = False,
 ) -> int:
-    """Receive objects from one member, or from any; return the sender's global rank.
+    """Receive objects from one rank, or from any; return the global rank of the sender.
 
     Args:
-        object_list: a list as long as the sender's, whose entries are replaced.
-        src: the sender's global rank; or
-        group: whose members may be named.
-        device: through which the bytes travel; equal in type on both sides.
-        group_src: the sender's rank in the group; neither means any member.
-        use_batch: receive as ``batch_isend_irecv`` does; equal on both sides.
+        object_list: a list as long as the sender's; its entries are replaced.
+        src: the global rank of the sender; or
+        group: as in ``all_reduce``.
+        device: the device that receives the bytes; of the same type on both sides.
+        group_src: the sender's rank in the group. Omit both to receive from any rank.
+        use_batch: receive like ``batch_isend_irecv``; the same on both sides.
 
     Raises:
         MismatchError: the sender's list has another length; on both sides.
-        PicklingError: an object cannot be pickled, on both sides. KindError: no list.
-        ArgumentError: the sender is this rank, or two senders are named.
-        BackendError: what the sender sent cannot be unpickled here, or is no list of objects.
+        PicklingError: an object cannot be pickled; on both sides. KindError: not a list.
+        ArgumentError: the sender is this rank, or both ``src`` and ``group_src``.
+        BackendError: a received object cannot be unpickled, or the message is not a list of
+            objects.
     """
     name = "recv_object_list"
     target = resolve_group(group)
@@ -356,7 +357,7 @@ def recv_object_list(
 
 
 class _Conversation:
-    """The messages between two members that make up one call."""
+    """The messages between two ranks that make up one call."""
 
     def __init__(self, operation: str, target: ProcessGroup, device: Any, use_batch: bool) -> None:
         self.operation = operation
@@ -366,7 +367,7 @@ class _Conversation:
 
     def numbers(self, *values: int) -> torch.Tensor:
         """Return a tensor of ``values`` to send, or to receive into."""
-        # In a dtype that programs hardly send: a backend gives a message to any receive of its
+        # Use a dtype that programs rarely send: a backend matches a message with any receive of its
         # dtype and size.
         return torch.tensor(values, dtype=torch.int64, device=self.device).view(torch.uint64)
 
@@ -375,7 +376,7 @@ class _Conversation:
     ) -> OperationArgs:
         """Send ``tensor`` to ``peer``, or receive into it, and wait; return the message."""
         message = prepare_message(self.operation, self.target, peer, tensor, is_send=is_send)
-        message.tag = tag  # unchecked: no program may name an answer's
+        message.tag = tag  # not checked: the tag of an answer is reserved
         device_group = open_device_group(self.target, message)
         if self.use_batch:
             device_group.start_together([message])
@@ -388,7 +389,7 @@ class _Conversation:
 def _check_same_length(
     num_sent: int, sender: int, num_taken: int, receiver: int, target: ProcessGroup
 ) -> None:
-    """Raise the same error on both sides of a message where their lists differ in length."""
+    """Raise the same error on both sides of a message if their lists differ in length."""
     if num_sent != num_taken:
         found = f"rank {sender} sends {num_sent} entries\nrank {receiver} receives {num_taken}"
         raise other_length("send_object_list", target, found)

@@ -1,8 +1,8 @@
-"""torch's point-to-point collectives, singly and in batches, on a group or mesh axes.
+"""Run torch's point-to-point operations, singly and in batches.
 
-Peers are named by global rank (``dst``, ``src``), also in a group, or by their place in the group
-(``group_dst``, ``group_src``). Between two ranks messages with one tag arrive in the order sent.
-None of these collectives has a gradient.
+Pass a peer as a global rank (``dst``, ``src``), also within a group, or as a rank in the group
+(``group_dst``, ``group_src``). Messages between two ranks with the same tag arrive in the order
+sent. None of these operations has a gradient.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .registration import collective
 __all__ = ["P2POp", "batch_isend_irecv", "irecv", "isend", "recv", "send"]
 
 ANSWER_TAG = LARGEST_TAG + 1
-"""The tag of a receiver's answer to a sender, which no program's message has."""
+"""The tag of a receiver's answer to a sender; reserved."""
 
 
 @collective(has_fast_path=True)
@@ -37,18 +37,19 @@ def send(
     tag: int = 0,
     group_dst: int | None = None,
 ) -> None:
-    """Send ``tensor`` to one member; it may be written again when this returns.
+    """Send ``tensor`` to one rank; you may write to it again when this returns.
 
     Args:
-        tensor: any shape and dtype.
-        dst: the receiver's global rank; or
-        group_dst: its rank in the group. One of the two is required.
-        group: whose members may be named.
-        tag: matches sends to receives; NCCL has none.
+        tensor: an array of any shape and dtype.
+        dst: the global rank of the receiver; or
+        group_dst: its rank in the group. Pass one of the two.
+        group: as in ``all_reduce``.
+        tag: matches the send with a receive; NCCL supports only 0.
 
     Raises:
-        ArgumentError: the receiver is this rank (use isend), none or two receivers are named.
-        NotInGroupError: the receiver is no member.
+        ArgumentError: the receiver is this rank (use isend); no receiver, or both ``dst`` and
+            ``group_dst``.
+        NotInGroupError: the receiver is not in the group.
 
     Example:
         >>> import meshdist as md, torch
@@ -76,17 +77,17 @@ def recv(
     tag: int = 0,
     group_src: int | None = None,
 ) -> int:
-    """Receive into ``tensor`` from one member, or from any; return the sender's global rank.
+    """Receive into ``tensor`` from one rank, or from any; return the global rank of the sender.
 
     Args:
-        tensor: the sent tensor's number of elements and dtype. Written in place.
-        src: the sender's global rank; or
-        group_src: its rank in the group; neither means any member.
+        tensor: an array with the sender's number of elements and dtype. Written in place.
+        src: the global rank of the sender; or
+        group_src: its rank in the group. Omit both to receive from any rank.
         group, tag: as in ``send``.
 
     Raises:
-        ArgumentError: the sender is this rank (use irecv), or two senders are named.
-        NotInGroupError: the sender is no member.
+        ArgumentError: the sender is this rank (use irecv), or both ``src`` and ``group_src``.
+        NotInGroupError: the sender is not in the group.
     """
     group = group if type(group) is ProcessGroup else resolve_group(group)
     peer = find_peer(group, src, group_src, "recv", "src")
@@ -104,14 +105,14 @@ def isend(
     tag: int = 0,
     group_dst: int | None = None,
 ) -> Work:
-    """Start sending ``tensor``; leave it alone until the Work is waited for.
+    """Start sending ``tensor``; do not write to it until ``wait()`` of the Work returns.
 
     Args:
-        tensor, dst, group, tag, group_dst: as in ``send``; sending to oneself is legal.
+        tensor, dst, group, tag, group_dst: as in ``send``; a rank can send to itself.
 
     Raises:
-        ArgumentError: none or two receivers are named.
-        NotInGroupError: the receiver is no member.
+        ArgumentError: no receiver, or both ``dst`` and ``group_dst``.
+        NotInGroupError: the receiver is not in the group.
     """
     target = group if type(group) is ProcessGroup else resolve_group(group)
     peer = get_peer(target, dst, group_dst, "isend", "dst")
@@ -127,17 +128,17 @@ def irecv(
     tag: int = 0,
     group_src: int | None = None,
 ) -> Work:
-    """Start receiving into ``tensor``; leave it alone until the Work is waited for.
+    """Start receiving into ``tensor``; do not use it until ``wait()`` of the Work returns.
 
     Args:
-        tensor, src, group, tag, group_src: as in ``recv``; receiving from oneself is legal.
+        tensor, src, group, tag, group_src: as in ``recv``; a rank can receive from itself.
 
     Returns:
-        A Work, whose ``source_rank()`` is the sender's group rank.
+        A Work; its ``source_rank()`` is the sender's rank in the group.
 
     Raises:
-        ArgumentError: two senders are named.
-        NotInGroupError: the sender is no member.
+        ArgumentError: both ``src`` and ``group_src``.
+        NotInGroupError: the sender is not in the group.
     """
     target = group if type(group) is ProcessGroup else resolve_group(group)
     peer = find_peer(target, src, group_src, "irecv", "src")
@@ -147,25 +148,25 @@ def irecv(
 
 @dataclass(eq=False, repr=False)
 class P2POp:
-    """One send or receive of a list for ``batch_isend_irecv``; it starts nothing.
+    """One send or receive for ``batch_isend_irecv``; creating it starts nothing.
 
     Args:
-        op: ``isend`` or ``irecv``, of this package.
-        tensor: what is sent, or written.
-        peer: the other side's global rank; or
-        group: whose members may be named.
-        tag: matches sends to receives; NCCL has none.
-        group_peer: the other side's rank in the group. One of the two is required.
+        op: ``isend`` or ``irecv`` of this package.
+        tensor: the array to send, or to write.
+        peer: the global rank of the other side; or
+        group: as in ``all_reduce``.
+        tag: matches the send with a receive; NCCL supports only 0.
+        group_peer: the other side's rank in the group. Pass one of the two.
 
     Attributes:
-        op, tensor, tag: as given.
+        op, tensor, tag: as passed.
         group: the ProcessGroup.
-        peer, group_peer: the other side, both ways.
+        peer, group_peer: the global rank and the group rank of the other side.
 
     Raises:
-        ArgumentError: another function; none or two peers.
-        KindError: no array.
-        NotInGroupError: the peer or this rank is no member.
+        ArgumentError: another function; no peer, or both ``peer`` and ``group_peer``.
+        KindError: ``tensor`` is not an array.
+        NotInGroupError: the peer or this rank is not in the group.
 
     Example:
         >>> import meshdist as md, torch
@@ -209,20 +210,20 @@ class P2POp:
 
 @collective()
 def batch_isend_irecv(p2p_op_list: list[P2POp]) -> list[Work]:
-    """Start all of a list's sends and receives; leave their tensors alone until waited for.
+    """Start a list of sends and receives together; do not use their tensors until ``wait()``.
 
-    In which order sends stand to receives, or messages of one pair of ranks to those of another,
-    does not matter. Messages from one rank to another under one tag arrive in the list's order.
+    Messages from one rank to another with the same tag arrive in the order of the list. Apart from
+    that, the order of the list does not matter.
 
     Args:
-        p2p_op_list: the operations, of one group and on devices that one backend serves.
+        p2p_op_list: the operations, of one group and one backend.
 
     Returns:
-        A Work for each operation, in the list's order.
+        A Work for each operation, in the order of the list.
 
     Raises:
-        ArgumentError: no list of P2POp, an empty list, two groups or two backends.
-        MismatchError: a counterpart has another dtype or number of elements.
+        ArgumentError: not a list of P2POp, an empty list, two groups or two backends.
+        MismatchError: the other side has another dtype or number of elements.
 
     Example:
         >>> import meshdist as md, torch
@@ -271,7 +272,7 @@ def prepare_message(
     """Return a send or receive with checked arguments, ready to run on a device group.
 
     Args:
-        peer: the other side's place in the group; None receives from any.
+        peer: the group rank of the other side; None receives from any rank.
     """
     message = OperationCall(operation, target, peer)
     buffer = message.noted = message.take(tensor, "tensor", writes=not is_send)
@@ -286,7 +287,7 @@ def prepare_message(
 
 
 def open_device_group(target: ProcessGroup, message: OperationArgs) -> DeviceGroup:
-    """Return the group's device group for the device of the message, opened if it is not yet."""
+    """Return the group's device group for the device of the message; open it if necessary."""
     tensor = message.noted
     return target.open_device_group("cpu" if tensor.is_cpu else tensor.device.type)
 
@@ -313,7 +314,7 @@ def _get_tag(given: object, operation: str, backend_name: str) -> int:
 
 
 def _group_of(operations: Any) -> ProcessGroup:
-    """Return the group of a list of P2POps; raise for any other list, or several groups."""
+    """Return the common group of a list of P2POps; raise if there is none."""
     is_list = isinstance(operations, (list, tuple))
     if not is_list or not operations:
         raise LengthError(

@@ -1,11 +1,9 @@
-"""The marks of a public collective: its fast path, its place in a profile, the end of a compiled
-graph.
+"""Register public collectives: fast path, profiler record, and graph break for torch.compile.
 
-While a profiler of torch's is on, a call appears in it under the collective's name, its group and
-the bytes of all tensors it was given (none for a collective on objects): ``meshdist::all_reduce
-axis 'tp' of DeviceMesh(dp=2, tp=2) 4096 bytes``. torch.compile ends its graph before the call, runs
-the call as it is, and begins another graph behind it. The marks cost a call next to nothing while
-they are not in use.
+In torch's profiler, a call appears with the collective's name, its group and the bytes of all its
+tensors (none for objects): ``meshdist::all_reduce axis 'tp' of DeviceMesh(dp=2, tp=2) 4096 bytes``.
+torch.compile ends its graph before the call and starts another after it. Without profiler and
+compiler, the registration costs almost nothing per call.
 """
 
 from __future__ import annotations
@@ -38,12 +36,10 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 Watcher: TypeAlias = Callable[
     [Callable[..., Any], Callable[..., Any], Sequence[Any], Mapping[str, Any]], Any
 ]
-"""A function that is given a collective, what runs it, and the arguments of a call; it runs the
-call."""
+"""A function that runs a call, from a collective, its implementation and the arguments."""
 
 watchers: list[Watcher] = []
-"""Functions that run the calls of public collectives in their place: a single function while a
-typed context is open in this process, else none."""
+"""The function that runs the calls of public collectives inside ``md.typed``; empty outside."""
 
 
 def collective(
@@ -55,12 +51,10 @@ def collective(
     """Return a decorator that makes a function a public collective.
 
     Args:
-        has_fast_path: whether ``FastPath`` has the collective, too. The method there is given the
-            parameters of the collective's row. It is tried where all others have their defaults,
-            and the collective follows where it declines.
-        missing: the rank that the collective means where it is given none; empty where it needs a
-            rank.
-        stays_off_streams: whether a group that has a backend on a stream takes no fast path.
+        has_fast_path: whether ``FastPath`` implements the collective, with the parameters of its
+            operation spec. It is used if all other arguments have their defaults, and may decline.
+        missing: the default rank if the call has none; empty if a rank is required.
+        stays_off_streams: do not use the fast path in a group that has a backend on a stream.
     """
 
     def mark(function: _F) -> _F:
@@ -135,8 +129,7 @@ def _watch(function: Callable[..., Any], unwatched: Callable[..., Any]) -> Calla
 
 
 def _run_slowly(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that runs ``function`` as a collective, recorded while torch's profiler is
-    on."""
+    """Return a function that runs ``function`` as a collective, recorded by torch's profiler."""
     name = function.__name__
 
     def run(*args: Any) -> Any:
@@ -188,7 +181,7 @@ def recorded(op_name: str) -> Iterator[None]:
 
 
 def _op_name(function: Callable[..., Any], args: Sequence[Any]) -> str:
-    """Return the title of a collective's call in a profile: collective, group, bytes."""
+    """Return the profiler label of a call: collective, group, bytes."""
     words = [f"meshdist::{function.__name__}"]
     try:
         arguments = inspect.signature(function).bind(*args).arguments

@@ -1,4 +1,4 @@
-"""Tensors in memory that the members of a group share: collectives on them copy less."""
+"""Allocate tensors in memory shared by a group, so that collectives copy less."""
 
 from __future__ import annotations
 
@@ -26,27 +26,27 @@ __all__ = ["shared_empty"]
 def shared_empty(
     shape: int | Sequence[int], dtype: torch.dtype | None = None, group: GroupLike = None
 ) -> torch.Tensor:
-    """Return a tensor of this rank's own, uninitialised, in memory that the whole group maps.
+    """Return an uninitialized tensor in memory that every rank of the group maps; collective.
 
-    Collective over the group. Collectives of the group on such tensors, of every member at once,
-    skip the copies that ordinary tensors need; to all else it is an ordinary CPU tensor. Where the
-    group's backend shares no memory its memory is ordinary, too, so that a program runs unchanged.
+    If every rank passes such a tensor to a collective of the group, the collective skips the copies
+    that ordinary tensors need. Apart from that it is an ordinary CPU tensor. If the group's backend
+    does not share memory, it is in ordinary memory, so programs run unchanged.
 
     Args:
-        shape: of the tensor, equal on all members.
-        dtype: any, equal on all members; None is torch's default.
-        group: whose members share it: a ProcessGroup, a mesh, or None for the world.
+        shape: the shape, the same on every rank.
+        dtype: the dtype, the same on every rank; None uses torch's default.
+        group: a ProcessGroup, a mesh, or None for the world.
 
     Returns:
-        A contiguous CPU tensor. Its memory lives as long as any member has a tensor on it, also
-        when the group is closed before: that ends communication alone.
+        A contiguous CPU tensor. Its memory stays valid while any rank has a tensor on it, also
+        after the group is closed.
 
-    Cost: one handshake of the members, by the store; memory for all of their tensors is reserved at
-    once.
+    Cost: one handshake through the store. Memory for the tensors of all ranks is reserved
+    immediately.
 
     Raises:
-        KindError, ArgumentError: no shape or dtype. MismatchError: they differ between members.
-        BackendError: there is not enough memory, and the group stays usable; or the store is lost.
+        KindError, ArgumentError: a wrong shape or dtype. MismatchError: they differ between ranks.
+        BackendError: there is not enough memory (the group stays usable), or the store is lost.
 
     Example:
         >>> import meshdist as md
@@ -75,7 +75,7 @@ def shared_empty(
     device_group = target.open_device_group("cpu")
     count = torch.tensor([like.nbytes], device="cpu")
     counts = torch.empty(target.size(), dtype=torch.int64, device="cpu")
-    # The places in memory follow from the sizes, which must be equal first.
+    # The addresses follow from the sizes, so the sizes must be equal first.
     prepared = OperationArgs("shared_empty", "all_gather", [count], [counts], like)
     prepared.shows_all = False
     device_group.run(prepared)
@@ -83,7 +83,7 @@ def shared_empty(
         raise device_group.disagree(device_group.recorder.sequence)
     try:
         memory = device_group.communicator.shared_bytes(like.nbytes, device_group.timeout)
-    except BackendUnsupported as refusal:  # on all members, and nothing is left of it
+    except BackendUnsupported as refusal:  # on every rank, which have freed the memory
         raise BackendError(
             f"shared_empty on {target.name} cannot allocate shared memory",
             where=f"rank {target.world.rank}",
@@ -98,9 +98,9 @@ def shared_empty(
 def flat_memory(
     count: int, dtype: torch.dtype, device: torch.device, group: ProcessGroup
 ) -> torch.Tensor:
-    """Return new memory for ``count`` numbers; on a CPU the group shares it, collectively."""
-    # Where the backend shares no memory, or a member's store is lost, it is ordinary on all
-    # members.
+    """Return new memory for ``count`` numbers, shared by the group on a CPU; collective."""
+    # If the backend does not share memory, or a rank has lost the store, all ranks use ordinary
+    # memory.
     if device.type != "cpu":
         return torch.empty(count, dtype=dtype, device=device)
     try:
@@ -109,8 +109,8 @@ def flat_memory(
     except BackendError:
         memory = torch.empty(0, dtype=dtype, device=device)
         is_rejected = torch.tensor([1], dtype=torch.uint8, device=device)
-    # A backend rejects on all members alike, but the store may be lost on one alone. On memory that
-    # only some members share, collectives would copy on all.
+    # A backend raises on every rank, but a single rank may lose the store. If only some ranks
+    # shared memory, collectives would copy on every rank.
     all_reduce(is_rejected, ReduceOp.MAX, group)
     return torch.empty(count, dtype=dtype, device=device) if is_rejected.item() else memory
 
@@ -119,9 +119,9 @@ def copy_past_caches(
     target: torch.Tensor, source: torch.Tensor, scale: float | None = None
 ) -> None:
     """Copy ``source``, times ``scale`` if any, to dense memory of its shape, past the caches."""
-    # A plain copy reads each line of the target before it writes it, and keeps it in the caches,
-    # which it leaves again before it is sent. The other copy takes half the time. It serves tensors
-    # on a CPU that lie alike; any other tensor is copied plainly.
+    # A plain copy reads each cache line of the target before it writes it, although the data leave
+    # the caches again before they are sent. A copy past the caches takes half the time. It needs
+    # CPU tensors with the same strides; other tensors are copied plainly.
     lie_alike = (
         type(source) is torch.Tensor
         and source.device.type == "cpu"

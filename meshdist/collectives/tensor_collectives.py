@@ -1,14 +1,13 @@
-"""torch's collectives on one tensor per member: in place, on a group, a mesh axis or several axes.
+"""Run torch's collectives on one tensor per rank, in place.
 
 ``group`` is a ProcessGroup, a mesh (``mesh["tp"]``; several axes are flattened, row-major) or None
-for the world. Every collective takes torch tensors, NumPy and CuPy arrays, without copies where
-they are contiguous; returns None, or a Work with ``async_op=True``; and rejects bad arguments
-before anything is sent. None of them has a gradient: see ``meshdist.lax`` for collectives that
-differentiate.
+for the world. Every collective accepts torch tensors, NumPy and CuPy arrays, and copies only arrays
+that are not contiguous. It returns None, or a Work with ``async_op=True``. It checks its arguments
+before it sends anything. No collective here has a gradient: ``meshdist.lax`` differentiates.
 
-All of them raise MismatchError where members call different collectives, or on tensors that do not
-fit; CollectiveTimeoutError where a member does not come, with a report of what each member called
-last; AbortedError after an abort; and BackendError where the backend fails.
+All collectives raise MismatchError if ranks call different collectives or pass mismatched tensors,
+CollectiveTimeoutError if a rank does not reach the call (with the last call of each rank),
+AbortedError after an abort, and BackendError if the backend fails.
 """
 
 from __future__ import annotations
@@ -41,21 +40,21 @@ __all__ = [
 def all_reduce(
     tensor: Any, op: Reduction = ReduceOp.SUM, group: GroupLike = None, async_op: bool = False
 ) -> Work | None:
-    """Every member's tensor becomes the reduction of all; the same bits on every member.
+    """Reduce ``tensor`` across the group in place; every rank gets the same bits.
 
     Args:
-        tensor: any shape, of as many elements and one dtype on all members; floating, complex (SUM
-            and AVG only), integer or bool (no AVG). Written in place.
+        tensor: an array of any shape, with the same number of elements and dtype on every rank;
+            floating, complex (SUM and AVG only), integer or bool (no AVG). Written in place.
         op: a ReduceOp.
-        group: whose members take part.
-        async_op: return a Work at once; leave ``tensor`` alone until it is waited for.
+        group: a ProcessGroup, a mesh, or None for the world.
+        async_op: return a Work immediately; do not use ``tensor`` until ``wait()`` returns.
 
     Cost: 2 n (p - 1) / p bytes sent per rank for n bytes over p ranks.
 
     Raises:
-        DtypeError: a reduction that the dtype lacks.
-        KindError: no array, or no ReduceOp.
-        NotInGroupError: this rank is no member.
+        DtypeError: the dtype does not support the reduction.
+        KindError: ``tensor`` is not an array, or ``op`` is not a ReduceOp.
+        NotInGroupError: this rank is not in the group.
 
     Example:
         >>> import meshdist as md, torch
@@ -77,20 +76,20 @@ def broadcast(
     async_op: bool = False,
     group_src: int | None = None,
 ) -> Work | None:
-    """Every member's tensor becomes that of the source.
+    """Copy the source's ``tensor`` to every rank of the group.
 
     Args:
-        tensor: any shape and dtype, equal in number and dtype on all members. Written in place
-            on all but the source.
-        src: the source's global rank; or
-        group_src: its rank in the group. One of the two is required.
+        tensor: an array with the same number of elements and dtype on every rank. Written in place
+            on every rank except the source.
+        src: the global rank of the source; or
+        group_src: its rank in the group. Pass one of the two.
         group, async_op: as in ``all_reduce``.
 
-    Cost: n bytes reach every rank but the source.
+    Cost: n bytes received by every rank except the source.
 
     Raises:
-        ArgumentError: no source, or two.
-        NotInGroupError: the source or this rank is no member.
+        ArgumentError: no source, or both ``src`` and ``group_src``.
+        NotInGroupError: the source or this rank is not in the group.
 
     Example:
         >>> import meshdist as md, torch
@@ -115,20 +114,21 @@ def reduce(
     async_op: bool = False,
     group_dst: int | None = None,
 ) -> Work | None:
-    """The destination's tensor becomes the reduction of all; the others' stay as they were.
+    """Reduce ``tensor`` across the group into the destination's tensor.
 
     Args:
-        tensor: any shape, equal in number and dtype on all members. Written in place on the
-            destination alone.
-        dst: the destination's global rank; or
-        group_dst: its rank in the group. One of the two is required.
+        tensor: an array with the same number of elements and dtype on every rank. Written in place
+            on the destination only.
+        dst: the global rank of the destination; or
+        group_dst: its rank in the group. Pass one of the two.
         op, group, async_op: as in ``all_reduce``.
 
-    Cost: n bytes sent by every rank but the destination, for n bytes.
+    Cost: n bytes sent by every rank except the destination.
 
     Raises:
-        ArgumentError: no destination, or two. DtypeError: a reduction that the dtype lacks.
-        NotInGroupError: the destination or this rank is no member.
+        ArgumentError: no destination, or both ``dst`` and ``group_dst``.
+        DtypeError: the dtype does not support the reduction.
+        NotInGroupError: the destination or this rank is not in the group.
 
     Example:
         >>> import meshdist as md, torch
@@ -149,18 +149,18 @@ def reduce(
 def all_gather_into_tensor(
     output_tensor: Any, input_tensor: Any, group: GroupLike = None, async_op: bool = False
 ) -> Work | None:
-    """Every member's output holds all members' inputs, in group order, along dim 0.
+    """Gather the inputs of all ranks into one tensor on every rank.
 
     Args:
-        output_tensor: the members' inputs concatenated, shape [p * n, ...], or stacked,
+        output_tensor: receives the inputs in group order, concatenated, [p * n, ...], or stacked,
             [p, n, ...]. Written in place.
-        input_tensor: shape [n, ...], equal on all members, any dtype.
+        input_tensor: shape [n, ...], the same on every rank; any dtype.
         group, async_op: as in ``all_reduce``.
 
     Cost: n (p - 1) bytes sent per rank.
 
     Raises:
-        ShapeError: the output is neither form. DtypeError: two dtypes.
+        ShapeError: the output has neither shape. DtypeError: the dtypes differ.
 
     Example:
         >>> import meshdist as md, torch
@@ -178,7 +178,7 @@ def all_gather_into_tensor(
 def all_gather_single(
     output_tensor: Any, input_tensor: Any, group: GroupLike = None, async_op: bool = False
 ) -> Work | None:
-    """The same as ``all_gather_into_tensor``, under its newer name."""
+    """Alias of ``all_gather_into_tensor``, torch's newer name."""
     return prepare("all_gather_single", group, output_tensor, input_tensor).run(async_op)
 
 
@@ -190,17 +190,18 @@ def reduce_scatter_tensor(
     group: GroupLike = None,
     async_op: bool = False,
 ) -> Work | None:
-    """Each member's output is its own block of the reduction of all inputs.
+    """Reduce the inputs of all ranks and scatter the result: each rank gets one block.
 
     Args:
         output: shape [n, ...]. Written in place.
-        input: one block per member, concatenated, [p * n, ...], or stacked, [p, n, ...].
+        input: one block per rank, concatenated, [p * n, ...], or stacked, [p, n, ...].
         op, group, async_op: as in ``all_reduce``.
 
     Cost: n (p - 1) bytes sent per rank for a block of n bytes.
 
     Raises:
-        ShapeError: the input is neither form. DtypeError: two, or a dtype that the op lacks.
+        ShapeError: the input has neither shape.
+        DtypeError: the dtypes differ, or do not support the reduction.
 
     Example:
         >>> import meshdist as md, torch
@@ -222,7 +223,7 @@ def reduce_scatter_single(
     group: GroupLike = None,
     async_op: bool = False,
 ) -> Work | None:
-    """The same as ``reduce_scatter_tensor``, under its newer name."""
+    """Alias of ``reduce_scatter_tensor``, torch's newer name."""
     return prepare("reduce_scatter_single", group, output, input, op).run(async_op)
 
 
@@ -233,19 +234,19 @@ def barrier(
     device_ids: list[int] | None = None,
     timeout: timedelta | None = None,
 ) -> Work | None:
-    """Return when every member has called it; earlier collectives of the group are complete then.
+    """Wait until every rank of the group has called it; earlier collectives are then complete.
 
-    Where the group has NCCL open as well as a backend for CPU tensors, both are at rest then.
+    If the group uses NCCL and a CPU backend, the barrier waits for both.
 
     Args:
         group, async_op: as in ``all_reduce``.
-        device_ids: the CUDA device that an NCCL barrier runs on; by default the device bound to
-            this rank, else the current device. A group of CPU backends alone ignores it.
-        timeout: in place of the group's.
+        device_ids: the CUDA device for an NCCL barrier; by default the device bound to this rank,
+            else the current device. Ignored if the group has only CPU backends.
+        timeout: overrides the timeout of the group.
 
     Raises:
-        KindError, ArgumentError: a wrong timeout; device_ids that name no CUDA device.
-        CollectiveTimeoutError: a member did not come; the text names it.
+        KindError, ArgumentError: a wrong timeout, or device_ids without such a CUDA device.
+        CollectiveTimeoutError: a rank did not reach the call; the error lists it.
     """
     group = group if type(group) is ProcessGroup else resolve_group(group)
     check_flag(async_op, "barrier")

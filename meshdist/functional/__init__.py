@@ -1,1 +1,1 @@
-"""Collectives that return new tensors, beside their transposes."""
+"""Collectives that return new tensors, with their derivatives."""

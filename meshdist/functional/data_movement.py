@@ -1,16 +1,16 @@
-"""Collectives that move values between members, each beside its transpose.
+"""Move values between ranks with collectives that have derivatives.
 
-    collective          from -> to   backward
-    all_to_all    V -> V       all_to_all, the dims exchanged
+    collective    from -> to   backward
+    all_to_all    V -> V       all_to_all with both dimensions exchanged
     pswapaxes     V -> V       itself
-    ppermute      V -> V       ppermute, the pairs turned round
+    ppermute      V -> V       ppermute with reversed pairs
     pshuffle      V -> V       the inverse permutation
-    pbroadcast    V -> I       the gradient at the source, zero elsewhere (free)
+    pbroadcast    V -> I       the gradient on the source, zero on other ranks (free)
 
-What ``functional`` says of its collectives holds here too. ``ragged_all_to_all`` exchanges slices
-of sizes of their own, V -> V. Its transpose is itself with offsets and sizes exchanged; the
-gradient of ``output`` is zero where rows arrived. It is made of a selection of rows, an exchange
-and a placing of rows, each with a derivative, of which the exchange alone sends anything.
+The rules of ``reductions`` apply here too. ``ragged_all_to_all`` exchanges slices of different
+sizes, V -> V. Its transpose is itself with offsets and sizes exchanged; the gradient of ``output``
+is zero in received rows. It selects rows, exchanges them and places them; each step has a
+derivative, and only the exchange communicates.
 """
 
 from __future__ import annotations
@@ -51,19 +51,18 @@ def ragged_all_to_all(
     recv_sizes: Any,
     group: ProcessGroup,
 ) -> torch.Tensor:
-    """Every member holds ``output``, with the rows in it that the members have sent.
+    """Send slices of ``operand`` to all ranks; return ``output`` with the received slices.
 
     Args:
         operand, output: rows along dim 0, of one shape and dtype.
-        input_offsets, send_sizes: where in ``operand`` each slice begins, and its number of rows;
-            k slices, k a multiple of the group's size, the first slices for its first member.
-        output_offsets: where in the *receiver's* output each slice goes.
-        recv_sizes: the number of rows of each slice that arrives here, in the order of senders.
+        input_offsets, send_sizes: the first row and number of rows of each slice; k slices, k a
+            multiple of the group's size, the first slices for the first rank.
+        output_offsets: the first row of each slice in the output of the *receiver*.
+        recv_sizes: the number of rows of each received slice, in the order of the senders.
 
     Raises:
-        KindError, ShapeError, DtypeError, ArgumentError: the arguments do not fit one another;
-            nothing was sent. Where they do not fit another member's, every member raises the same
-            ArgumentError.
+        KindError, ShapeError, DtypeError, ArgumentError: the arguments do not match; nothing was
+            sent. If they do not match those of another rank, every rank raises ArgumentError.
     """
     given = (input_offsets, send_sizes, output_offsets, recv_sizes)
     lists = []
@@ -85,7 +84,7 @@ def ragged_all_to_all(
 def _check_here(
     operand: torch.Tensor, output: torch.Tensor, lists: Sequence[list[int]], group: ProcessGroup
 ) -> None:
-    """Raise unless operand, output and the four ``lists`` of offsets and sizes fit together."""
+    """Raise unless operand, output and the four ``lists`` of offsets and sizes match."""
     where = f"rank {group.world.rank}, {group.name}"
     shown = f"operand {describe(operand)}; output {describe(output)}"
     if not operand.dim() or not output.dim() or operand.shape[1:] != output.shape[1:]:
@@ -130,7 +129,7 @@ def _check_here(
 def _exchange_sizes(
     sent: list[int], places: list[int], group: ProcessGroup
 ) -> tuple[list[int], list[int]]:
-    """Send each slice's size and first row in the output; return those of slices that come."""
+    """Exchange the size and output offset of each slice; return the received numbers."""
     mine = torch.tensor([sent, places], device="cpu").T.contiguous()
     theirs = torch.empty_like(mine)
     device = group.first_device_type()
@@ -147,11 +146,11 @@ def _check_everywhere(
     expected_sizes: list[int],
     group: ProcessGroup,
 ) -> None:
-    """Raise the same error on every member unless the slices that come fit every output.
+    """Raise the same error on every rank unless the received slices fit into every output.
 
     Args:
-        arriving_sizes: the rows of each slice, as its sender gave them.
-        offsets: the first row of each slice in ``output``, likewise.
+        arriving_sizes: the number of rows of each slice, from its sender.
+        offsets: the first row of each slice in ``output``, from its sender.
     """
     spans = sorted(
         (start, start + size) for start, size in zip(offsets, arriving_sizes, strict=True) if size
@@ -182,7 +181,7 @@ def _check_everywhere(
 
 
 def _rows(starts: list[int], sizes: list[int], device: torch.device) -> torch.Tensor:
-    """Return the indices of the rows of all slices, in their order."""
+    """Return the indices of the rows of all slices, in order."""
     slices = zip(starts, sizes, strict=True)
     return torch.cat(
         [torch.arange(start, start + size, device="cpu") for start, size in slices]
@@ -190,7 +189,7 @@ def _rows(starts: list[int], sizes: list[int], device: torch.device) -> torch.Te
 
 
 def _sums(sizes: list[int], count: int) -> tuple[int, ...]:
-    """Return the sums of each run of ``count`` sizes, which are the rows to or from each member."""
+    """Return the sum of each run of ``count`` sizes: the number of rows per rank."""
     return tuple(sum(sizes[at : at + count]) for at in range(0, len(sizes), count))
 
 
@@ -201,17 +200,17 @@ def exchange_rows(
     taken: tuple[int, ...],
     op_name: str,
 ) -> torch.Tensor:
-    """Return the rows that have come, by sender, where both sides know how many; V -> V.
+    """Exchange ``rows`` in sizes that both sides know; return received rows by sender; V -> V.
 
     Args:
-        sent, taken: how many of ``rows``, in their order, go to each member; how many come.
-        op_name: what the members compare, and reports show.
+        sent, taken: the number of rows to send to, and to receive from, each rank.
+        op_name: the operation name, which ranks compare and errors show.
     """
     return call_function(_RowExchange, rows, group, sent, taken, op_name)
 
 
 class _RowExchange(LinearFunction):
-    """The autograd function of an uneven all-to-all of rows; backward swaps the sizes."""
+    """Autograd function of an uneven all-to-all of rows; backward swaps the sizes."""
 
     takes_blocks = gives_blocks = True
 
@@ -251,11 +250,11 @@ def all_to_all(
     tiled: bool = False,
     leaf_name: str = "x",
 ) -> torch.Tensor:
-    """Member j holds block j, along ``split_axis``, of every member's ``x``, joined; V -> V.
+    """Send block j of ``x`` along ``split_axis`` to rank j, and join received blocks; V -> V.
 
     Args:
-        tiled: whether both axes are dims of the result; else the first goes, the second is new.
-        leaf_name: the name of ``x`` in reports.
+        tiled: keep ``split_axis``; else remove it, and add ``concat_axis`` as a new dimension.
+        leaf_name: the name of ``x`` in errors.
     """
     blocks, concat = blocks_to_exchange(x, group, split_axis, concat_axis, tiled)
     op_name = lax_name("all_to_all", leaf_name, x.shape)
@@ -265,7 +264,7 @@ def all_to_all(
 def pswapaxes(
     x: torch.Tensor, group: ProcessGroup, axis: int = 0, *, leaf_name: str = "x"
 ) -> torch.Tensor:
-    """Return ``x`` with dim ``axis`` and the group's members swapped; V -> V."""
+    """Swap dimension ``axis`` of ``x`` with the ranks of the group; V -> V."""
     blocks, dim = blocks_to_swap(x, group, axis)
     op_name = lax_name("pswapaxes", leaf_name, x.shape)
     return stack_blocks(call_function(_AllToAll, blocks, group, op_name), dim, tiled=False)
@@ -277,7 +276,7 @@ def blocks_to_exchange(
     """Return the blocks of ``x``, stacked in dim 0, and ``concat_axis`` counted from 0; or raise.
 
     Args:
-        tiled: whether blocks keep the split dim; else it counts the members, and becomes dim 0.
+        tiled: keep the split dimension in the blocks; else it becomes dim 0.
     """
     split = get_dim(split_axis, x.dim(), "split_axis", "all_to_all")
     concat = get_dim(concat_axis, x.dim(), "concat_axis", "all_to_all")
@@ -285,7 +284,7 @@ def blocks_to_exchange(
 
 
 def blocks_to_swap(x: torch.Tensor, group: ProcessGroup, axis: int) -> tuple[torch.Tensor, int]:
-    """Return the blocks of ``x`` that ``pswapaxes`` sends, and the dim that was cut; or raise."""
+    """Return the blocks of ``x`` that ``pswapaxes`` sends, and the split dim; or raise."""
     dim = get_dim(axis, x.dim(), "axis", "pswapaxes")
     return cut(x, dim, group, "pswapaxes", "axis", tiled=False), dim
 
@@ -293,11 +292,11 @@ def blocks_to_swap(x: torch.Tensor, group: ProcessGroup, axis: int) -> tuple[tor
 def ppermute(
     x: torch.Tensor, group: ProcessGroup, perm: Sequence[Any] = (), *, leaf_name: str = "x"
 ) -> torch.Tensor:
-    """Each destination in ``perm`` holds the ``x`` of its source, other members zeros; V -> V.
+    """Send ``x`` from source to destination of each pair; other ranks get zeros; V -> V.
 
     Args:
-        perm: pairs (source, destination) of places in the group.
-        leaf_name: the name of ``x`` in reports.
+        perm: pairs (source, destination) of group ranks.
+        leaf_name: the name of ``x`` in errors.
     """
     op_name = lax_name("ppermute", leaf_name, x.shape)
     return call_function(_Ppermute, x, group, _checked_pairs(perm, group), op_name)
@@ -306,7 +305,7 @@ def ppermute(
 def pshuffle(
     x: torch.Tensor, group: ProcessGroup, perm: Sequence[int] = (), *, leaf_name: str = "x"
 ) -> torch.Tensor:
-    """Member i holds the ``x`` of member ``perm[i]``, a permutation of all members; V -> V."""
+    """Permute ``x``: group rank i gets the ``x`` of group rank ``perm[i]``; V -> V."""
     sources = _integers(perm, "pshuffle", "perm")
     if sorted(sources) != list(range(group.size())):
         raise ArgumentError(
@@ -322,7 +321,7 @@ def pshuffle(
 def pbroadcast(
     x: torch.Tensor, group: ProcessGroup, source: int = 0, *, leaf_name: str = "x"
 ) -> torch.Tensor:
-    """Every member holds the ``x`` of member ``source``; V -> I."""
+    """Broadcast ``x`` of group rank ``source`` to every rank; V -> I."""
     last = group.size() - 1
     place = get_integer(source, "pbroadcast: source", 0, last, where=group.name)
     return call_function(_Pbroadcast, x, group, place, lax_name("pbroadcast", leaf_name, x.shape))
@@ -342,7 +341,7 @@ def _integers(
 
 
 def _checked_pairs(perm: Any, group: ProcessGroup) -> Pairs:
-    """Return ``perm`` as pairs; raise if a place is a source, or a destination, twice."""
+    """Return ``perm`` as pairs; raise if a source or a destination is repeated."""
     pairs: list[tuple[int, int]] = []
     is_list = isinstance(perm, (list, tuple))
     for pair in perm if is_list else [perm]:
@@ -376,7 +375,7 @@ def _checked_pairs(perm: Any, group: ProcessGroup) -> Pairs:
 
 
 class _AllToAll(LinearFunction):
-    """The autograd function of an all-to-all of equal blocks, its own transpose."""
+    """Autograd function of an all-to-all of equal blocks, its own transpose."""
 
     takes_blocks = gives_blocks = True
 
@@ -392,9 +391,9 @@ class _AllToAll(LinearFunction):
 
 
 class _Ppermute(LinearFunction):
-    """The autograd function of ``ppermute``: each member sends and receives once at most."""
+    """Autograd function of ``ppermute``: each rank sends and receives at most once."""
 
-    # A collective, since its calls are compared: no member waits for a member with other pairs.
+    # A collective instead of messages: ranks compare their calls, so different pairs cannot hang.
     @staticmethod
     def forward(x: torch.Tensor, group: ProcessGroup, pairs: Pairs, op_name: str) -> torch.Tensor:
         me, size, count = group.rank(), group.size(), x.numel()
@@ -417,7 +416,7 @@ class _Ppermute(LinearFunction):
 
 
 class _Pbroadcast(InvariantFunction):
-    """The autograd function of a broadcast from a source to all members."""
+    """Autograd function of a broadcast from a source to all ranks."""
 
     @staticmethod
     def forward(x: torch.Tensor, group: ProcessGroup, source: int, op_name: str) -> torch.Tensor:
@@ -434,7 +433,7 @@ class _Pbroadcast(InvariantFunction):
 
 
 class _KeptAt(LinearFunction):
-    """Autograd function I -> V: the member at ``place`` keeps the value, others get zeros; free."""
+    """Autograd function I -> V: rank ``place`` keeps the value, others get zeros; free."""
 
     @staticmethod
     def forward(x: torch.Tensor, group: ProcessGroup, place: int, op_name: str) -> torch.Tensor:

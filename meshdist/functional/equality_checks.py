@@ -1,17 +1,17 @@
-"""Compare tensors between the members of a group, and gradients that must be equal on all.
+"""Compare tensors between ranks, and gradients that must be equal on all ranks.
 
-The result of a call such as psum is equal on all ranks, so its gradient must be, too. It is not if
-the result met a varying value without a cast (``lax.pvary``), whose backward sums. So each backward
-compares a sketch of this gradient: its norm and two products, in which rounding changes as few
-digits as in the gradient itself. A sketch has the key of the forward's call, by its number on the
-communicator, and of the backward, by its number on the node. No rank waits: the first rank leaves
-its sketch under the key, and each later rank compares its own with it and raises.
+The result of a call such as psum is equal on all ranks, so its gradient must be equal too. It
+differs if the program combined the result with a varying value without a cast (``lax.pvary``, whose
+backward sums). So each backward compares a sketch of this gradient: its norm and two products, in
+which rounding changes as few digits as in the gradient. The key of a sketch contains the number of
+the forward call on the communicator and the number of the backward on the node. No rank waits: the
+first rank stores its sketch, and each later rank compares and raises.
 
 For example, y = x.exp() / psum(x.exp().sum()) on 2 ranks, call 7 of the communicator "tp".
 
     rank    the gradient that reaches psum    under tp/gradient/7/1
-    0       -0.8                              leaves "0 0.8 -0.8 -0.43"
-    1       -2.1                              finds it, and raises at the end of its backward
+    0       -0.8                              stores "0 0.8 -0.8 -0.43"
+    1       -2.1                              reads it, and raises at the end of its backward
 
 Simulated ranks compare all gradients, in memory that they share. Processes compare the first
 gradients of each shape, by one request to the store each.
@@ -48,14 +48,14 @@ def check_invariant(
     expected: str,
     fix: str | Callable[[Collection[int]], str],
 ) -> None:
-    """Raise the same GradientError on every member unless all hold the same ``x``.
+    """Raise the same GradientError on every rank unless all ranks have the same ``x``.
 
     Args:
-        x: dense, without gradient.
+        x: a dense tensor without gradient.
         what: names ``x`` in the error; ``where`` and ``expected`` are fields of the error.
-        fix: may be made of the ranks that differ from the group's first member.
+        fix: the fix, or a function of the ranks that differ from the first rank of the group.
     """
-    if are_transforms_active():  # there are no plain numbers in a transform of torch.func
+    if are_transforms_active():  # torch.func transforms have no plain numbers
         return
     difference = agree(group, {}, {"": x}, op_name="a check of equal values", device=x.device)
     if difference and not difference.is_rounding:
@@ -69,8 +69,8 @@ def check_invariant(
 
 
 def is_compared(world: World) -> bool:
-    """Return whether ranks compare values unasked: simulated, or debug level DETAIL."""
-    if are_transforms_active():  # there are no plain numbers in a transform of torch.func
+    """Return whether ranks compare values by default: simulated, or at debug level DETAIL."""
+    if are_transforms_active():  # torch.func transforms have no plain numbers
         return False
     return world.is_simulated or get_debug_level() == DebugLevel.DETAIL
 
@@ -85,11 +85,11 @@ def check_replicas(
     *,
     has_argument: bool = True,
 ) -> None:
-    """Raise the same UnequalError on every rank along ``axes`` unless all hold the same ``x``.
+    """Raise the same UnequalError on every rank along ``axes`` unless all have the same ``x``.
 
     Args:
-        check: whether to compare; None compares on simulated ranks, and at debug level DETAIL.
-        has_argument: whether the public call has an argument ``check``, which the error names.
+        check: whether to compare; None compares on simulated ranks and at debug level DETAIL.
+        has_argument: whether the public call has an argument ``check`` to mention in the fix.
     """
     if check is None:
         check = is_compared(mesh.world)
@@ -103,8 +103,7 @@ def check_replicas(
         raise UnequalError(
             f"the array is not the same on every rank over {group.name}",
             where=f"{call}, {describe(x)}, called at {show_site(call_site())}",
-            expected="equal arrays along each axis that the source, or the left side, does not "
-            "name",
+            expected="equal arrays along axes that the source, or the left side, does not name",
             found=difference.found,
             fix="call md.seed(0) on every rank before you draw it; or send one rank's array: "
             "md.device_put(x, sharding, root=0)"
@@ -114,12 +113,12 @@ def check_replicas(
 
 _CONTAINERS = (dict, list, tuple)
 _LARGEST_CONTAINER = 1000
-"""Entries up to which a container is looked into: those of data sets are not."""
+"""The largest container that is searched, to skip data sets."""
 
 
 def names_of(tensors: Iterable[torch.Tensor], frame: FrameType) -> dict[int, str]:
-    """Return variables' names of tensors, by ``id``, in ``frame`` and its callers."""
-    # Such as `weight` of a variable, `model.0.bias` of a parameter, `params['head']` in a tree.
+    """Return the variable names of tensors, by ``id``, in ``frame`` and its callers."""
+    # For example `weight`, `model.0.bias` of a parameter, or `params['head']` in a tree.
     wanted = {id(tensor) for tensor in tensors}
     found: dict[int, str] = {}
     here: FrameType | None = frame
@@ -155,7 +154,7 @@ def _parameters(name: str, module: torch.nn.Module) -> Iterator[tuple[str, torch
 def _parts(name: str, tree: Any) -> Iterator[tuple[str, torch.Tensor]]:
     try:
         paths, leaves, _ = optree.tree_flatten_with_accessor(tree)
-    except Exception:  # a tree that holds itself, or a class whose own flattening raises
+    except Exception:  # a tree that contains itself, or a class whose flattening raises
         return
     for path, leaf in zip(paths, leaves, strict=True):
         if isinstance(leaf, torch.Tensor):
@@ -170,22 +169,22 @@ PVARY_FIX = (
 )
 
 _COMPARED_OF_EACH = 64
-"""How many gradients of one call, shape and dtype processes compare at most."""
+"""The largest number of compared gradients of one call, shape and dtype."""
 _COMPARED_IN_ALL = 4096
-"""How many gradients processes compare at most, and simulated ranks note at a time."""
+"""The largest number of compared gradients, and of records of simulated ranks."""
 
 
 def keep_number(node: Any, x: torch.Tensor, group: ProcessGroup) -> None:
-    """Store on ``node`` the number of the call that it has just made, equal on all members."""
+    """Store on ``node`` the number of its latest call, equal on every rank."""
     if x.requires_grad and group.size() > 1 and not are_transforms_active():
         device_group = group.open_device_group(x.device.type)
         node.number = f"{device_group.opened.label}/gradient/{device_group.recorder.sequence}"
 
 
 def compare_reached(node: Any, grad: torch.Tensor, group: ProcessGroup, operation: str) -> None:
-    """Raise at the end of this backward if another rank's gradient of ``node``'s result differs."""
-    # No rank waits for another: each asks for the sketch of the first rank, or leaves its own. So
-    # operands that need no gradient on some ranks, and backwards of some ranks alone, hang nothing.
+    """Raise at the end of this backward if the gradient of another rank at ``node`` differs."""
+    # No rank waits for another: each reads the sketch of the first rank, or stores its own. So
+    # nothing hangs if only some ranks run a backward, or if an operand needs no gradient on some.
     number, world = getattr(node, "number", None), group.world
     if number is None or are_transforms_active():
         return
@@ -198,7 +197,7 @@ def compare_reached(node: Any, grad: torch.Tensor, group: ProcessGroup, operatio
         counts.update((kind, "all"))
     node.times = getattr(node, "times", 0) + 1
     what = f"{operation}, gradient of {describe(grad)}"
-    # The pass of a retained graph that is this rank's alone is compared with none that frees it.
+    # Do not compare a pass that retains the graph with a pass that frees it.
     key = f"{number}/{node.times}/{keeps_graph()}/{what}"
     sketch = _sketch(grad)
     mine = " ".join(map(repr, (world.rank, *sketch)))
@@ -226,13 +225,13 @@ def compare_reached(node: Any, grad: torch.Tensor, group: ProcessGroup, operatio
     def report() -> None:
         raise error
 
-    # What wrappers do and raise at the end of a backward is queued before its second round begins.
+    # Wrappers queue their work for the end of a backward before the second round of callbacks.
     engine = Variable._execution_engine
     engine.queue_callback(lambda: engine.queue_callback(report))
 
 
 def _sketch(x: torch.Tensor) -> list[float]:
-    """Return the norm of a tensor, and its products with two vectors: equal tensors' are equal.
+    """Return the norm of a tensor and its products with two fixed vectors.
 
     Example:
         >>> [round(number, 3) for number in _sketch(torch.tensor([3.0, 4.0]))]
@@ -245,7 +244,7 @@ def _sketch(x: torch.Tensor) -> list[float]:
 
 
 def _sketch_distance(mine: Sequence[float], first: Sequence[float]) -> float:
-    """Return how far two sketches differ, relative to the first's norm; NaN and infinity equal."""
+    """Return the distance of two sketches relative to the norm of ``first``."""
     if mine == first or not (math.isfinite(mine[0]) or math.isfinite(first[0])):
         return 0.0
     gap = max(abs(here - there) for here, there in zip(mine, first, strict=True))

@@ -1,15 +1,15 @@
-"""The common part of collectives that are linear, as autograd Functions in the form of torch.func.
+"""Define linear collectives as autograd Functions that support torch.func.
 
-A dim is cut into a block for each member of a group, and blocks are joined again; nothing is sent.
-Blocks are a tensor whose dim 0 counts the members. *Tiled*, a dim of k n is k blocks of n, and the
-result has as many dims; else a dim of k is k blocks without it.
+``cut`` splits a dim into one block per rank, and ``stack_blocks`` joins blocks, both without
+communication. Blocks are a tensor whose dim 0 counts the ranks. If *tiled*, a dim of size k n
+becomes k blocks of size n; otherwise a dim of size k becomes k blocks without the dim.
 
-A wrapper that averages over ranks which have made a loss together divides by their number once
-more. So collectives with an invariant result keep the line of their call where there is a wrapper,
-and the first such collective that a backward comes to is noted; the wrapper warns when that
-backward has ended, be the collective behind the model or in it, as in a batch norm by hand. In
-``pvary(pmean(x))`` the
-backward comes first to the cast, whose sum makes up for the mean: the wrapper does not warn.
+If ranks compute a loss together, a wrapper that averages over them divides by their number once too
+often. So collectives with an invariant result store the program line of their call if a wrapper
+exists, and a backward records the first such collective that it reaches. The wrapper warns at the
+end of that backward, also if the collective is inside the model, as in a batch norm. In
+``pvary(pmean(x))`` the backward first reaches the cast, whose sum compensates for the mean, so the
+wrapper does not warn.
 """
 
 from __future__ import annotations
@@ -35,15 +35,14 @@ def keep_line(node: Any, x: torch.Tensor, group: Any) -> None:
 
 
 def note_complete(node: Any, group: ProcessGroup, *, is_sum: bool = False) -> None:
-    """Store in the world the line of the collective that a backward reaches first, "" if
-    ``is_sum``."""
+    """Store the line of the collective that a backward reaches first, "" if ``is_sum``."""
     world = group.world
     if hasattr(node, "line") and world.complete[0] != (task := torch._C._current_graph_task_id()):
         world.complete = task, group.ranks, "" if is_sum else f"{group.name}, {node.line}"
 
 
 def get_dim(given: Any, num_dims: int, argument: str, operation: str) -> int:
-    """Return a dim as a number from 0; negative dims count from the end; or raise."""
+    """Return a dim as a number from 0 (negative dims count from the end), or raise."""
     dim = given
     if type(given) is not int:
         dim = get_integer(given, f"{operation}: {argument}", expected="a dim")
@@ -61,10 +60,10 @@ def get_dim(given: Any, num_dims: int, argument: str, operation: str) -> int:
 def cut(
     x: torch.Tensor, dim: int, group: ProcessGroup, operation: str, argument: str, *, tiled: bool
 ) -> torch.Tensor:
-    """Return ``x`` cut along ``dim`` into a block per member, stacked in dim 0; or raise.
+    """Return ``x`` split along ``dim`` into a block per rank, stacked in dim 0; or raise.
 
     Args:
-        tiled: whether the dim is split; else it counts the members, and goes.
+        tiled: keep the dim in the blocks; else its size must be the number of ranks.
     """
     length, size = x.shape[dim], group.size()
     if length % size if tiled else length != size:
@@ -94,7 +93,7 @@ def cut(
 
 
 def stack_blocks(blocks: torch.Tensor, dim: int, *, tiled: bool) -> torch.Tensor:
-    """Return dim 0's blocks joined along ``dim``, if not ``tiled`` as a new dim; undoes ``cut``."""
+    """Join the blocks of dim 0 along ``dim``, a new dim unless ``tiled``; reverses ``cut``."""
     if dim:
         blocks = blocks.movedim(0, dim)
     return blocks.flatten(dim, dim + 1) if tiled else blocks
@@ -104,8 +103,8 @@ class LinearFunction(Function):
     """A linear collective on a tensor, whose forward derivative is the collective itself.
 
     Attributes:
-        takes_blocks, gives_blocks: whether dim 0 of the argument, of the result, counts the group's
-            members. The dim of a batch then stands behind it.
+        takes_blocks, gives_blocks: whether dim 0 of the argument, or of the result, counts the
+            ranks. A batch dim then comes second.
     """
 
     # Subclasses have `forward(x, *rest)`, and `backward(ctx, grad)`, which finds them in ctx.rest.
@@ -129,7 +128,7 @@ class LinearFunction(Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        """Store all arguments but the tensor on the node, and the line of the call."""
+        """Store the other arguments and the program line on the node."""
         ctx.rest = inputs[1:]
         if inputs[0].requires_grad:
             keep_line(ctx, *inputs[:2])

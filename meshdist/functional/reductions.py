@@ -1,30 +1,29 @@
-"""Reductions and free casts with derivatives, each beside its transpose.
+"""Reduce values and cast their types, with derivatives.
 
 Over the ranks of a group a value is varying, invariant, unreduced or reduced (V, I, U, R: see
-``axis_types``). The collectives take one kind to another:
+``axis_types``). The collectives convert between these types:
 
     collective     from -> to          backward
-    psum           V -> I; U -> I      pvary: the gradient reaches each part (free); pcast I -> R
-    pmean          V -> I              psum's, divided by the size
-    pmax, pmin     V -> I              an even split among the ranks that attain it
-    pvary          I -> V (free)       psum: the ranks' gradients of what was one value are summed
+    psum           V -> I; U -> I      pvary (the gradient reaches each rank, free); pcast I -> R
+    pmean          V -> I              as psum, divided by the size
+    pmax, pmin     V -> I              an even split among the ranks that hold the extreme
+    pvary          I -> V (free)       psum of the ranks' gradients
     pcast          I -> R (free)       psum, U -> I
     pcast          V -> U, R -> V      R -> V, V -> U (all free)
     all_gather     V -> V, V -> R      psum_scatter
-    all_gather     V -> I              own slice (free)
+    all_gather     V -> I              own block (free)
     psum_scatter   V -> V; U -> V      all_gather, V -> V; V -> R
 
-"Free" means that nothing is sent. The collectives trust the caller about the kinds; the backward of
-an invariant result compares its gradient between ranks (``value_checks``). A kind is what the
-program
-means, not a property of the numbers: collectives that differ in kinds alone share a function.
+"Free" means without communication. The collectives trust the caller about the types; the backward
+of an invariant result compares its gradient between ranks (``equality_checks``). A type states the
+intent of the program and is not a property of the numbers, so collectives that differ only in types
+share a function.
 
-Every collective returns a new tensor that shares no memory with its argument, also where this rank
-is alone in the group. Backward uses the group that forward used, whatever mesh is in force by then,
-and is itself made of these collectives, so that it can be differentiated again. A collective whose
-backward communicates must be run backward on every rank of the group. Each message, also of a
-backward, has a title, by which members compare the collective, ``leaf_name`` (where ``x`` stands in
-its tree) and its shape.
+Every collective returns a new tensor that shares no memory with its argument, also in a group of
+one rank. Backward uses the group of the forward, independent of the current mesh. It is made of
+these collectives, so it can be differentiated again. If it communicates, run it on every rank of
+the group. Each call, also in a backward, has an operation name with the collective, ``leaf_name``
+(the path of ``x`` in its tree) and the shape; ranks compare these names.
 """
 
 from __future__ import annotations
@@ -49,40 +48,40 @@ from .linear_function import LinearFunction, cut, get_dim, keep_line, note_compl
 
 
 def psum(x: torch.Tensor, group: ProcessGroup, *, leaf_name: str = "x") -> torch.Tensor:
-    """Every member holds the sum of all ``x``, as int32 for bool; V, U -> I."""
+    """Sum ``x`` over the group, as int32 for bool; V, U -> I."""
     return call_function(_Psum, x, group, lax_name("psum", leaf_name, x.shape))
 
 
 def pmean(x: torch.Tensor, group: ProcessGroup, *, leaf_name: str = "x") -> torch.Tensor:
-    """Every member holds the mean of all members' ``x``, of integers in a float dtype; V -> I."""
+    """Average ``x`` over the group, integers in a float dtype; V -> I."""
     op_name = lax_name("pmean", leaf_name, x.shape)
     return call_function(_Psum, x, group, op_name) / group.size()
 
 
 def pmax(x: torch.Tensor, group: ProcessGroup, *, leaf_name: str = "x") -> torch.Tensor:
-    """Every member holds the elementwise largest of all members' ``x``; V -> I."""
+    """Return the elementwise maximum of ``x`` over the group; V -> I."""
     return _extreme("pmax", x, group, ReduceOp.MAX, leaf_name)
 
 
 def pmin(x: torch.Tensor, group: ProcessGroup, *, leaf_name: str = "x") -> torch.Tensor:
-    """Every member holds the elementwise smallest of all members' ``x``; V -> I."""
+    """Return the elementwise minimum of ``x`` over the group; V -> I."""
     return _extreme("pmin", x, group, ReduceOp.MIN, leaf_name)
 
 
 def pvary(x: torch.Tensor, group: ProcessGroup, *, leaf_name: str = "x") -> torch.Tensor:
-    """Every member holds its own copy of ``x``, equal so far; I -> V."""
+    """Cast ``x`` to varying by a copy; I -> V."""
     return call_function(_Pvary, x, group, lax_name("pvary", leaf_name, x.shape))
 
 
 def pcast(
     x: torch.Tensor, group: ProcessGroup, *, to: str, source: str = "", leaf_name: str = "x"
 ) -> torch.Tensor:
-    """Every member holds a copy of ``x`` as a value of another kind; raises for unknown casts.
+    """Cast ``x`` to another type by a copy; raise for unknown casts.
 
     Args:
         to: "varying", "reduced" or "unreduced".
-        source: the kind of ``x``; the first that the cast takes, where it is not given.
-        leaf_name: the path of ``x`` in a tree, which members' titles compare.
+        source: the type of ``x``; by default the first that the cast accepts.
+        leaf_name: the path of ``x`` in a tree, part of the operation name.
     """
     kinds = {KINDS[kind]: kind for kind in CASTS.get(to, ())}
     if not kinds or source not in ("", *kinds):
@@ -111,11 +110,11 @@ def all_gather(
     to: str = "varying",
     leaf_name: str = "x",
 ) -> torch.Tensor:
-    """Every member holds all members' ``x``, stacked or concatenated; V -> V, V -> R, V -> I.
+    """Gather ``x`` of all ranks, stacked or concatenated; V -> V, V -> R, V -> I.
 
     Args:
-        axis: the new dim that counts the members; where ``tiled``, the dim of the concatenation.
-        to: the kind of the result: "varying", "reduced" or "invarying".
+        axis: the new dimension that counts the ranks; if ``tiled``, the concatenated dimension.
+        to: the type of the result: "varying", "reduced" or "invarying".
     """
     if to not in GATHERED:
         raise ArgumentError(
@@ -138,7 +137,7 @@ def psum_scatter(
     tiled: bool = False,
     leaf_name: str = "x",
 ) -> torch.Tensor:
-    """Each member holds its own block of the sum of all members' ``x``; V -> V, U -> V."""
+    """Sum ``x`` over the group; each rank gets one block of the sum; V -> V, U -> V."""
     x = x.to(torch.int32) if x.dtype is torch.bool else x
     blocks = blocks_to_scatter(x, group, scatter_dimension, tiled)
     return call_function(_PsumScatter, blocks, group, lax_name("psum_scatter", leaf_name, x.shape))
@@ -147,7 +146,7 @@ def psum_scatter(
 def blocks_to_scatter(
     x: torch.Tensor, group: ProcessGroup, scatter_dimension: int, tiled: bool
 ) -> torch.Tensor:
-    """Return the blocks to sum, stacked in dim 0, without the cut dim unless ``tiled``."""
+    """Return the blocks to sum, stacked in dim 0, without the split dim unless ``tiled``."""
     dim = get_dim(scatter_dimension, x.dim(), "scatter_dimension", "psum_scatter")
     return cut(x, dim, group, "psum_scatter", "scatter_dimension", tiled=tiled)
 
@@ -161,11 +160,11 @@ def _extreme(
 
 
 class InvariantFunction(LinearFunction):
-    """A linear collective whose result is equal on every rank, and so must its gradient be."""
+    """A linear collective whose result and gradient are equal on every rank."""
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        """Store what any linear collective stores, and the number of the call."""
+        """Store the arguments, the program line and the number of the call."""
         LinearFunction.setup_context(ctx, inputs, output)
         keep_number(ctx, *inputs[:2])
 
@@ -175,7 +174,7 @@ class _Psum(InvariantFunction):
     def forward(x: torch.Tensor, group: ProcessGroup, op_name: str) -> torch.Tensor:
         if x.dtype is torch.bool:  # the sum is a count
             x = x.to(torch.int32)
-        # Contiguous, as the backends want it: all_reduce would copy anything else once more.
+        # Backends need contiguous tensors: all_reduce would copy any other tensor once more.
         total = new_like(x).copy_(x)
         run_named("all_reduce", group, op_name, total, ReduceOp.SUM)
         return total
@@ -183,8 +182,8 @@ class _Psum(InvariantFunction):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         check_gradient(ctx, grad, ctx.rest[0], "psum")
-        # Only a backward that will be differentiated again needs the collective; else the gradient
-        # itself passes on, without a copy.
+        # Only a backward that is differentiated again needs the collective; otherwise the gradient
+        # passes through without a copy.
         again = torch.is_grad_enabled()
         return call_function(_Pvary, grad, *ctx.rest) if again else grad, None, None
 
@@ -212,7 +211,7 @@ class _Pvary(_Recast):
 
 
 class _Extreme(Function):
-    """Autograd function of pmax and pmin; ranks that hold the extreme share its gradient evenly."""
+    """Autograd function of pmax and pmin; splits the gradient among ranks with the extreme."""
 
     @staticmethod
     def forward(
@@ -247,7 +246,7 @@ class _Extreme(Function):
 
 
 def _share(ctx: Any) -> torch.Tensor:
-    """Return, per element, 1 / n if this rank is among n ranks that hold the extreme, else 0."""
+    """Return per element 1 / n if this rank and n - 1 others hold the extreme, else 0."""
     saved: tuple[torch.Tensor, ...] = ctx.saved_tensors
     x, extreme = (tensor.detach() for tensor in saved)
     attains = (x == extreme) | (x.isnan() & extreme.isnan())
@@ -255,7 +254,7 @@ def _share(ctx: Any) -> torch.Tensor:
 
 
 class _AllGather(LinearFunction):
-    """Autograd function that gathers all members' tensors as blocks of dim 0."""
+    """Autograd function that gathers the tensors of all ranks as blocks of dim 0."""
 
     gives_blocks = True
 
@@ -271,7 +270,7 @@ class _AllGather(LinearFunction):
 
 
 class _PsumScatter(LinearFunction):
-    """Autograd function that returns the sum of all members' blocks for this member."""
+    """Autograd function that returns the sum of all ranks' blocks for this rank."""
 
     takes_blocks = True
 
@@ -287,7 +286,7 @@ class _PsumScatter(LinearFunction):
 
 
 class _AllGatherInvariant(InvariantFunction, _AllGather):
-    """An ``_AllGather`` whose result is invariant, so that its gradient is equal on every rank."""
+    """An ``_AllGather`` with an invariant result, whose gradient is equal on every rank."""
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
@@ -296,7 +295,7 @@ class _AllGatherInvariant(InvariantFunction, _AllGather):
 
 
 class _OwnSlice(LinearFunction):
-    """Autograd function that returns this member's block of equal blocks; I -> V, free."""
+    """Autograd function that returns this rank's block of an invariant tensor; I -> V, free."""
 
     takes_blocks = True
 
@@ -311,7 +310,7 @@ class _OwnSlice(LinearFunction):
 
 
 def check_gradient(node: Any, grad: torch.Tensor, group: ProcessGroup, operation: str) -> None:
-    """Note that a backward reached ``operation``'s ``node``; compare ``grad`` between ranks."""
+    """Record that a backward reached ``node``, and compare ``grad`` between ranks."""
     note_complete(node, group)
     if get_debug_level() != DebugLevel.DETAIL:
         compare_reached(node, grad.detach(), group, operation)

@@ -1,15 +1,15 @@
-"""Join contexts as torch has them: ranks that run out of data shadow the collectives of the others.
+"""Implement torch's Join: ranks that run out of data shadow the collectives of other ranks.
 
 Each step begins with an exchange of flags on the group of the joinables: a rank with data sends 1
 from ``notify_join_context``, a rank that joined sends 0. Then the hooks of the joined rank make the
-calls that the joinables make on the other ranks. Two ranks, of which rank 0 joins first:
+same calls as the joinables on the other ranks. Two ranks; rank 0 joins first:
 
     rank 0:  flag 1 | forward, buckets | flag 0 | main_hook: buckets of zeros | flag 0 | post_hook
     rank 1:  flag 1 | forward, buckets | flag 1 | forward, buckets            | flag 0 | post_hook
 
-If a rank makes a call that no hook makes, the calls of the group differ. The group compares them as
-always, and between hosts before data moves. A call on another group has no counterpart at all: a
-thread of the joined rank finds it and aborts both groups.
+If a rank makes a call that no hook makes, the ranks' calls differ. The group compares calls as
+usual, between hosts before data moves. A call on another group has no counterpart: a thread of the
+joined rank detects it and aborts both groups.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from .step_flags import Flags
 __all__ = ["Join", "JoinHook", "Joinable"]
 
 FLAGS = "md.Join (which ranks have data)"
-"""The title of the exchange of flags, by which errors of other calls show it."""
+"""The operation name of the exchange of flags, which errors of other calls show."""
 _UNSERVED = "a rank that joined does not make this call"
 _LOOK_S = 2.0
 _SURE_S = 0.5
@@ -72,7 +72,7 @@ def config_of(joinable: object) -> Any:
 
 
 def _is_of_torch(joinable: object) -> bool:
-    """Return whether ``joinable`` is torch's sharded optimizer, which uses a group of torch."""
+    """Return whether ``joinable`` is torch's sharded optimizer, which uses torch's group."""
     return isinstance(joinable, Joinable) and isinstance(joinable, torch.optim.Optimizer)
 
 
@@ -82,7 +82,7 @@ class Join:
     A rank that leaves the loop *joins*: until every rank has joined, it runs the ``main_hook`` of
     each joinable once for every step of the other ranks, and shadows their collectives. Then all
     ranks run each ``post_hook``. Collectives that no hook makes raise ``JoinError`` once a rank has
-    joined: use ``md.uneven`` for loops with collectives of your own.
+    joined: use ``md.uneven`` for loops with other collectives.
 
     Args:
         joinables: objects that share one group and device, for example models wrapped in ``DDP``.
@@ -96,7 +96,7 @@ class Join:
 
     Raises:
         KindError: ``joinables`` is not a list of joinables.
-        ArgumentError: no joinable, different groups or devices, or a joinable that is in a context.
+        ArgumentError: no joinable, different groups or devices, or a joinable in another context.
         JoinError: a rank called a collective that no hook of the joined ranks makes; or a rank ran
             out of data, with ``throw_on_early_termination``.
 
@@ -197,8 +197,7 @@ class Join:
     def notify_join_context(joinable: Any) -> Work | None:
         """Announce a step of this rank; a joinable calls it before its first collective of a step.
 
-        Only the first joinable of the context announces. For others, and outside of a context, this
-        does nothing.
+        Only the first joinable of a context announces. Otherwise this does nothing.
 
         Returns:
             A finished Work, or None if nothing was done.
@@ -247,7 +246,7 @@ class Join:
     # -- calls that no hook makes -----------------------------------------------------------------
 
     def _is_unserved(self, error: BaseException | None) -> bool:
-        """Return whether ``error`` is that of a call that joined ranks do not make."""
+        """Return whether ``error`` comes from a call that joined ranks do not make."""
         if isinstance(error, AbortedError):
             return _UNSERVED in str(error)
         if not isinstance(error, (MismatchError, DeadlockError)):
@@ -256,8 +255,8 @@ class Join:
         return not has_left and (0 in self._active or FLAGS in str(error))
 
     def _reject_unknown_step(self, optimizer: Any, *_: object) -> None:
-        """Raise on all ranks if a sharded optimizer steps that this context does not know."""
-        # It sends over torch's group, on which no call is compared with those of this context.
+        """Raise on all ranks if a sharded optimizer outside this context makes a step."""
+        # It uses torch's group, whose calls are not compared with the calls of this context.
         if _is_of_torch(optimizer) and optimizer not in self._joinables:
             self._abort(f"{type(optimizer).__name__}.step() on rank {self._group.world.rank}")
             raise JoinError(
@@ -280,7 +279,7 @@ class Join:
             if is_same := calls == known:
                 with suppress(StoreError):
                     stuck = self._find_stuck()
-                    # A late answer may be of a rank that this rank has let go on meanwhile.
+                    # A late answer may come from a rank that has continued in the meantime.
                     is_sure = stuck and not is_over.wait(_SURE_S)
                     if is_sure and registry.answer({})["calls"][-1:] == calls:
                         self._abort(*stuck)

@@ -1,4 +1,4 @@
-"""Exchange one number per rank before a step: who still has data, and what it does next."""
+"""Exchange one flag per rank before a step, for example whether it still has data."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Flags:
         rank 0: 1 0 0        rank 1: 0 0 0        rank 2: 0 0 1
 
     Args:
-        op_name: names the exchange in errors; an exchange of another title is a mismatch.
+        op_name: identifies the exchange in errors and comparisons.
     """
 
     def __init__(self, flag: int, group: ProcessGroup, device: torch.device, op_name: str) -> None:

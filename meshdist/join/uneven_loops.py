@@ -68,7 +68,7 @@ class Uneven(Generic[T]):
 
 
 class _Ahead:
-    """The next batch of this rank, and the exchange of who has a next batch."""
+    """The next batch of this rank, and the exchange of flags about it."""
 
     def __init__(self, batches: Iterator[Any], loop: Uneven[Any]) -> None:
         self._group = group = loop._group

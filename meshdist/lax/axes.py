@@ -1,5 +1,4 @@
-"""The axes that a call of a collective names, and collectives on every array of a pytree, in its
-library."""
+"""Resolve axis names to submeshes, and apply collectives to every leaf of a pytree."""
 
 from __future__ import annotations
 
@@ -23,10 +22,10 @@ from ..typed_mode.collective_calls import TypedOperation, find_typed_operation
 T = TypeVar("T")
 
 AxisName: TypeAlias = str | tuple[str, ...] | list[str] | DeviceMesh
-"""An axis of the mesh in force, several of them flattened, or an axis as a 1-D mesh."""
+"""An axis of the current mesh, several axes to flatten, or a 1-D mesh."""
 
 OnTensor: TypeAlias = Callable[..., Any]
-"""A function of a tensor, a group and a ``leaf_name`` that returns a tensor."""
+"""A function of a tensor, a group and a ``leaf_name``; returns a tensor."""
 
 _NUMBERS = (bool, int, float, complex)  # exactly these: numpy.float64 is a float, and an array
 _WIDE = {float: torch.float64, complex: torch.complex128}
@@ -50,14 +49,14 @@ def on_leaves(
     check: Callable[[torch.Tensor, ProcessGroup], object] | None = None,
     to: str | None = None,
 ) -> T:
-    """Return ``x`` with a collective applied to every leaf, after all leaves have been checked.
+    """Apply a collective to every leaf of ``x``, after all leaves have been checked.
 
     Args:
         axis_name, mesh, axis_index_groups: as for ``psum``.
-        on_number: returns the number that travels for a Python number; None rejects numbers, and
-            the function ``unsent`` leaves them as they are.
-        check: raises where a tensor is unfit, as ``on_tensor`` does itself.
-        to: the kind of result that the call asks for, where the collective leaves that open.
+        on_number: returns the number to send for a Python number. None rejects numbers; ``unsent``
+            leaves them unchanged.
+        check: raises for an invalid tensor, like ``on_tensor`` itself.
+        to: the requested type of the result, if the collective has several.
     """
     if axis_index_groups is not None:
         reject_groups(operation, axis_index_groups, get_axes(operation, axis_name, mesh))
@@ -69,7 +68,7 @@ def on_leaves(
     if typed is None:
         if not isinstance(x, torch.Tensor):
             result = _on_leaves(operation, on_tensor, x, axes, on_number, check, None)
-        else:  # by far the most frequent, and needs no tree
+        else:  # the common case needs no tree
             plain = as_tensor(x, argument="x", operation=operation, writable=False)
             result = on_tensor(plain, axes.open_group())
         return result
@@ -79,14 +78,14 @@ def on_leaves(
         else:
             plain = as_tensor(x, argument="x", operation=operation, writable=False)
             group = axes.open_group()
-            if check is not None:  # a bad argument is rejected before a bad type
+            if check is not None:  # raise for arguments before types
                 check(plain, group)
             result = typed.run(on_tensor, plain, group, typed.result_type(plain))
     return result
 
 
 def names_no_axis(axis_name: object) -> bool:
-    """Return whether ``axis_name`` is an empty tuple or list: the group is then each rank alone."""
+    """Return whether ``axis_name`` is an empty tuple or list, for a group of one rank."""
     return not axis_name and isinstance(axis_name, (tuple, list))
 
 
@@ -96,7 +95,7 @@ def _over_no_axes(
     on_number: Callable[[Any], Any] | None,
     check: Callable[[torch.Tensor, Any], object] | None,
 ) -> Any:
-    """Return a copy of ``x``, for ``pmean`` in a float dtype; nothing is sent."""
+    """Return a copy of ``x``, for ``pmean`` in a float dtype, without communication."""
     leaves, tree = optree.tree_flatten(x)
     results = []
     for path, leaf in zip(_paths_and_names(tree)[0], leaves, strict=True):
@@ -111,12 +110,12 @@ def _over_no_axes(
 
 
 def itself(number: Any) -> Any:
-    """Return ``number``: the number that is sent for a Python number in most collectives."""
+    """Return ``number``, which most collectives send for a Python number."""
     return number
 
 
 def unsent(number: Any) -> None:
-    """Return None: as ``on_number`` this means that Python numbers stay as they are."""
+    """Return None; as ``on_number`` it leaves Python numbers unchanged."""
 
 
 def _on_leaves(
@@ -140,7 +139,7 @@ def _on_leaves(
         for tensor in tensors:
             if tensor is not None:
                 check(tensor, axes.open_group())
-    types = [  # arrays of other libraries have none
+    types = [  # arrays of other libraries have no type
         typed.result_type(leaf, path) if typed and isinstance(leaf, torch.Tensor) else None
         for path, leaf in zip(paths, leaves, strict=True)
     ]
@@ -183,7 +182,7 @@ def _has_plain_text(key: Any) -> bool:
 
 
 def _paths_and_names(tree: Any) -> tuple[list[str], list[str]]:
-    """Return each leaf's path, as ``x['loss']``, and its name: the path, its number, all paths."""
+    """Return the paths (``x['loss']``) and names (path, index, all paths) of the leaves."""
     found = _trees.get(tree)
     if found is None:
         accessors = tree.accessors()
@@ -198,7 +197,7 @@ def _paths_and_names(tree: Any) -> tuple[list[str], list[str]]:
             whole = f"{whole[:_SHOWN_LETTERS]}... ({len(paths)}, {crc32(whole.encode()):08x})"
         names = [f"{path}, leaf {place} of {whole}" for place, path in enumerate(paths, 1)]
         found = paths, paths if paths == ["x"] else names
-        # Trees with objects of the program's are not kept, since that would keep these alive.
+        # Do not cache trees with user objects, because the cache would keep the objects alive.
         is_plain = all(type(step.entry) in (str, int) for path in accessors for step in path)
         if is_plain and "CustomTreeNode" not in str(tree):
             if len(_trees) >= _MOST_TREES:
@@ -209,17 +208,17 @@ def _paths_and_names(tree: Any) -> tuple[list[str], list[str]]:
 
 @one_frame
 def axis_index(axis_name: AxisName, *, mesh: DeviceMesh | None = None) -> int:
-    """Return this rank's place along ``axis_name``, from 0.
+    """Return the index of this rank along ``axis_name``, from 0, without communication.
 
     Args:
-        axis_name, mesh: as for ``psum``; over a tuple of axes the first is major.
+        axis_name, mesh: as for ``psum``; in a tuple of axes the first is major.
 
     Returns:
-        An int, 0 over no axes, ``()``; nothing is sent.
+        An int; 0 over no axes, ``()``.
 
     Raises:
-        AxisError: the mesh has no such axis, or the tuple names one twice.
-        MeshError: there is no current mesh and none is given.
+        AxisError: the mesh has no such axis, or the tuple repeats an axis.
+        MeshError: no current mesh, and no ``mesh``.
         NotInGroupError: this rank is not in the mesh.
 
     Example:
@@ -241,17 +240,17 @@ def axis_index(axis_name: AxisName, *, mesh: DeviceMesh | None = None) -> int:
 
 @one_frame
 def axis_size(axis_name: AxisName, *, mesh: DeviceMesh | None = None) -> int:
-    """Return the number of ranks along ``axis_name``; over a tuple of axes, the product.
+    """Return the number of ranks along ``axis_name``, for a tuple of axes the product.
 
     Args:
         axis_name, mesh: as for ``psum``.
 
     Returns:
-        An int, 1 over no axes, ``()``; nothing is sent.
+        An int; 1 over no axes, ``()``. Nothing is sent.
 
     Raises:
-        AxisError: the mesh has no such axis, or the tuple names one twice.
-        MeshError: there is no current mesh and none is given.
+        AxisError: the mesh has no such axis, or the tuple repeats an axis.
+        MeshError: no current mesh, and no ``mesh``.
 
     Example:
         >>> import meshdist as md
@@ -267,7 +266,7 @@ def axis_size(axis_name: AxisName, *, mesh: DeviceMesh | None = None) -> int:
 def get_axes(
     operation: str, axis_name: AxisName, mesh: DeviceMesh | None, *, argument: str = "axis_name"
 ) -> DeviceMesh:
-    """Return the submesh of the axes that ``axis_name`` names, in its order; or raise."""
+    """Return the submesh of the axes in ``axis_name``, in that order; or raise."""
     if isinstance(axis_name, DeviceMesh):
         return _alone(operation, axis_name, mesh, argument)
     if mesh is not None and not isinstance(mesh, DeviceMesh):
@@ -304,14 +303,14 @@ def _alone(operation: str, axis: DeviceMesh, mesh: DeviceMesh | None, argument: 
             f"{operation} cannot use a mesh of {axis.ndim} axes as {argument}",
             expected="one axis, such as mesh['tp']",
             found=f"{argument}={axis!r}",
-            fix=f"pass the names of its axes, {argument}=('dp', 'tp'), mesh=mesh; or flatten "
-            f"the mesh",
+            fix=f"pass the names of its axes, {argument}=('dp', 'tp'), mesh=mesh; or flatten the "
+            "mesh",
         )
     return axis
 
 
 def reject_groups(operation: str, axis_index_groups: Any, axes: DeviceMesh) -> None:
-    """Raise for groups other than None, with the ``axes`` of the call in the fix."""
+    """Raise for ``axis_index_groups``, with a fix for the ``axes`` of the call."""
     names = axes.axis_names or (0,)
     mesh = "mesh" if len(names) == 1 else f"mesh.flatten({names})"
     axis = names[0] if len(names) == 1 else "_".join(map(str, names))

@@ -1,4 +1,4 @@
-"""Values that are gathered, exchanged, permuted or broadcast along an axis."""
+"""Gather, exchange, permute and broadcast values along a mesh axis."""
 
 from __future__ import annotations
 
@@ -31,30 +31,31 @@ def all_gather(
     to: str = "varying",
     mesh: DeviceMesh | None = None,
 ) -> T:
-    """Every rank holds the ``x`` of all ranks along ``axis_name``, in their order.
+    """Gather the ``x`` of all ranks along ``axis_name`` on every rank, in rank order.
 
     Varying -> varying; with ``to``: varying -> invariant, varying -> reduced.
 
     Args:
-        x: this rank's array, or a pytree; equal shapes and dtypes along the axis.
-        axis: the dim of the result that counts the ranks, or, ``tiled``, along which their arrays
-            are concatenated; may be negative.
-        to: "varying", where each rank uses the result in its own way; "invarying", where all use it
-            alike; "reduced", where gradients shall stay partial sums.
+        x: an array or a pytree; shapes and dtypes must be equal along the axis.
+        axis: the new dimension of the result that counts the ranks; with ``tiled`` the dimension
+            along which the arrays are concatenated. May be negative.
+        tiled: concatenate the arrays instead of stacking them.
+        to: "varying" if ranks use the result differently, "invarying" if all ranks use it in the
+            same way, "reduced" to keep gradients as partial sums.
         axis_name, axis_index_groups, mesh: as for ``psum``.
 
     Returns:
-        Arrays of the dtype of ``x``, equal along the axis; fresh memory.
+        Arrays of the dtype of ``x``, equal along the axis, in new memory.
 
     Gradient:
-        psum_scatter along the same dim: the ranks' gradients are summed, and each takes its own
-        part. With ``to="invarying"`` the own part alone, for free.
+        psum_scatter along the same dimension. With ``to="invarying"`` each rank takes its block of
+        the gradient, without communication.
 
     Cost:
-        One all-gather a leaf: each of p ranks sends n (p - 1) bytes for n bytes.
+        One all-gather per leaf: each of p ranks sends n (p - 1) bytes for n bytes.
 
     Raises:
-        What ``psum`` raises. ShapeError: there is no such dim. ArgumentError: another ``to``.
+        As ``psum``. ShapeError: no such dimension. ArgumentError: another ``to``.
 
     Example:
         >>> import torch, meshdist as md
@@ -90,30 +91,30 @@ def all_to_all(
     tiled: bool = False,
     mesh: DeviceMesh | None = None,
 ) -> T:
-    """Rank j along ``axis_name`` holds block j of every rank's ``x``, joined in the ranks' order.
+    """Send block j of ``x`` to rank j along ``axis_name``; join the received blocks in rank order.
 
     Varying -> varying.
 
     Args:
-        x: this rank's array, or a pytree; equal shapes and dtypes along the axis.
-        split_axis: the dim that is cut into one block per rank; may be negative.
-        concat_axis: the dim of the result along which blocks are joined; may be negative.
-        tiled: ``split_axis`` stays, p times shorter on p ranks, and blocks are concatenated along
-            ``concat_axis``. Else the size of ``split_axis`` is p, that dim goes, and a new one of
-            size p stands at ``concat_axis``.
+        x: an array or a pytree; shapes and dtypes must be equal along the axis.
+        split_axis: the dimension to split into one block per rank; may be negative.
+        concat_axis: the dimension of the result that joins the blocks; may be negative.
+        tiled: if True, ``split_axis`` becomes p times shorter on p ranks, and blocks are
+            concatenated along ``concat_axis``. If False, ``split_axis`` must have size p and is
+            removed, and ``concat_axis`` is a new dimension of size p.
         axis_name, axis_index_groups, mesh: as for ``psum``.
 
     Returns:
-        Arrays of the dtype of ``x``; fresh memory.
+        Arrays of the dtype of ``x``, in new memory.
 
     Gradient:
-        all_to_all with both dims exchanged.
+        all_to_all with both dimensions exchanged.
 
     Cost:
-        One all-to-all a leaf: each of p ranks sends n (p - 1) / p bytes for n bytes.
+        One all-to-all per leaf: each of p ranks sends n (p - 1) / p bytes for n bytes.
 
     Raises:
-        What ``psum`` raises. ShapeError: there is no such dim, or it cannot be cut so.
+        As ``psum``. ShapeError: no such dimension, or its size does not allow the split.
 
     Example:
         >>> import torch, meshdist as md
@@ -152,33 +153,33 @@ def ragged_all_to_all(
     axis_index_groups: None = None,
     mesh: DeviceMesh | None = None,
 ) -> T:
-    """Every rank holds ``output``, with the slices of rows in it that the others have sent.
+    """Send slices of rows of different sizes to every rank, and receive slices into ``output``.
 
     Varying -> varying.
 
     Args:
-        operand: what slices are cut from, rows along dim 0.
-        output: what arrives is written into a copy of it; rows and dtype as in ``operand``.
-        input_offsets, send_sizes: the first row and the number of rows of each slice that this rank
-            sends: k integers, as a list or array, k a multiple of the size p of the axis. The first
-            k / p slices go to the first rank, and so on.
-        output_offsets: the row of the *receiver's* output where each slice goes.
-        recv_sizes: the number of rows of each slice that arrives here, in the order of senders.
+        operand: the array to send slices of, with rows along dimension 0.
+        output: received slices are written to a copy of it; row shape and dtype as ``operand``.
+        input_offsets, send_sizes: the first row and the number of rows of each slice to send: k
+            integers, as a list or array, with k a multiple of the size p of the axis. The first
+            k / p slices are for the first rank, and so on.
+        output_offsets: for each slice, its first row in the output of the *receiver*.
+        recv_sizes: the number of rows of each received slice, in the order of the senders.
         axis_name, axis_index_groups, mesh: as for ``psum``.
 
     Returns:
-        An array like ``output``; fresh memory.
+        An array like ``output``, in new memory.
 
     Gradient:
-        ``operand`` gets back the gradients of the rows that it sent, by the exchange turned round;
-        ``output`` gets its own, with zeros where rows arrived.
+        ``operand`` gets the gradients of its rows back by the reverse exchange; ``output`` gets its
+        gradient with zeros in received rows.
 
     Cost:
-        Two small collectives for sizes, offsets and their check, and one all-to-all of the rows.
+        Two small collectives to exchange and check sizes, and one all-to-all of the rows.
 
     Raises:
-        What ``psum`` raises. ShapeError, DtypeError, ArgumentError: operand, output, offsets and
-        sizes do not fit; every rank raises where they do not fit those of another rank.
+        As ``psum``. ShapeError, DtypeError, ArgumentError: operand, output, offsets and sizes do
+        not match. If they do not match those of another rank, every rank raises.
 
     Example:
         >>> import torch, meshdist as md
@@ -225,29 +226,29 @@ def _ragged(operand: Any, output: Any, numbers: Sequence[Any], axes: DeviceMesh)
 def ppermute(
     x: T, axis_name: AxisName, perm: Sequence[Any], *, mesh: DeviceMesh | None = None
 ) -> T:
-    """For each pair of ``perm``, the destination along ``axis_name`` holds the source's ``x``.
+    """Send ``x`` along ``axis_name`` from the source to the destination of each pair in ``perm``.
 
     Varying -> varying.
 
     Args:
-        x: this rank's array, or a pytree; equal shapes and dtypes along the axis.
-        perm: a list of (source, destination), places along the axis, equal on every rank. A place
-            is a source at most once, and a destination at most once.
+        x: an array or a pytree; shapes and dtypes must be equal along the axis.
+        perm: a list of (source, destination) indices along the axis, equal on every rank. Each
+            index can be a source at most once and a destination at most once.
         axis_name, mesh: as for ``psum``.
 
     Returns:
-        Arrays of the shape and dtype of ``x``, fresh memory; zeros on a rank that is no
+        Arrays of the shape and dtype of ``x``, in new memory; zeros on a rank that is not a
         destination.
 
     Gradient:
-        ppermute with the pairs turned round.
+        ppermute with reversed pairs.
 
     Cost:
         Each source sends n bytes for n bytes.
 
     Raises:
-        What ``psum`` raises. KindError, ArgumentError: ``perm`` is no such list. MismatchError: it
-        differs between ranks.
+        As ``psum``. KindError, ArgumentError: ``perm`` is invalid. MismatchError: it differs
+        between ranks.
 
     Example:
         >>> import torch, meshdist as md
@@ -265,26 +266,26 @@ def ppermute(
 def pshuffle(
     x: T, axis_name: AxisName, perm: Sequence[int], *, mesh: DeviceMesh | None = None
 ) -> T:
-    """Rank i along ``axis_name`` holds the ``x`` of rank ``perm[i]``.
+    """Permute ``x`` along ``axis_name``: rank i gets the ``x`` of rank ``perm[i]``.
 
     Varying -> varying.
 
     Args:
-        x: this rank's array, or a pytree; equal shapes and dtypes along the axis.
-        perm: for each place along the axis its source, each once; equal on every rank.
+        x: an array or a pytree; shapes and dtypes must be equal along the axis.
+        perm: the source of each index along the axis, each once; equal on every rank.
         axis_name, mesh: as for ``psum``.
 
     Returns:
-        Arrays of the shape and dtype of ``x``; fresh memory.
+        Arrays of the shape and dtype of ``x``, in new memory.
 
     Gradient:
-        pshuffle by the inverse permutation.
+        pshuffle with the inverse permutation.
 
     Cost:
         Each rank sends n bytes for n bytes.
 
     Raises:
-        What ``ppermute`` raises.
+        As ``ppermute``.
 
     Example:
         >>> import torch, meshdist as md
@@ -307,26 +308,26 @@ def pswapaxes(
     axis_index_groups: None = None,
     mesh: DeviceMesh | None = None,
 ) -> T:
-    """Dim ``axis`` of ``x`` and the mesh axis change places.
+    """Swap dimension ``axis`` of ``x`` with the mesh axis.
 
-    Varying -> varying. It is ``all_to_all(x, axis_name, axis, axis)``.
+    Varying -> varying. Same as ``all_to_all(x, axis_name, axis, axis)``.
 
     Args:
-        x: this rank's array, or a pytree; equal shapes and dtypes along the axis.
-        axis: a dim as long as the axis has ranks; may be negative.
+        x: an array or a pytree; shapes and dtypes must be equal along the axis.
+        axis: a dimension whose size is the number of ranks along the axis; may be negative.
         axis_name, axis_index_groups, mesh: as for ``psum``.
 
     Returns:
-        Arrays of the shape and dtype of ``x``; fresh memory.
+        Arrays of the shape and dtype of ``x``, in new memory.
 
     Gradient:
         pswapaxes.
 
     Cost:
-        That of ``all_to_all``.
+        As ``all_to_all``.
 
     Raises:
-        What ``all_to_all`` raises.
+        As ``all_to_all``.
 
     Example:
         >>> import torch, meshdist as md
@@ -350,27 +351,27 @@ def pswapaxes(
 
 @one_frame
 def pbroadcast(x: T, axis_name: AxisName, source: int, *, mesh: DeviceMesh | None = None) -> T:
-    """Every rank holds the ``x`` of the rank at place ``source`` along ``axis_name``.
+    """Broadcast ``x`` of the rank with index ``source`` along ``axis_name`` to every rank.
 
     Varying -> invariant.
 
     Args:
-        x: this rank's array, or a pytree; equal shapes and dtypes along the axis.
-        source: a place along the axis, equal on every rank.
+        x: an array or a pytree; shapes and dtypes must be equal along the axis.
+        source: an index along the axis, equal on every rank.
         axis_name, mesh: as for ``psum``.
 
     Returns:
-        Arrays of the shape and dtype of ``x``, equal along the axis; fresh memory. Python numbers
-        come back as such.
+        Arrays of the shape and dtype of ``x``, equal along the axis, in new memory. Python numbers
+        return as Python numbers.
 
     Gradient:
-        The gradient at the source, zero elsewhere; nothing is sent.
+        The gradient on the source, zero on other ranks, without communication.
 
     Cost:
-        One broadcast a leaf: n bytes reach every rank but the source.
+        One broadcast per leaf: n bytes received by every rank except the source.
 
     Raises:
-        What ``psum`` raises. KindError, ArgumentError: ``source`` is no place along the axis.
+        As ``psum``. KindError, ArgumentError: ``source`` is not an index along the axis.
 
     Example:
         >>> import torch, meshdist as md

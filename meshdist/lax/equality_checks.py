@@ -1,4 +1,4 @@
-"""``md.assert_equal``: compares values that should be equal along an axis."""
+"""Compare values that should be equal along a mesh axis (``md.assert_equal``)."""
 
 from __future__ import annotations
 
@@ -24,40 +24,38 @@ __all__ = ["assert_equal"]
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))  # exactly these
 _FIX = (
     "check for different seeds or data, and for a gradient that was not summed; in a backward, "
-    "cast "
-    "an equal value with lax.pvary(x, axis) before you combine it with a varying value"
+    "cast an equal value with lax.pvary(x, axis) before you combine it with a varying value"
 )
 
 
 @one_frame
 @hidden_from_modes
 def assert_equal(tree: Any, axis: AxisName, *, mesh: DeviceMesh | None = None) -> None:
-    """Return once every rank along ``axis`` is known to hold an equal ``tree``; raise otherwise.
+    """Raise on every rank unless all ranks along ``axis`` hold an equal ``tree``; collective.
 
-    It finds what nothing else compares: replicas that have parted, and gradients that lack a cast,
-    in programs without ``md.typed``. All ranks along the axis call it.
+    Use it to find replicas that have diverged, and gradients that lack a cast, in programs without
+    ``md.typed``.
 
     Args:
-        tree: a pytree of arrays, numbers, texts and None; or a module, which stands for its
-            parameters and buffers, each compared along the axes over which it does not vary by
-            its mark (``md.annotate``).
+        tree: a pytree of arrays, numbers, strings and None; or a module, whose parameters and
+            buffers are compared along the axes over which they do not vary (``md.annotate``).
         axis: an axis of the mesh, a tuple of axes, or a 1-D mesh.
-        mesh: the mesh; None takes the mesh in force.
+        mesh: the mesh; None uses the current mesh.
 
-    Arrays are equal if their values differ by less than half of the dtype's digits, measured by the
-    largest value: equal computations may add in another order. Integers, bool and all that is no
-    array must agree wholly. NaN equals NaN.
+    Floating-point arrays may differ by less than half of the digits of their dtype, relative to the
+    largest value, because equal computations may add in another order. Integers, bool and leaves
+    that are not arrays must be identical. NaN equals NaN.
 
     Cost:
-        Each rank reads its arrays once, and one all-reduce takes 16 bytes. If something differs, a
-        broadcast of each array that does, and some small rounds.
+        Each rank reads its arrays once, and one all-reduce sends 16 bytes. If leaves differ, a
+        broadcast of each of these arrays, and some small rounds.
 
     Raises:
-        UnequalError: on every rank along the axis: the leaves that differ, by their paths, with
-            the ranks and the distance; or trees of different leaves, shapes, dtypes or marks.
-        AxisError: the mesh has no such axis, or the tuple names one twice or none.
-        MeshError: there is no current mesh and none is given.
-        KindError: a leaf is of another kind. ArgumentError: inside a transform of torch.func.
+        UnequalError: leaves differ, with their paths, ranks and distance; or trees have different
+            leaves, shapes, dtypes or annotations. Raised on every rank along the axis.
+        AxisError: the mesh has no such axis, or the tuple is empty or repeats an axis.
+        MeshError: no current mesh, and no ``mesh``.
+        KindError: a leaf of another type. ArgumentError: a call inside a torch.func transform.
 
     Example:
         >>> import torch, meshdist as md
@@ -93,7 +91,7 @@ def assert_equal(tree: Any, axis: AxisName, *, mesh: DeviceMesh | None = None) -
             for path, leaf in leaves.items()
             if type(leaf) not in _PLAIN
         }
-        # Shapes of shards may differ along the axes that cut them, their marks must not.
+        # Shards may differ in shape along the axes that split them, but not in annotations.
         texts = {path: repr(leaf) for path, leaf in leaves.items() if path not in tensors}
         texts |= {path: f"varying over {shown(cut)}" for path, cut in own.items() if cut}
         equal = {path: x for path, x in tensors.items() if path not in texts}
@@ -112,7 +110,7 @@ def assert_equal(tree: Any, axis: AxisName, *, mesh: DeviceMesh | None = None) -
 
 
 def _own_axes(tree: Any, leaves: dict[str, Any], axes: DeviceMesh) -> dict[str, tuple[str, ...]]:
-    """Return, by path, the axes over which a module's tensors vary or are unreduced; else {}."""
+    """Return, by path, the axes over which a module's tensors vary or are unreduced."""
     if not isinstance(tree, torch.nn.Module):
         return {}
     restore_annotations(tree)
@@ -123,7 +121,7 @@ def _own_axes(tree: Any, leaves: dict[str, Any], axes: DeviceMesh) -> dict[str, 
 def _find_different(
     texts: dict[str, str], tensors: dict[str, torch.Tensor], group: ProcessGroup
 ) -> str:
-    """Return lines on leaves that differ between members, "" if they are equal; collective."""
+    """Return lines on leaves that differ between ranks, "" if they are equal; collective."""
     difference = agree(group, texts, tensors, op_name="assert_equal")
     return difference.found if difference and not difference.is_rounding else ""
 
@@ -139,6 +137,6 @@ def _find_different_shards(
             group = axes[kept].open_group()
             here = {path: x for path, x in shards.items() if own[path] == cut}
             found = _find_different({}, here, group)
-            lines += [found] if group.rank() == 0 else []  # its other members found the same
+            lines += [found] if group.rank() == 0 else []  # other ranks found the same
     of_all = gather_from_all(lines, axes.open_group())
     return "\n".join(dict.fromkeys(line for of_rank in of_all for line in of_rank if line))

@@ -1,4 +1,4 @@
-"""Sums, means and extremes along an axis; and casts to another kind, which send nothing."""
+"""Reduce along a mesh axis (psum, pmean, pmax, ...), and cast types without communication."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ T = TypeVar("T")
 
 @one_frame
 def pvary(x: T, axis_name: AxisName, *, mesh: DeviceMesh | None = None) -> T:
-    """Every rank holds ``x`` as its own, from here on free to differ along ``axis_name``.
+    """Cast ``x``, equal along ``axis_name``, to a value that may differ between ranks.
 
-    Invariant -> varying. It stands where a value that is equal along the axis meets values that are
-    not, for example where replicated activations meet a rank's shard of weights.
+    Invariant -> varying. Use it before you combine a value that is equal along the axis with values
+    that are not, for example replicated activations with a rank's shard of weights.
 
     Args:
         x: an array, or a pytree, equal along the axis.
@@ -31,13 +31,13 @@ def pvary(x: T, axis_name: AxisName, *, mesh: DeviceMesh | None = None) -> T:
         A copy of ``x``.
 
     Gradient:
-        psum: the ranks' gradients are summed over the axis.
+        psum: the gradients are summed over the axis.
 
     Cost:
-        Forward sends nothing; backward is one all-reduce a leaf.
+        Forward sends nothing; backward is one all-reduce per leaf.
 
     Raises:
-        What ``psum`` raises.
+        As ``psum``.
 
     Example:
         >>> import torch, meshdist as md
@@ -56,30 +56,29 @@ def pvary(x: T, axis_name: AxisName, *, mesh: DeviceMesh | None = None) -> T:
 
 @one_frame
 def pcast(x: T, axis_name: AxisName, *, to: str, mesh: DeviceMesh | None = None) -> T:
-    """Every rank holds ``x`` as a value of another kind along ``axis_name``.
+    """Cast ``x`` to another type along ``axis_name``, without communication.
 
-    Invariant -> varying, invariant -> reduced, varying -> unreduced, reduced -> varying; there are
-    no other casts.
+    Invariant -> varying, invariant -> reduced, varying -> unreduced, reduced -> varying. Other
+    casts raise.
 
     Args:
         x: an array, or a pytree.
         axis_name, mesh: as for ``psum``.
-        to: "varying" (from invariant, as ``pvary``), "reduced" (equal on every rank, while its
-            gradient stays a partial sum on each) or "unreduced" (a partial sum on each rank, for a
-            ``psum`` that comes later).
+        to: "varying" (from invariant, as ``pvary``), "reduced" (equal on every rank, with a partial
+            sum as gradient on each) or "unreduced" (a partial sum on each rank, for a later
+            ``psum``).
 
     Returns:
         A copy of ``x``.
 
     Gradient:
-        From an invariant value: psum of the ranks' gradients. Between varying and unreduced or
-        reduced values the gradient passes through.
+        psum if ``x`` is invariant; otherwise the gradient passes through.
 
     Cost:
-        Forward sends nothing; backward is one all-reduce a leaf where the value was invariant.
+        Forward sends nothing; backward is one all-reduce per leaf if ``x`` is invariant.
 
     Raises:
-        What ``psum`` raises. ArgumentError: there is no such cast.
+        As ``psum``. ArgumentError: the cast does not exist.
 
     Example:
         >>> import torch, meshdist as md
@@ -103,36 +102,36 @@ def pcast(x: T, axis_name: AxisName, *, to: str, mesh: DeviceMesh | None = None)
 def psum(
     x: T, axis_name: AxisName, *, axis_index_groups: None = None, mesh: DeviceMesh | None = None
 ) -> T:
-    """Every rank holds the sum of ``x`` over the ranks along ``axis_name``.
+    """Sum ``x`` over the ranks along ``axis_name``; every rank gets the sum.
 
     Varying -> invariant; unreduced -> invariant.
 
     Args:
-        x: this rank's array of any shape and numeric dtype, or a pytree; equal leaves, shapes and
-            dtypes along the axis, which is compared.
+        x: an array of any shape and numeric dtype, or a pytree; leaves, shapes and dtypes must be
+            equal along the axis.
         axis_name: an axis of the mesh, a tuple of axes, or a 1-D mesh. Over no axes, ``()``, the
-            result is a copy of ``x``, with its dtype; this needs no mesh.
-        axis_index_groups: None. Parts of an axis are axes: see ``mesh.unflatten``.
-        mesh: the mesh; None takes the mesh in force.
+            result is a copy of ``x``, and no mesh is needed.
+        axis_index_groups: must be None. To reduce over part of an axis, use ``mesh.unflatten``.
+        mesh: the mesh; None uses the current mesh.
 
     Returns:
-        Arrays of the shape and dtype of ``x`` (bool is counted in int32), equal along the axis;
-        fresh memory. Python numbers travel, too, and come back as such: the sum of all ranks'; of
-        bool and int an int. ``axis_size`` counts the ranks for free.
+        Arrays of the shape and dtype of ``x`` (bool is counted in int32), equal along the axis, in
+        new memory. Python numbers are summed, too, and return as Python numbers; bool and int as
+        int.
 
     Gradient:
-        pvary: each rank's gradient passes through, unchanged and for free. It must be equal along
-        the axis, which is checked at debug level DETAIL.
+        pvary: the gradient of each rank passes through without communication. It must be equal
+        along the axis, which debug level DETAIL checks.
 
     Cost:
-        One all-reduce a leaf: each of p ranks sends 2 n (p - 1) / p bytes for n bytes.
+        One all-reduce per leaf: each of p ranks sends 2 n (p - 1) / p bytes for n bytes.
 
     Raises:
-        AxisError: the mesh has no such axis, or the tuple names one twice.
-        MeshError: there is no current mesh and none is given.
-        KindError, DtypeError: a leaf is no array, or of a dtype that cannot be summed; or
-            axis_index_groups is given. ArgumentError: an integer beyond 64 bits.
-        MismatchError: on every rank along the axis: leaves, shapes or dtypes differ.
+        AxisError: the mesh has no such axis, or the tuple repeats an axis.
+        MeshError: no current mesh, and no ``mesh``.
+        KindError, DtypeError: a leaf is not an array, its dtype does not support the reduction, or
+            axis_index_groups is not None. ArgumentError: an integer of more than 64 bits.
+        MismatchError: leaves, shapes or dtypes differ; on every rank along the axis.
 
     Example:
         >>> import torch, meshdist as md
@@ -163,7 +162,7 @@ def pmean(
 def pmean(
     x: T, axis_name: AxisName, *, axis_index_groups: None = None, mesh: DeviceMesh | None = None
 ) -> T:
-    """Every rank holds the mean of ``x`` over the ranks along ``axis_name``.
+    """Average ``x`` over the ranks along ``axis_name``; every rank gets the mean.
 
     Varying -> invariant.
 
@@ -171,17 +170,17 @@ def pmean(
         x, axis_name, axis_index_groups, mesh: as for ``psum``.
 
     Returns:
-        Arrays of the shape and dtype of ``x`` (integers and bool give the default float dtype),
-        equal along the axis; fresh memory. Of Python numbers a float, or a complex number.
+        Arrays of the shape and dtype of ``x`` (the default float dtype for integers and bool),
+        equal along the axis, in new memory. Python numbers return as float or complex.
 
     Gradient:
-        psum's, divided by the size of the axis.
+        As ``psum``, divided by the size of the axis.
 
     Cost:
-        That of ``psum``; the division follows the sum.
+        As ``psum``.
 
     Raises:
-        What ``psum`` raises.
+        As ``psum``.
 
     Example:
         >>> import torch, meshdist as md
@@ -200,27 +199,27 @@ def pmean(
 def pmax(
     x: T, axis_name: AxisName, *, axis_index_groups: None = None, mesh: DeviceMesh | None = None
 ) -> T:
-    """Every rank holds the largest of ``x`` over the ranks along ``axis_name``, by element.
+    """Return the elementwise maximum of ``x`` over the ranks along ``axis_name``.
 
     Varying -> invariant.
 
     Args:
-        x: this rank's array of any shape and any dtype that is not complex, or a pytree; equal
-            shapes and dtypes along the axis. The larger of two bools is their "or".
+        x: an array of any shape and a dtype that is not complex, or a pytree; shapes and dtypes
+            must be equal along the axis. For bool this is a logical or.
         axis_name, axis_index_groups, mesh: as for ``psum``.
 
     Returns:
-        Arrays of the shape and dtype of ``x``, equal along the axis; fresh memory. Python numbers
-        come back as such.
+        Arrays of the shape and dtype of ``x``, equal along the axis, in new memory. Python numbers
+        return as Python numbers.
 
     Gradient:
-        Split evenly among the ranks that attain the maximum, zero on the others. JAX has none.
+        Split evenly among the ranks that hold the maximum, zero on other ranks. JAX has none.
 
     Cost:
-        One all-reduce a leaf; in the backward another, which counts those ranks.
+        One all-reduce per leaf; in the backward another, which counts the ranks that hold it.
 
     Raises:
-        What ``psum`` raises. DtypeError: a complex dtype.
+        As ``psum``. DtypeError: a complex dtype.
 
     Example:
         >>> import torch, meshdist as md
@@ -249,26 +248,24 @@ def pmax(
 def pmin(
     x: T, axis_name: AxisName, *, axis_index_groups: None = None, mesh: DeviceMesh | None = None
 ) -> T:
-    """Every rank holds the smallest of ``x`` over the ranks along ``axis_name``, by element.
+    """Return the elementwise minimum of ``x`` over the ranks along ``axis_name``.
 
     Varying -> invariant.
 
     Args:
-        x, axis_name, axis_index_groups, mesh: as for ``pmax``. The smaller of two bools is their
-            "and".
+        x, axis_name, axis_index_groups, mesh: as for ``pmax``. For bool this is a logical and.
 
     Returns:
-        Arrays of the shape and dtype of ``x``, equal along the axis; fresh memory. Python numbers
-        come back as such.
+        As ``pmax``.
 
     Gradient:
-        Split evenly among the ranks that attain the minimum, zero on the others. JAX has none.
+        Split evenly among the ranks that hold the minimum, zero on other ranks. JAX has none.
 
     Cost:
-        That of ``pmax``.
+        As ``pmax``.
 
     Raises:
-        What ``pmax`` raises.
+        As ``pmax``.
 
     Example:
         >>> import numpy as np, meshdist as md
@@ -301,29 +298,29 @@ def psum_scatter(
     tiled: bool = False,
     mesh: DeviceMesh | None = None,
 ) -> T:
-    """Each rank holds its own block of the sum of ``x`` over the ranks along ``axis_name``.
+    """Sum ``x`` over the ranks along ``axis_name``; each rank gets one block of the sum.
 
     Varying -> varying; unreduced -> varying.
 
     Args:
-        x: this rank's array of any numeric dtype, or a pytree; equal shapes and dtypes along the
+        x: an array of any numeric dtype, or a pytree; shapes and dtypes must be equal along the
             axis.
-        scatter_dimension: the dim that is cut into one block per rank; may be negative.
-        tiled: cut it into equal blocks, so that it stays, p times shorter on p ranks. Else its size
-            is p, each rank takes one index, and the dim goes.
+        scatter_dimension: the dimension to split into one block per rank; may be negative.
+        tiled: if True, split the dimension into equal blocks, p times shorter on p ranks. If False,
+            its size must be p, each rank gets one index, and the result lacks the dimension.
         axis_name, axis_index_groups, mesh: as for ``psum``.
 
     Returns:
-        Arrays of the dtype of ``x`` (bool is counted in int32); fresh memory.
+        Arrays of the dtype of ``x`` (bool is counted in int32), in new memory.
 
     Gradient:
-        all_gather along the same dim.
+        all_gather along the same dimension.
 
     Cost:
-        One reduce-scatter a leaf: each of p ranks sends n (p - 1) / p bytes for n bytes of ``x``.
+        One reduce-scatter per leaf: each of p ranks sends n (p - 1) / p bytes for n bytes of ``x``.
 
     Raises:
-        What ``psum`` raises. ShapeError: there is no such dim, or it cannot be cut so.
+        As ``psum``. ShapeError: no such dimension, or its size does not allow the split.
 
     Example:
         >>> import torch, meshdist as md

@@ -182,7 +182,7 @@ def test_the_fixes_work() -> None:
         rows = md.NamedSharding(mesh, md.P("dp"))
         with pytest.raises(md.UnequalError, match="the same on every rank") as caught:
             md.device_put(torch.randn(4), rows)
-        assert "md.seed(0) on every rank before it is drawn" in str(caught.value)
+        assert "call md.seed(0) on every rank before you draw it" in str(caught.value)
         assert "md.device_put(x, sharding, root=0)" in str(caught.value)
         assert "check=False" in str(caught.value)
         md.seed(0)

@@ -121,8 +121,7 @@ def test_all_pairs_are_checked_before_the_first_is_sent(pool: Pool) -> None:
 
     assert on_torch(pool, program, 2)[0] == [
         "all_gather_into_tensor: output_tensor does not hold one input_tensor per rank",
-        "all_gather_into_tensor cannot write into output_tensor: several of its elements are one "
-        "in memory",
+        "all_gather_into_tensor cannot write into output_tensor because its elements share memory",
         "all_gather_into_tensor has arguments of different dtypes",
         "reduce_scatter_tensor cannot reduce bool with AVG",
     ]

@@ -356,16 +356,16 @@ def test_every_part_of_a_call_is_compared(calls: Callable[[Any], Any], shown: st
                 *ones(6, 6), [2, 2, 2], [1, 2, 3] if g.rank == 0 else [2, 2, 2]
             ),
             "rank 0 sends 1 to itself, and takes 2",
-            "rank 0: all_to_all_single((6,) float32, sending [1, 2, 3], receiving [2, 2, 2] "
-            "elements)",
+            "rank 0: all_to_all_single((6,) float32, sending [1, 2, 3], "
+            "receiving [2, 2, 2] elements)",
         ),
         (
             lambda g: Direct(g).all_gather_list(
                 ones(1, 2, 4 if g.rank == 0 else 3), ones(g.rank + 1)[0]
             ),
             "rank 2 sends 3 to rank 0, which takes 4",
-            "rank 0: all_gather_list((1,) float32, sending [1, 1, 1], receiving [1, 2, 4] "
-            "elements)",
+            "rank 0: all_gather_list((1,) float32, sending [1, 1, 1], "
+            "receiving [1, 2, 4] elements)",
         ),
         (
             lambda g: Direct(g).reduce_scatter_list(
@@ -426,9 +426,9 @@ def test_sizes_that_disagree_as_a_whole() -> None:
     assert text == (
         "the members of a group disagree about their call 1\n"
         "  where:    axis 'tp' (ranks 0-1); no data was moved\n"
-        "  expected: each rank receives as many elements as the other rank sends to it\n"
-        "  found:    rank 1 sends 2 to rank 0, which receives 3\n"
-        "            ranks 0-1: all_to_all([(2,) float32, (2,) float32], sending [2, 2], taking "
+        "  expected: what a member sends to another is what that one takes from it\n"
+        "  found:    rank 1 sends 2 to rank 0, which takes 3\n"
+        "            ranks 0-1: all_to_all([(2,) float32, (2,) float32], sending [2, 2], receiving "
         f"[2, 3] elements) at {line} in program\n"
         "  fix:      give each output as many elements as its source sends; if a rank cannot know "
         "these sizes, exchange them first; the group is broken now"
