@@ -56,6 +56,8 @@ class GradientHooks:
     ) -> None:
         self._parameters = parameters
         self._hooks = [partial(arrived, index) for index in range(len(parameters))]
+        for hook in self._hooks:
+            hook.__module__ = __name__  # typed contexts wrap the hooks of the program alone
         self._handles: list[RemovableHandle] = []
         self.register()
 
