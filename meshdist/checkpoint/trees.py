@@ -332,8 +332,12 @@ def _entry(name: str, x: Any, members: Members, *, writable: bool) -> StateArray
             f"{members.call}: {name} has no values because it is on the meta device",
             fix="call model.to_empty(device=...) first",
         )
-    if writable and any(
-        k > 1 and not stride for k, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    if (
+        tensor.numel()
+        and writable
+        and any(
+            k > 1 and not stride for k, stride in zip(tensor.shape, tensor.stride(), strict=True)
+        )
     ):
         raise ArgumentError(
             f"{members.call} cannot load into {name}: several elements share memory",
