@@ -130,6 +130,7 @@ class NamedSharding:
             local_shape=local_shape,
             rank=rank,
             needs_parts=False,
+            as_keywords=False,
         )
 
     def __setattr__(self, name: str, value: object = None) -> NoReturn:
@@ -449,15 +450,26 @@ def sharding_of_side(
     local_shape: Sequence[int] | None = None,
     rank: int | None = None,
     needs_parts: bool = True,
+    as_keywords: bool = True,
 ) -> NamedSharding:
     """Return the sharding of one side of a pattern; see ``NamedSharding.from_pattern``.
 
     Args:
         needs_parts: whether the sizes inside of all groups must be known.
+        as_keywords: whether the calling function takes sizes as keywords, not as ``sizes=``.
     """
     layout = get_layout(mesh, "NamedSharding")
     whole, local = (None if each is None else tuple(each) for each in (shape, local_shape))
-    sizing = Sizing(pattern, side, layout, sizes, shape=whole, local_shape=local, rank=rank)
+    sizing = Sizing(
+        pattern,
+        side,
+        layout,
+        sizes,
+        shape=whole,
+        local_shape=local,
+        rank=rank,
+        as_keywords=as_keywords,
+    )
     parts = sizing.parts(needs_parts=needs_parts)
     return _with_parts(mesh, sizing.spec, _sizes_of_cells(parts.dims), parts)
 
