@@ -61,7 +61,9 @@ class Checkpointer:
         written again. If that step is still being saved, ``wait=True`` waits for it.
 
         Args:
-            wait: False returns a pending save, as ``md.checkpoint.save_async``.
+            wait: False returns a pending save, as ``md.checkpoint.save_async``. Until it is
+                complete, the newest ``keep`` steps before it stay; after that, one step more than
+                ``keep`` stays until the next save.
 
         Raises:
             CheckpointError: as ``save``; or another run saves under this root.
@@ -78,6 +80,7 @@ class Checkpointer:
         if not wait:
             self._pending = save_async(state, path, mesh=self._mesh)
             self._last = step
+            members.first_does(self._remove_old)  # the step before is complete now
             return self._pending
         save(state, path, mesh=self._mesh)
         self._last, self._pending = step, PendingSave(path)
