@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 from ..arguments import get_integer
 from ..error_text import first_texts
-from ..errors import PatternError, ShapeError
+from ..errors import KindError, PatternError, ShapeError
 from .layout import Layout
 from .layout_arguments import no_axis
 from .partition_spec import Entry, PartitionSpec
@@ -401,9 +401,16 @@ def checked_sizes(pattern: Pattern, sizes: Mapping[str, Any]) -> dict[str, int]:
     sides = [*pattern.operands, *([] if pattern.result is None else [pattern.result])]
     names = list(dict.fromkeys(name for side in sides for name in side.names if name != "..."))
     checked = {}
+    if not isinstance(sizes, Mapping):
+        raise KindError(
+            "sizes must be a dict of sizes by dim name",
+            where=f"pattern {pattern.text!r}",
+            found=f"{sizes!r}, a {type(sizes).__name__}",
+            fix="pass for example sizes={'d': 8}",
+        )
     for name, size in sizes.items():
         if name not in names:
-            near = difflib.get_close_matches(name, names, n=1)
+            near = difflib.get_close_matches(str(name), names, n=1)
             raise PatternError(
                 f"a size is given for {name!r}, which the pattern does not name",
                 where=f"pattern {pattern.text!r}",
