@@ -14,7 +14,8 @@ from . import files
 from .loading import load
 from .participants import Members
 from .pending_saves import PendingSave
-from .saving import checked_path, mesh_of, save, save_async
+from .saving import checked_path, mesh_of, read_state, save, save_async
+from .trees import entries_of
 
 __all__ = ["Checkpointer"]
 
@@ -60,7 +61,9 @@ class Checkpointer:
         written again. If that step is still being saved, ``wait=True`` waits for it.
 
         Args:
-            wait: False returns a pending save, as ``md.checkpoint.save_async``.
+            wait: False returns a pending save, as ``md.checkpoint.save_async``. Until it is
+                complete, the newest ``keep`` steps before it stay; after that, one step more than
+                ``keep`` stays until the next save.
 
         Raises:
             CheckpointError: as ``save``; or another run saves under this root.
@@ -77,6 +80,7 @@ class Checkpointer:
         if not wait:
             self._pending = save_async(state, path, mesh=self._mesh)
             self._last = step
+            members.first_does(self._remove_old)  # the step before is complete now
             return self._pending
         save(state, path, mesh=self._mesh)
         self._last, self._pending = step, PendingSave(path)
@@ -99,6 +103,9 @@ class Checkpointer:
 
         Args:
             step: the step to load; None for the newest.
+
+        Raises:
+            As ``md.checkpoint.load``; if there is no complete step, as a save of this state.
         """
         if not self._pending.has_failed:
             self._pending.wait()
@@ -106,12 +113,20 @@ class Checkpointer:
             call = "Checkpointer.load"
             members = Members(mesh_of(state, self._mesh, call), call)
             step = members.first_does(self.latest)
-        if step is None:
-            return None
+            if step is None:
+                members.all_do(lambda: self._check(state, members))
+                return None
         path = os.path.join(self._root, f"step-{step}")
         load(state, path, mesh=self._mesh, only=only, missing=missing, verify=verify)
         self._last, self._pending = step, PendingSave(path)
         return step
+
+    def _check(self, state: Any, members: Members) -> None:
+        """Raise what a save of this state would raise, before the program trains."""
+        tree, error = read_state(members.call, state, self._mesh)
+        if error is not None:
+            raise error
+        entries_of(tree.arrays, members)
 
     def latest(self) -> int | None:
         """Return the number of the newest complete step, or None; no communication."""

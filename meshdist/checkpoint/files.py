@@ -27,6 +27,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from ..backends.operation_args import flat
 from ..errors import CheckpointError
 from ..mesh.placement import shape_of
 from .manifest import (
@@ -185,7 +186,8 @@ def _sums_of(arrays: Mapping[str, torch.Tensor]) -> dict[str, int]:
 
 def crc32(array: torch.Tensor) -> int:
     """Return the CRC-32 of a contiguous array's bytes."""
-    return zlib.crc32(array.reshape(-1).view(torch.uint8).numpy().data)
+    # Arrays of at most one element may have strides of 0.
+    return zlib.crc32(flat(array).view(torch.uint8).numpy().data)
 
 
 class OpenFiles:

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from ..backends.operation_args import flat
 from ..collectives.normalize_args import run_named
 from ..collectives.torch_private import hidden_from_modes
 from ..error_text import first_line, first_texts
@@ -333,7 +334,7 @@ def _end(x: torch.Tensor) -> int:
 
 
 def _bits(x: torch.Tensor) -> torch.Tensor:
-    return x.reshape(-1).view(torch.uint8)
+    return flat(x.contiguous()).view(torch.uint8)
 
 
 def _sharing_memory(entries: Mapping[str, StateArray]) -> Iterator[list[str]]:

@@ -286,6 +286,14 @@ def facts_of_wholes(entries: Mapping[str, StateArray], members: Members) -> dict
     return facts_of(entries)
 
 
+def _mesh_argument(call: str) -> str:
+    """Return how to pass a mesh to ``call``."""
+    checkpointer = "Checkpointer(root, mesh=mesh)"
+    if call.startswith("Checkpointer"):
+        return f"create {checkpointer}"
+    return f"call {call}(..., mesh=mesh), or create {checkpointer}"
+
+
 def _entry(name: str, x: Any, members: Members, *, writable: bool) -> StateArray:
     whose = {FirstRanks: "first", EachRanks: "each"}.get(type(x), "all")
     if whose != "all":
@@ -323,7 +331,7 @@ def _entry(name: str, x: Any, members: Members, *, writable: bool) -> StateArray
                 raise MeshError(
                     f"{members.call}: {name} is sharded by {spec!r}, but there is no mesh",
                     expected="a mesh that has these axes",
-                    fix=f"call {members.call}(..., mesh=mesh), or call it inside `with mesh:`",
+                    fix=f"{_mesh_argument(members.call)}, or call it inside `with mesh:`",
                 )
             entry.sharding = NamedSharding(members.mesh, PartitionSpec(*spec.partitions))
             entry.sizes_are_known = False
@@ -332,8 +340,12 @@ def _entry(name: str, x: Any, members: Members, *, writable: bool) -> StateArray
             f"{members.call}: {name} has no values because it is on the meta device",
             fix="call model.to_empty(device=...) first",
         )
-    if writable and any(
-        k > 1 and not stride for k, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    if (
+        tensor.numel()
+        and writable
+        and any(
+            k > 1 and not stride for k, stride in zip(tensor.shape, tensor.stride(), strict=True)
+        )
     ):
         raise ArgumentError(
             f"{members.call} cannot load into {name}: several elements share memory",

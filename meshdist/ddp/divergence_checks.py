@@ -12,12 +12,16 @@ import torch
 from torch import nn
 
 from ..annotations.axis_types import kinds_in, type_of
+from ..collectives.normalize_args import run_named
+from ..collectives.objects import gather_from_all
 from ..collectives.torch_private import hidden_from_modes
 from ..collectives.value_comparison import agree, find_unequal_digests
 from ..error_text import first_texts
 from ..errors import GradientError
 from ..groups.process_group import ProcessGroup
+from ..reduce_ops import ReduceOp
 from .backward import Backward
+from .bucket_layout import ReductionTerms
 from .device_streams import is_capturing, reader_for
 from .model_checks import ignored_names, module_state, trainable_parameters
 
@@ -94,50 +98,75 @@ class DivergenceChecks:
         self._num_backwards += 1
         number, every = self._num_backwards, self._every
         if every > 0 and (number in _FIRST or number % every == 0):
-            reducer_state, group = backward.reducer_state, backward.layout.terms.group
+            reducer_state, terms = backward.reducer_state, backward.layout.terms
             averages = reducer_state.hook is None or reducer_state.hook.name not in _LOCAL_HOOKS
             # In a join context, the weights of joined ranks are out of date.
             is_meant = averages and not reducer_state.active_ranks.is_joining
-            if is_meant and group.size() > 1 and not is_capturing(self._device):
-                self._compare(group)
+            num_ranks = terms.extra_groups.all_ranks.size()
+            if is_meant and num_ranks > 1 and not is_capturing(self._device):
+                self._compare(terms)
 
     @hidden_from_modes
     @torch.no_grad()
-    def _compare(self, group: ProcessGroup) -> None:
+    def _compare(self, terms: ReductionTerms) -> None:
         """Start to compare the ranks' digests, which the next forward reads; collective."""
-        state = self._state(group)
-        differs = find_unequal_digests(group, *state, op_name=_TITLE, device=self._device)
-        self._reader.note(differs.view(1))  # read later, to not synchronize with the device
+        found = [
+            find_unequal_digests(group, *state, op_name=_TITLE, device=self._device)
+            for group, state in self._states(terms).items()
+        ]
+        differs = torch.stack(found).any().view(1)
+        if len(found) > 1:  # the ranks of all groups raise alike
+            differs = differs.to(torch.uint8)
+            all_ranks = terms.extra_groups.all_ranks
+            run_named("all_reduce", all_ranks, _TITLE, differs, ReduceOp.MAX)
+        self._reader.note(differs)  # read later, to not synchronize with the device
 
-    def _state(self, group: ProcessGroup) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
-        """Return the training modes as text, and by name the tensors that must be equal."""
+    def _states(
+        self, terms: ReductionTerms
+    ) -> dict[ProcessGroup, tuple[dict[str, str], dict[str, torch.Tensor]]]:
+        """Return, by group, texts and named tensors that must be equal on its ranks."""
         root = self._module.training  # ranks may have different submodules, which follow the root
         num_other = sum(module.training != root for module in self._module.modules())
         mode = f"{'train' if root else 'eval'}(), except for {num_other} submodules"
-        state = {}
+        names, groups = terms.gradient_errors.names, terms.extra_groups.groups
+        further = {names[index]: group for index, group in groups.items()}
+        states: dict[ProcessGroup, tuple[dict[str, str], dict[str, torch.Tensor]]]
+        states = {terms.group: ({"mode": mode}, {})}
+        states |= {group: ({}, {}) for group in groups.values() if group not in states}
         found = module_state(self._module, ignored_names(self._module), with_buffers=False)
         for name, parameter in found.items():
+            group = further.get(name, terms.group)
             kinds = kinds_in(type_of(parameter))
             # Tensors that are annotated as shards differ between ranks.
             if not any(kinds.get(axis) in ("V", "U") for axis in group.axis_names or kinds):
-                state[name] = parameter.detach()
-        return {"mode": mode}, state
+                states[group][1][name] = parameter.detach()
+        return states
 
     @hidden_from_modes
-    def report(self, group: ProcessGroup) -> None:
+    def report(self, terms: ReductionTerms) -> None:
         """Raise on every rank if replicas differed after the last backward and still differ."""
-        differs = self._reader.take()
-        if not differs:
+        if not self._reader.take():
             return
-        difference = agree(group, *self._state(group), op_name=_TITLE, device=self._device)
-        if difference:
-            is_rounding = difference.is_rounding
+        found: list[tuple[str, bool, str]] = []
+        states = self._states(terms)
+        for group, state in states.items():
+            difference = agree(group, *state, op_name=_TITLE, device=self._device)
+            if difference:
+                found.append((difference.found, difference.is_rounding, _comparison(group)))
+        if len(states) > 1:  # ranks of other groups may have found none
+            with torch.cuda.device_of(terms.parameters[0]):
+                everyone = gather_from_all(found, terms.extra_groups.all_ranks)
+            found = [*dict.fromkeys(one for each in everyone for one in each)]
+        if found:
+            is_rounding = all(is_rounding for _, is_rounding, _ in found)
+            group, comparison = terms.group, found[0][2]
             raise GradientError(
                 "the replicas have diverged: gradients of different models are averaged",
                 where=f"rank {group.world.rank}, backward {self._num_backwards} over {group.name}",
                 expected="bitwise equal parameters on every rank, and eval() on all ranks or none",
-                found=difference.found + "\nwithin rounding error" * is_rounding,
-                fix=f"{_ROUNDED if is_rounding else _PARTED.format(_comparison(group))}; then load "
+                found="\n".join(text for text, _, _ in found)
+                + "\nwithin rounding error" * is_rounding,
+                fix=f"{_ROUNDED if is_rounding else _PARTED.format(comparison)}; then load "
                 "one state on every rank; if replicas should differ, wrap with verify_every=0",
             )
 

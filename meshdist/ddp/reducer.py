@@ -238,7 +238,7 @@ class Reducer:
         self._outcome.expect_all()
         self._local.forward_begins()
         layout, expected_gradients = self.layout, self.reducer_state.expected_gradients
-        self._divergence_checks.report(layout.terms.group)
+        self._divergence_checks.report(layout.terms)
         self._state = Phase.AWAITED
         is_fitting = layout.fits(expected_gradients)
         if not (layout.is_learned and is_fitting) and is_capturing(
@@ -264,7 +264,7 @@ class Reducer:
             self._stand_in(Ending.ABSENT)
         self._learn()
         self._outcome.reject_lacking()
-        self._divergence_checks.report(self.layout.terms.group)
+        self._divergence_checks.report(self.layout.terms)
 
     def after_forward(
         self, outputs: object, owner: object, *, is_synchronised: bool = True

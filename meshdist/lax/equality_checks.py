@@ -13,7 +13,7 @@ from ..checking.call_sites import call_site, one_frame, show_site
 from ..collectives.objects import gather_from_all
 from ..collectives.torch_private import are_transforms_active, hidden_from_modes
 from ..collectives.value_comparison import agree
-from ..errors import ArgumentError, UnequalError
+from ..errors import ArgumentError, KindError, UnequalError
 from ..groups.process_group import ProcessGroup, resolve_group
 from ..mesh.device_mesh import DeviceMesh
 from ..typed_mode.module_annotations import restore_annotations
@@ -79,6 +79,12 @@ def assert_equal(tree: Any, axis: AxisName, *, mesh: DeviceMesh | None = None) -
             expected="a call outside of grad, vmap and other transforms",
             fix="call it before the transform, or on its result",
         )
+    if isinstance(tree, torch.optim.Optimizer):
+        raise KindError(
+            "assert_equal cannot compare an optimizer",
+            found=f"a {type(tree).__name__}",
+            fix="pass optimizer.state_dict()",
+        )
     if isinstance(tree, torch.nn.Module):
         leaves: dict[str, Any] = {**dict(tree.named_parameters()), **dict(tree.named_buffers())}
     else:
@@ -91,6 +97,12 @@ def assert_equal(tree: Any, axis: AxisName, *, mesh: DeviceMesh | None = None) -
             for path, leaf in leaves.items()
             if type(leaf) not in _PLAIN
         }
+        for path, x in tensors.items():
+            if x.is_meta:
+                raise KindError(
+                    f"assert_equal: {path} has no values because it is on the meta device",
+                    fix="call model.to_empty(device=...) and load its values first",
+                )
         # Shards may differ in shape along the axes that split them, but not in annotations.
         texts = {path: repr(leaf) for path, leaf in leaves.items() if path not in tensors}
         texts |= {path: f"varying over {shown(cut)}" for path, cut in own.items() if cut}

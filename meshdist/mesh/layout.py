@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from ..arguments import find_integers, mesh_kind_error
+from ..arguments import find_integers, get_integer, mesh_kind_error
 from ..errors import AxisError, KindError, MeshError, NotInGroupError
 from .layout_arguments import (
     checked_modes,
@@ -299,7 +299,7 @@ class Layout:
         The inverse of ``rank_at``.
         """
         if self.rank_map is None:
-            place: int | None = operator.index(rank)
+            place: int | None = rank if type(rank) is int else get_integer(rank, "rank")
         else:
             place = self.rank_map.positions.get(rank)  # type: ignore[attr-defined]
         return None if place is None else self._coordinate_at(place)
@@ -737,8 +737,10 @@ class Layout:
 
 def get_layout(mesh: Any, call: str) -> Layout:
     """Return the layout of a DeviceMesh, or a Layout itself; raise KindError for anything else."""
-    layout = mesh if isinstance(mesh, Layout) else getattr(mesh, "layout", None)
-    if isinstance(layout, Layout):
+    if isinstance(mesh, Layout):
+        return mesh
+    layout = getattr(mesh, "layout", None)
+    if isinstance(layout, Layout) and hasattr(mesh, "get_rank"):  # shardings have a layout, too
         return layout
     raise mesh_kind_error(f"{call} takes a mesh", mesh, expected="a DeviceMesh or a Layout")
 

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 from ..arguments import get_integer
 from ..error_text import first_texts
-from ..errors import PatternError, ShapeError
+from ..errors import KindError, PatternError, ShapeError
 from .layout import Layout
 from .layout_arguments import no_axis
 from .partition_spec import Entry, PartitionSpec
@@ -176,7 +176,9 @@ class Sizing:
         shape: tuple[int, ...] | None = None,
         local_shape: tuple[int, ...] | None = None,
         rank: int | None = None,
+        as_keywords: bool = True,
     ) -> None:
+        self._given, self._as_keywords = sizes, as_keywords
         self.pattern, self.side, self.layout, self.rank = pattern, side, layout, rank
         self.local_shape, self.shape = local_shape, shape
         self.sizes = dict(sizes)
@@ -305,7 +307,7 @@ class Sizing:
             fix += ": md.shard(x, ...)"
         else:
             if self.shape is None and len(dim.names) == 1 and dim.names[0].isidentifier():
-                fix = f"pass the global size of the dim on every rank: {dim.names[0]}=..."
+                fix = f"pass the global size of the dim on every rank: {self._argument(dim.names)}"
                 fix += ", the sum of all parts" if cut else ""
             if cut and len(self.pattern.operands) == 1:
                 fix += (
@@ -331,8 +333,15 @@ class Sizing:
             if len(dim.names) > 1 and whole is not None
             else f"the global size of {dim}",
             found=f"dim {place} of size {whole}" if whole is not None else None,
-            fix=f"pass {', '.join(f'{name}=...' for name in missing)}",
+            fix=f"pass {self._argument(missing)}",
         )
+
+    def _argument(self, names: Sequence[str]) -> str:
+        """Return how the calling function takes the sizes of ``names``."""
+        if self._as_keywords:
+            return ", ".join(f"{name}=..." for name in names)
+        sizes = {**self._given, **dict.fromkeys(names, "...")}
+        return f"sizes={{{', '.join(f'{name!r}: {size}' for name, size in sizes.items())}}}"
 
 
 def parse_side(text: str) -> tuple[Pattern, PatternSide]:
@@ -392,9 +401,16 @@ def checked_sizes(pattern: Pattern, sizes: Mapping[str, Any]) -> dict[str, int]:
     sides = [*pattern.operands, *([] if pattern.result is None else [pattern.result])]
     names = list(dict.fromkeys(name for side in sides for name in side.names if name != "..."))
     checked = {}
+    if not isinstance(sizes, Mapping):
+        raise KindError(
+            "sizes must be a dict of sizes by dim name",
+            where=f"pattern {pattern.text!r}",
+            found=f"{sizes!r}, a {type(sizes).__name__}",
+            fix="pass for example sizes={'d': 8}",
+        )
     for name, size in sizes.items():
         if name not in names:
-            near = difflib.get_close_matches(name, names, n=1)
+            near = difflib.get_close_matches(str(name), names, n=1)
             raise PatternError(
                 f"a size is given for {name!r}, which the pattern does not name",
                 where=f"pattern {pattern.text!r}",

@@ -9,7 +9,7 @@ from typing import Any, NoReturn, cast
 
 import numpy as np
 
-from ..arguments import find_integers, get_shape
+from ..arguments import find_integers, get_integer, get_shape
 from ..error_text import explain
 from ..errors import AxisError, KindError, LengthError, ShapeError
 from .layout import Layout, get_layout
@@ -125,11 +125,12 @@ class NamedSharding:
             parsed,
             side,
             mesh,
-            checked_sizes(parsed, sizes or {}),
+            checked_sizes(parsed, {} if sizes is None else sizes),
             shape=None if shape is None else get_shape(shape, "NamedSharding.from_pattern"),
-            local_shape=local_shape,
+            local_shape=None if local_shape is None else _sizes_of(local_shape, repr(pattern)),
             rank=rank,
             needs_parts=False,
+            as_keywords=False,
         )
 
     def __setattr__(self, name: str, value: object = None) -> NoReturn:
@@ -180,18 +181,7 @@ class NamedSharding:
                 its ``shard_sizes``.
             KindError: no shape.
         """
-        try:
-            sizes = find_integers(tuple(shape))
-        except TypeError:
-            sizes = None
-        if sizes is None:
-            raise KindError(
-                "a shape must have an integer for each dim",
-                where=repr(self),
-                expected="for example (8, 16)",
-                found=repr(shape),
-            )
-        key = tuple(sizes)
+        key = _sizes_of(shape, self)
         found = self._placements.get(key)
         if found is None:
             found = self._new_placement(key)
@@ -240,7 +230,7 @@ class NamedSharding:
             sum(self.shard_sizes[dim])
             if dim in self.shard_sizes
             else size * math.prod([sizes[axis] for axis in dims[dim]] if dim < len(dims) else ())
-            for dim, size in enumerate(local_shape)
+            for dim, size in enumerate(_sizes_of(local_shape, self))
         )
 
     def box(self, rank: int, shape: Sequence[int]) -> Box:
@@ -309,6 +299,7 @@ class NamedSharding:
                 found=f"a {type(other).__name__}",
                 fix="NamedSharding(mesh, spec)",
             )
+        ndim = get_integer(ndim, "is_equivalent_to: ndim", 0)
         for sharding in (self, other):
             sharding._check_ndim((None,) * ndim)
         return self._arrangement(ndim) == other._arrangement(ndim)
@@ -439,6 +430,22 @@ def _with_parts(
     return sharding
 
 
+def _sizes_of(shape: Any, where: object) -> tuple[int, ...]:
+    """Return ``shape`` as a tuple of ints; raise KindError, with this ``where``, if it is none."""
+    try:
+        sizes = find_integers(tuple(shape))
+    except TypeError:
+        sizes = None
+    if sizes is None:
+        raise KindError(
+            "a shape must have an integer for each dim",
+            where=str(where),
+            expected="for example (8, 16)",
+            found=repr(shape),
+        )
+    return tuple(sizes)
+
+
 def sharding_of_side(
     pattern: Pattern,
     side: PatternSide,
@@ -449,15 +456,26 @@ def sharding_of_side(
     local_shape: Sequence[int] | None = None,
     rank: int | None = None,
     needs_parts: bool = True,
+    as_keywords: bool = True,
 ) -> NamedSharding:
     """Return the sharding of one side of a pattern; see ``NamedSharding.from_pattern``.
 
     Args:
         needs_parts: whether the sizes inside of all groups must be known.
+        as_keywords: whether the calling function takes sizes as keywords, not as ``sizes=``.
     """
     layout = get_layout(mesh, "NamedSharding")
     whole, local = (None if each is None else tuple(each) for each in (shape, local_shape))
-    sizing = Sizing(pattern, side, layout, sizes, shape=whole, local_shape=local, rank=rank)
+    sizing = Sizing(
+        pattern,
+        side,
+        layout,
+        sizes,
+        shape=whole,
+        local_shape=local,
+        rank=rank,
+        as_keywords=as_keywords,
+    )
     parts = sizing.parts(needs_parts=needs_parts)
     return _with_parts(mesh, sizing.spec, _sizes_of_cells(parts.dims), parts)
 

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
+from ..arguments import get_shape
 from ..arrays import as_tensor
 from ..checking.call_sites import program_frame, warn_caller
 from ..dtypes import dtype_name
@@ -63,6 +64,12 @@ def to_placements(sharding: NamedSharding) -> tuple[Placement, ...]:
         >>> to_placements(md.NamedSharding(mesh, md.P(("tp", "dp"))))
         (_StridedShard(dim=0, sf=4), Shard(dim=0))
     """
+    if not isinstance(sharding, NamedSharding):
+        raise KindError(
+            "to_placements takes a NamedSharding",
+            found=f"a {type(sharding).__name__}",
+            fix="pass a NamedSharding(mesh, spec)",
+        )
     layout = sharding.layout
     placements: list[Placement] = [Replicate() for _ in range(layout.ndim)]
     for name in sharding.spec.unreduced:
@@ -107,7 +114,14 @@ def from_placements(
         {0: (3, 3, 3, 0)}
     """
     layout = get_layout(mesh, "from_placements")
-    shape, names = tuple(shape), _checked_names(layout)
+    shape, names = get_shape(shape, "from_placements"), _checked_names(layout)
+    if not isinstance(placements, (list, tuple)):
+        raise KindError(
+            "from_placements takes a placement for each axis of the mesh",
+            expected="a list or tuple of torch's placements",
+            found=f"{placements!r}, a {type(placements).__name__}",
+            fix="pass for example [Shard(0), Replicate()]",
+        )
     where = f"placements {list(placements)!r} of shape {shape} on mesh ({layout.axis_text()})"
     if len(placements) != layout.ndim:
         raise LengthError(

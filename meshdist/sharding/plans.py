@@ -10,7 +10,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import Any
 
+from ..arguments import get_integer
 from ..mesh.layout import Layout
 from ..mesh.placement import Placement
 from .placement_diff import bare
@@ -59,6 +61,12 @@ def bytes_text(count: int) -> str:
 
 def _shape_text(shape: Sequence[int]) -> str:
     return " x ".join(map(str, shape)) or "a scalar"
+
+
+def checked_itemsize(given: Any) -> int:
+    """Return the bytes of an element; raise KindError for a dtype."""
+    fix = "pass the bytes of an element, such as dtype.itemsize"
+    return get_integer(given, "itemsize", 1, fix=fix)
 
 
 # Bytes of one element where none are named: float32's.
@@ -122,14 +130,15 @@ class Plan:
 
     def bytes_received(self, itemsize: int = _ITEMSIZE) -> int:
         """Return the bytes that this rank receives, with elements of ``itemsize`` bytes."""
-        return itemsize * sum(step.price.received for step in self.steps)
+        return checked_itemsize(itemsize) * sum(step.price.received for step in self.steps)
 
     def bytes_sent(self, itemsize: int = _ITEMSIZE) -> int:
         """Return the bytes that this rank sends, with elements of ``itemsize`` bytes."""
-        return itemsize * sum(step.price.sent for step in self.steps)
+        return checked_itemsize(itemsize) * sum(step.price.sent for step in self.steps)
 
     def peak_bytes(self, itemsize: int = _ITEMSIZE) -> int:
         """Return the most bytes that live at once, from the source's part to the result."""
+        itemsize = checked_itemsize(itemsize)
         # The source's part lives throughout, beside a step's input, result and buffers.
         before = math.prod(self.source.local_shape(self.coordinate))
         peak, held, is_copy = before, before, False
@@ -144,6 +153,7 @@ class Plan:
         self, links: tuple[Link, ...] | None = None, itemsize: int = _ITEMSIZE
     ) -> float:
         """Return the estimated seconds of this rank's steps, by ``links`` or the plan's links."""
+        itemsize = checked_itemsize(itemsize)
         chosen = self.links if links is None else links
         return sum(step_time_s(step, chosen, itemsize) for step in self.steps)
 
@@ -160,6 +170,7 @@ class Plan:
               1. all-to-all over tp, 2 ranks: 4 x 16 x 16; 2.0 KiB in, 2.0 KiB out, 6 us
               total: 2.0 KiB in, 2.0 KiB out, 16.0 KiB at peak, 6 us, at 4 bytes an element
         """
+        itemsize = checked_itemsize(itemsize)
         layout, coordinate = self.layout, self.coordinate
         rank = layout.rank_at(coordinate)
         held = _shape_text(self.source.local_shape(coordinate))

@@ -145,7 +145,7 @@ class ShardedArray(ElementwiseArray):
         local_shape = tuple(local.shape)
         if shape is None:
             shape = sharding.whole_shape(local_shape)
-        shape = sharding.placement(tuple(shape)).shape
+        shape = sharding.placement(shape).shape
         box = check_shard("ShardedArray", sharding, shape, local_shape)
         if sharding.spec.unreduced and dtype_name(local.dtype) == "bool":
             raise ArgumentError(

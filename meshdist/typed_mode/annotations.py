@@ -26,6 +26,7 @@ from ..annotations.tensor_specs import (
     mark_spec,
     spec_texts,
 )
+from ..arguments import mesh_kind_error
 from ..errors import AxisError, AxisTypeError, KindError
 from ..mesh.current_mesh import find_current_mesh, with_hidden_mesh
 from ..mesh.device_mesh import DeviceMesh
@@ -120,6 +121,8 @@ def annotate(
             found=f"a {type(tensor).__name__}",
             fix="annotate each tensor of a nested structure separately",
         )
+    if mesh is not None and not isinstance(mesh, DeviceMesh):
+        raise mesh_kind_error("annotate takes a mesh", mesh)
     if (varying or reduced or unreduced) and (spec is not None or isinstance(tensor, nn.Module)):
         raise KindError(
             "annotate takes either a spec or varying=, reduced= and unreduced=, not both"

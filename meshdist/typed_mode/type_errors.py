@@ -62,8 +62,10 @@ def rejected_operation(
     kind = kinds_in(type_of(x)).get(axis, "I")
     words = " or ".join(map(KINDS.__getitem__, taken)) or "no value at all"
     fixes = {
-        "I": "if ranks hold different data, annotate them after the last copy or slice outside the "
-        f"context: md.annotate(batch, varying={axis!r}); if the value is equal on all ranks, "
+        "I": "if it is computed from weights that are sharded over the axis, annotate them as they "
+        f"are sharded: md.annotate(weight, 'f@{axis} d'); if ranks hold different data, annotate "
+        f"them after the last copy or slice outside the context: md.annotate(batch, "
+        f"varying={axis!r}); if the value is equal on all ranks, "
         f"{_fix_of_equal_values(operation, axis, argument)}",
         "V": f"reduce it first: lax.psum({argument}, {axis!r}) or lax.pmean({argument}, {axis!r})",
         "U": f"reduce it first: lax.psum({argument}, {axis!r}), or lax.psum_scatter",

@@ -61,6 +61,30 @@ def test_without_waiting(pool: Pool, backend: str, tmp_path: Path) -> None:
     assert md.checkpoint.Checkpointer(root).steps() == [4, 1000]
 
 
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_without_waiting_one_more_step_than_keep_stays(
+    pool: Pool, backend: str, tmp_path: Path
+) -> None:
+    def program(root: str, keep: int) -> list[list[int]]:
+        found, state = [], {"x": torch.ones(1000)}
+        checkpoints = md.checkpoint.Checkpointer(root, keep=keep)
+        for step in range(5):
+            pending = checkpoints.save(state, step, wait=False)
+            found.append([each for each in checkpoints.steps() if each != step])
+            md.distributed.barrier()
+        assert pending is not None
+        pending.wait()
+        return [*found, checkpoints.steps()]
+
+    for keep in (1, 2):
+        found = pool.run(program, 2, str(tmp_path / f"{keep}"), keep, backend=backend)
+        before = [[*range(max(step - keep, 0), step)] for step in range(5)]
+        for *during, after in found:
+            # A step that is already complete counts among the newest.
+            assert all(mine in (all_, all_[1:]) for mine, all_ in zip(during, before, strict=True))
+            assert after in ([*range(4 - keep, 5)], [*range(5 - keep, 5)])
+
+
 def test_all_stay(tmp_path: Path) -> None:
     checkpoints = md.checkpoint.Checkpointer(tmp_path, keep=None)
     for step in range(5):

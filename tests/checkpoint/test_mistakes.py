@@ -124,7 +124,23 @@ def test_specs_without_a_mesh(tmp_path: Path) -> None:
 
     error = error_of(program, MeshError)
     assert error.summary == "checkpoint.save: x is sharded by P('tp',), but there is no mesh"
-    assert error.fix == "call checkpoint.save(..., mesh=mesh), or call it inside `with mesh:`"
+    assert error.fix == (
+        "call checkpoint.save(..., mesh=mesh), or create Checkpointer(root, mesh=mesh), or call it "
+        "inside `with mesh:`"
+    )
+
+
+def test_a_checkpointer_without_a_mesh_raises_before_the_training(tmp_path: Path) -> None:
+    def program() -> None:
+        md.seed(0)
+        model = nn.Sequential(nn.Linear(2, 4), nn.Linear(4, 2))
+        md.parallelize(model, mesh_of()["tp"], {"0": "column", "1": "row"})
+        checkpoints = md.checkpoint.Checkpointer(tmp_path / "root")
+        checkpoints.load(md.checkpoint.State(model=model))
+
+    error = error_of(program, MeshError)
+    assert error.summary.startswith("Checkpointer.load: model.0.bias is sharded by P('tp',)")
+    assert error.fix == "create Checkpointer(root, mesh=mesh), or call it inside `with mesh:`"
 
 
 def saved(path: Path) -> None:

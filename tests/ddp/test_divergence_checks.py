@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
+from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 import meshdist as md
@@ -510,3 +512,88 @@ def test_changes_that_leave_every_trained_parameter_wrapped_are_taken(
         model.check_gradients()
 
     assert errors_in(program) == [""] * 2
+
+
+# -- parameters that are reduced over further axes ------------------------------------------------
+
+
+class OneOfTwo(nn.Module):
+    """A shard over 'tp', and a bias that is reduced over it."""
+
+    def __init__(self, mesh: md.DeviceMesh) -> None:
+        super().__init__()
+        self.up = nn.Parameter(md.shard(torch.ones(4, 3), "f@tp d", mesh))
+        self.bias = nn.Parameter(md.annotate(torch.ones(2), "d {R:tp}", mesh=mesh))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x @ self.up.T + self.bias).square().sum()
+
+
+@pytest.mark.parametrize(
+    ("name", "changed", "found"),
+    [
+        ("bias", (1, 3), "bias, shape (2,), float32: ranks 1, 3 differ from ranks 0, 2, by"),
+        ("bias", (3,), "bias, shape (2,), float32: rank 3 differs from ranks 0-2, by"),
+        ("up", (3,), "up, shape (2, 3), float32: rank 3 differs from rank 1, by"),
+        ("up", (1, 3), ""),
+        ("mode", (3,), "mode: rank 1: train(), except for 0 submodules; rank 3: eval()"),
+    ],
+)
+@pytest.mark.parametrize("reads", ["check", "forward"])
+def test_replicas_are_compared_over_all_axes_of_their_gradients(
+    name: str, changed: tuple[int, ...], found: str, reads: str
+) -> None:
+    def program() -> tuple[int, str, str]:
+        mesh = md.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        net = OneOfTwo(mesh)
+        ddp = md.DDP(net, device_mesh=mesh["dp"], verify_every=1)
+        for number in range(4):
+            if number == 2 and md.get_rank() in changed:
+                if name == "mode":
+                    net.eval()
+                else:
+                    getattr(net, name).data += 1
+            try:
+                ddp(torch.ones(5, 3)).backward()
+                if reads == "check":
+                    ddp.check_gradients()
+            except GradientError as error:
+                return number, str(error), str(error.found)
+        return -1, "", ""
+
+    axes = "('dp', 'tp')" if name == "bias" else "'dp'"
+    for number, error, text in md.simulate(program, 4):
+        if not found:
+            assert number == -1
+            continue
+        assert number == (2 if reads == "check" else 3)
+        assert error.startswith(PARTED)
+        assert f"md.assert_equal(model, {axes}, mesh=mesh)" in error
+        assert text.startswith(found)
+
+
+@pytest.mark.parametrize("marked", [False, True])
+def test_only_further_axes_cost_a_further_message(marked: bool) -> None:
+    def program() -> int:
+        mesh = md.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        net = nn.Linear(3, 2)
+        if marked:
+            md.annotate(net, {"bias": "d {R:tp}"}, mesh=mesh)
+        counts = []
+        for every in (0, 1):
+            ddp = md.DDP(net, device_mesh=mesh["dp"], verify_every=every)
+            for _ in range(3):
+                out = ddp(torch.ones(5, 3)).sum()
+                with (
+                    profile(activities=[ProfilerActivity.CPU], acc_events=True)
+                    if md.get_rank() == 0
+                    else nullcontext() as seen
+                ):
+                    out.backward()
+            events = seen.events() if md.get_rank() == 0 else ()
+            counts.append(sum("all_reduce" in event.name for event in events))
+            del out, ddp
+        return counts[1] - counts[0]
+
+    found = md.simulate(program, 4)
+    assert found[0] == (3 if marked else 1)

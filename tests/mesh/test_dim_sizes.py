@@ -125,8 +125,8 @@ def test_a_shard_tells_its_whole(data: st.DataObject) -> None:
             "is cut "
             "into 4, 4, larger parts first\n"
             "  found:    a shard of shape (6, 4)\n"
-            "  fix:      pass the global size of the dim on every rank: b=..., the sum of all parts"
-            "; for other parts, pass a sharding instead of the pattern: md.NamedSharding(mesh, "
+            "  fix:      pass the global size of the dim on every rank: sizes={'b': ...}, the sum "
+            "of all parts; for other parts, pass a sharding instead of the pattern: md.NamedSharding(mesh, "
             "P('dp', None), shard_sizes={0: sizes})",
         ),
         (
@@ -142,7 +142,7 @@ def test_a_shard_tells_its_whole(data: st.DataObject) -> None:
             ShapeError,  # of a dim that is not cut
             lambda: local("b@dp s", 5, 4, 4, b=8, s=5),
             "  found:    a shard of shape (4, 4)\n"
-            "  fix:      pass the global size of the dim on every rank: s=...",
+            "  fix:      pass the global size of the dim on every rank: sizes={'b': 8, 's': ...}",
         ),
         (
             ShapeError,  # another size would contradict the shape
@@ -165,12 +165,12 @@ def test_a_shard_tells_its_whole(data: st.DataObject) -> None:
             lambda: sized("(h k)@tp", 10),
             "the sizes of 'h', 'k' are unknown\n  where:    pattern '(h k)@tp' on mesh "
             "(dp=2, tp=4)\n  expected: sizes for all but one of the dims of (h k)@tp\n"
-            "  found:    dim 0 of size 10\n  fix:      pass h=..., k=...",
+            "  found:    dim 0 of size 10\n  fix:      pass sizes={'h': ..., 'k': ...}",
         ),
         (
             ShapeError,
             lambda: by_names("b s", b=1),
-            "expected: the global size of s\n  fix:      pass s=...",
+            "expected: the global size of s\n  fix:      pass sizes={'b': 1, 's': ...}",
         ),
         (ShapeError, lambda: by_names("... s"), "pass the global shape: shape=(...)"),
         (

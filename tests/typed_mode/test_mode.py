@@ -183,6 +183,9 @@ def test_a_collective_over_an_axis_where_its_operand_is_invariant() -> None:
     assert "rank 0 (dp=0, tp=0) of DeviceMesh(dp=2, tp=2); axis 'dp' (size 2)" in text
     assert "test_mode.py:" in text
     assert "x: float32[3]" in text
+    # Shards without annotations come first: with the data annotated, their gradients are summed.
+    assert "  fix:      if it is computed from weights that are sharded over the axis" in text
+    assert text.index("md.annotate(weight, 'f@dp d')") < text.index("md.annotate(batch")
     for fix in ("md.annotate(batch, varying='dp')", "lax.axis_size('dp')", "lax.pvary(x, 'dp')"):
         assert fix in text
 
