@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from ..annotations.axis_types import annotation_of, axes_of_kind, type_of, with_kinds
+from ..annotations.axis_types import annotation_of, axes_of_kind, shown, type_of, with_kinds
 from ..errors import AxisTypeError
 from ..groups.process_group import ProcessGroup, resolve_group
 from ..mesh.device_mesh import DeviceMesh
@@ -93,7 +93,8 @@ def further_axes(
     for name, x in parameters.items():
         summed = annotation_of(x).summed_axes
         text = with_kinds(type_of(x), {axis: "R" for axis in summed if axis in sizes})
-        about = f"DDP over {group.name} of {mesh_text(mesh)}; {name}: {tensor_text(x)}"
+        place = f"{shown(axes.axis_names)} of {mesh_text(mesh)}"
+        about = f"DDP over {place}; {name}: {tensor_text(x)}"
         if found := find_further_axes(text, own, sizes, about):
             further[name] = found
     return further

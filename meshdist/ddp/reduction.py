@@ -62,7 +62,13 @@ def find_further_axes(
     further = {axis for axis in axes_of_kind(text, "R") if axis not in axes}
     for axis in sorted(further):
         if axis not in sizes:
-            raise no_axis(axis, tuple(sizes), where)
+            error = no_axis(axis, tuple(sizes), where)
+            if error.fix is None:
+                error.add_fix(
+                    "annotate the parameter with axes of this mesh, or wrap the model with "
+                    f"device_mesh= of the mesh that has axis {axis!r}"
+                )
+            raise error
     return tuple(axis for axis, size in sizes.items() if axis in further and size > 1)
 
 

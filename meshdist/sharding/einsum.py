@@ -174,7 +174,7 @@ class _Einsum:
         ]
         self._sources = [(sharding, kinds_of(sharding)) for sharding in shardings]
         for number, (x, sharding) in enumerate(zip(operands, shardings, strict=True)):
-            _check_marks(x, sharding, mesh, f"operand {number} of einsum {text!r}")
+            _check_marks(x, sharding, mesh, number, text)
         # Along these axes parts of what each rank holds of an operand come together.
         self._alike = [
             {
@@ -346,22 +346,26 @@ def _find_error_of_cuts(
     for number, (x, side) in enumerate(zip(operands, pattern.operands, strict=True)):
         try:
             spec = spec_of(pattern, side, mesh.layout, x.dim())
-            where = f"operand {number} of einsum {text!r}"
-            check_spec("einsum", x, NamedSharding(mesh, spec), where)
+            name = f"operand {number}"
+            check_spec("einsum", x, NamedSharding(mesh, spec), f"{name} of einsum {text!r}", name)
         except MeshdistError as error:
             return error
     return None
 
 
-def _check_marks(x: torch.Tensor, sharding: NamedSharding, mesh: DeviceMesh, where: str) -> None:
-    """Raise if the axis kinds in the type of ``x``, or its spec, contradict ``sharding``."""
-    check_spec("einsum", x, sharding, where)
+def _check_marks(
+    x: torch.Tensor, sharding: NamedSharding, mesh: DeviceMesh, number: int, text: str
+) -> None:
+    """Raise if the type of operand ``x``, or its spec, contradicts ``sharding``."""
+    name = f"operand {number}"
+    check_spec("einsum", x, sharding, f"{name} of einsum {text!r}", name)
     wanted = kinds_of(sharding)
     for axis, kind in kinds_in(type_of(x)).items():
         if mesh.axis_sizes.get(axis, 1) > 1 and (
             kind not in FITTING_KINDS[wanted[axis]] or (kind, wanted[axis]) == ("R", "V")
         ):
-            raise rejected_sharding("einsum", x, axis, wanted[axis], mesh, repr(sharding.spec))
+            spec = repr(sharding.spec)
+            raise rejected_sharding("einsum", x, axis, wanted[axis], mesh, spec, name)
 
 
 def _reduced_too(sharding: NamedSharding, mesh: DeviceMesh, axes: Sequence[str]) -> NamedSharding:

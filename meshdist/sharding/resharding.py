@@ -402,8 +402,10 @@ def _side_text(names: Sequence[str], counts: Sequence[int]) -> str:
     return " ".join(f"({group})" if " " in group else group or "1" for group in groups)
 
 
-def check_spec(operation: str, x: torch.Tensor, source: NamedSharding, where: str) -> None:
-    """Raise if ``x`` carries a spec that cuts other dims than ``source`` does."""
+def check_spec(
+    operation: str, x: torch.Tensor, source: NamedSharding, where: str, name: str = "x"
+) -> None:
+    """Raise, naming the argument, if ``x`` carries a spec that cuts other dims than ``source``."""
     if (carried := find_spec(x)) is None:
         return
     sizes = dict(zip(source.layout.names or (), source.layout.sizes, strict=False))
@@ -416,9 +418,9 @@ def check_spec(operation: str, x: torch.Tensor, source: NamedSharding, where: st
                 f"{operation}: the tensor's annotation does not match the left side, or the source",
                 where=where,
                 expected=f"a tensor sharded as {source.spec!r}",
-                found=f"x is annotated as {carried!r}",
+                found=f"{name} is annotated as {carried!r}",
                 fix=f"write its sharding: {cut}; if the annotation is outdated, call "
-                "md.annotate(x, ...)",
+                f"md.annotate({'x' if name == 'x' else 'tensor'}, ...)",
             )
 
 

@@ -81,7 +81,13 @@ def rejected_operation(
 
 
 def rejected_sharding(
-    operation: str, x: torch.Tensor, axis: str, wanted: str, mesh: DeviceMesh, spec: str
+    operation: str,
+    x: torch.Tensor,
+    axis: str,
+    wanted: str,
+    mesh: DeviceMesh,
+    spec: str,
+    name: str = "x",
 ) -> AxisTypeError:
     """Return the error of ``x`` whose type over ``axis`` is not ``wanted``, as in ``spec``."""
     kind = kinds_in(type_of(x)).get(axis, "I")
@@ -98,7 +104,7 @@ def rejected_sharding(
         f"requires {KINDS[wanted]}",
         where=where(mesh, [axis]),
         expected=f"a value sharded as {spec}",
-        found=f"x: {tensor_text(x)}",
+        found=f"{name}: {tensor_text(x)}",
         fix=fixes[kind]
         if (kind, wanted) != ("V", "U")
         else "write the axes of the spec that x carries on the left; if its parts are partial "

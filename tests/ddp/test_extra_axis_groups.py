@@ -594,3 +594,25 @@ def test_a_rank_that_is_killed_is_named_along_the_further_axis_too(
     assert isinstance(lost, Failure)
     for text in others:
         assert "rank 3 has ended" in text
+
+
+@pytest.mark.parametrize("is_typed", [False, True])
+def test_partial_sums_of_a_parameter_have_its_gradient(is_typed: bool) -> None:
+    """A parameter "{U:tp}" is the sum of what the ranks hold, each with the gradient of the sum."""
+
+    def program() -> float:
+        mesh = md.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        whole = nn.Parameter(torch.arange(6.0, dtype=F64).view(2, 3))
+        x = torch.randn(4, 3, dtype=F64, generator=torch.Generator().manual_seed(0))
+        (x @ whole.T).square().mean().backward()
+        net = nn.Module()
+        net.w = nn.Parameter(whole.detach() * (0.75, 0.25)[mesh.get_local_rank("tp")])
+        md.annotate(net, {"w": "f d {U:tp}"}, mesh=mesh)
+        net.forward = lambda rows: lax.psum(rows @ net.w.T, "tp", mesh=mesh)
+        ddp = md.DDP(net, device_mesh=mesh["dp"])
+        rows = md.shard(x, "b@dp d", mesh)
+        with md.typed(mesh) if is_typed else nullcontext():
+            ddp(rows).square().mean().backward()
+        return float((net.w.grad - whole.grad).abs().max())
+
+    assert max(md.simulate(program, 4)) < 1e-12

@@ -276,7 +276,9 @@ def test_a_wrapper_of_a_group_knows_no_further_axis() -> None:
 def test_a_mesh_without_the_further_axis_is_rejected() -> None:
     text = rejected(device_mesh=lambda mesh: md.make_mesh((4,), ("dp",)))
     assert text.startswith("no axis 'tp' in the mesh\n")
-    assert "weight: float32[2, 2]{R:tp}" in text and "of DeviceMesh(dp=4)" in text
+    assert "weight: float32[2, 2]{R:tp}" in text
+    assert "DDP over 'dp' of DeviceMesh(dp=4); weight" in text
+    assert "device_mesh= of the mesh that has axis 'tp'" in text
 
 
 def test_a_group_that_holds_the_axis_is_no_further_one() -> None:

@@ -333,7 +333,7 @@ def test_the_result_carries_its_spec_and_a_later_line_is_compared_with_it() -> N
     for text, message in on_ranks(body, 2):
         assert text == "float32[2, 2@dp]"
         assert "the tensor's annotation does not match the left side" in message
-        assert "x is annotated as P(None, 'dp')" in message
+        assert "operand 0 is annotated as P(None, 'dp')" in message
 
 
 @pytest.mark.parametrize(
