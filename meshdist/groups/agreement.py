@@ -256,7 +256,8 @@ class _PendingAgreement:
         if not (missing := self._find_missing(self._all)):
             self._conclude()
             return
-        texts = dict.fromkeys(missing, "gives no answer; it has not opened a group, or has ended")
+        unknown = "does not respond: it has not opened a group yet, or has exited"
+        texts = dict.fromkeys(missing, unknown)
         answers = ask(self.world, tuple(missing))
         texts |= {rank: last_call_text(it).removeprefix("last ") for rank, it in answers.items()}
         self._decide("late", missing=missing, found=grouped_text(texts.items()))

@@ -54,7 +54,7 @@ class ControlReply(TypedDict):
     calls: list[dict[str, Any]]
     """Its last call on each communicator (label, sequence, text), the most recent last."""
     about: str | None
-    """The one call that was asked about; None where it has not come there yet."""
+    """The one call that was asked about; None where it has not reached this call."""
     now: str
     """The place of the program where it is; "" where that is in its last call."""
 
@@ -62,9 +62,9 @@ class ControlReply(TypedDict):
 def last_call_text(answer: ControlReply | None) -> str:
     """Return the text of a rank's last call and place, or that it gives no answer (None)."""
     if answer is None:
-        return "gives no answer: it has ended or is stopped"
+        return "does not respond: it has exited or is stopped"
     calls = answer["calls"]
-    text = f"last {calls[-1]['text']}" if calls else "runs, and has called no collective"
+    text = f"last {calls[-1]['text']}" if calls else "is running and has called no collective"
     return f"{text}; now at {answer['now']}" if answer["now"] else text
 
 

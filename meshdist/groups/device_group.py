@@ -303,7 +303,9 @@ class DeviceGroup:
         """Raise if the group is broken: an earlier call's unraised error, else why it is broken."""
         if self.aborts and self.is_broken():
             error = self.communicator.take_error()
-            raise self.explain(BackendAborted("the group is broken")) if error is None else error
+            if error is None:
+                error = self.explain(BackendAborted("an earlier call on this group failed"))
+            raise error
 
     def _note(self, call: Call, sizes: Sequence[Sequence[int]] = ()) -> None:
         """Note a call; raise if the group broke."""
@@ -424,7 +426,7 @@ class DeviceGroup:
             return
         differing = fingerprint_table.wait_for_all(sequence, self.timeout, self.reject_broken)
         if differing is None:
-            raise self.explain(BackendTimeout("not all members have come to it"))
+            raise self.explain(BackendTimeout("not all ranks reached the call"))
         if differing:
             raise self.disagree(sequence)
 
@@ -485,7 +487,7 @@ def _warn_dropped(recorder: Recorder, aborts: Container[str], label: str, note: 
     warn_once_at(
         place,
         lambda: explain(
-            f"the Work of {noted.call.name} was dropped, and nothing has waited for it",
+            f"the Work of {noted.call.name} was dropped before wait() was called",
             where=noted.heading,
             expected="wait(), or a future, before its tensors are used: they may hold anything",
             fix="keep it and call wait(), or let the collective itself wait",

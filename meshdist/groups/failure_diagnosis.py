@@ -21,7 +21,7 @@ from ..backends.requests import (
 )
 from ..checking.calls import CallRecord, GroupFacts, get_call, likeness
 from ..checking.recorder import Recorder
-from ..error_text import ranks_text
+from ..error_text import UNUSABLE_GROUP, ranks_text
 from ..errors import (
     AbortedError,
     BackendError,
@@ -183,7 +183,7 @@ class FailureDiagnosis:
             return self._aborted(call, text, abort)
         if self._others.is_closed:
             return self._failed(
-                call, text, "let the calls of all threads end before the group is destroyed"
+                call, text, "wait for the calls of all threads before you destroy the group"
             )
         is_late = isinstance(failure, BackendTimeout)
         # A rank whose timeout closes its connections is the first to fail, and says so at once. One
@@ -205,7 +205,7 @@ class FailureDiagnosis:
         return self._failed(
             call,
             "\n".join(dict.fromkeys(filter(None, (text, silent, first, report)))),
-            "look at the rank that ended or failed first; the group is broken now",
+            f"resolve the error of the rank that exited or failed first; {UNUSABLE_GROUP}",
         )
 
     def _different_calls(self, sequence: int) -> MeshdistError:
@@ -213,13 +213,14 @@ class FailureDiagnosis:
         mine = self._recorder.find_call(sequence)
         expected = likeness(mine)
         if mine is not None and mine.call.layouts:
-            expected += ", and one layout in memory: x.contiguous() gives the usual one"
+            expected += ", and the same memory layout (x.contiguous() gives the default one)"
         fields = {
-            "summary": f"the members of a group disagree about their call {sequence}",
+            "summary": f"collective mismatch: ranks made different calls as call {sequence}",
             "where": self._group.name,
             "expected": expected,
             "found": "",
-            "fix": "make every member call the same collectives in the same order, on fitting tensors",
+            "fix": "call the same collectives in the same order, with matching tensors, "
+            "on every rank",
         }
         return self._agreed_error(fields, mine, {"sequence": sequence})
 
@@ -244,13 +245,13 @@ class FailureDiagnosis:
             mine = self._recorder.find_message(is_send, peer, tag, failure.number)
             about = {"message": [not is_send, self._group.rank, tag, failure.number]}
         fields = {
-            "summary": "a message does not fit the tensor that receives it",
+            "summary": "message mismatch: a send does not match its receive",
             "where": f"{self._group.name}, tag {tag}",
-            "expected": "equal dtype and number of elements on both sides, and objects met by "
-            "objects",
+            "expected": "the same dtype and number of elements on both sides, and objects received "
+            "as objects",
             "found": found,
-            "fix": "receive into a tensor like the one that is sent, or give messages of different "
-            "kinds different tags",
+            "fix": "receive into a tensor like the one that is sent, or pass a different tag for "
+            "each kind of message",
         }
         return self._agreed_error(fields, mine, {**about, "asked": [] if peer is None else [peer]})
 
@@ -279,9 +280,10 @@ class FailureDiagnosis:
             f"{call.call.name} on {self._group.name} was aborted",
             where=self._where(call),
             found=reason,
-            fix="let the rank that serves the store end last, and start the program anew"
+            fix="keep the rank that hosts the store running until the others finish, and restart "
+            "the program"
             if reason.startswith(STORE_LOST)
-            else "make a new group or mesh on the ranks that are left",
+            else "create a new group or mesh with the remaining ranks",
         )
 
     def _agreement_error(self, call: CallRecord, disagreement: dict[str, str]) -> MismatchError:
@@ -290,21 +292,15 @@ class FailureDiagnosis:
 
     def _late(self, call: CallRecord, failure: BackendFailure, found: str) -> MeshdistError:
         seconds = (failure.limit or self._group.timeout).total_seconds()
-        fix = (
-            "check why these ranks did not make this call, or made it with other tensors; "
-            "the group is broken now"
-        )
+        fix = "check why these ranks did not reach this call or passed different tensors"
         if call.is_message:
-            fix = (
-                "a message meets a receive of its tag, dtype and number of elements alone; "
-                "the group is broken now"
-            )
+            fix = "pass the same tag, dtype and number of elements to send and recv"
         return CollectiveTimeoutError(
-            f"{call.call.name} on {self._group.name} was not finished within {seconds:g} s",
+            f"{call.call.name} on {self._group.name} timed out after {seconds:g} s",
             where=self._where(call),
             expected=call.waits_for or f"the same call on {ranks_text(self._group.ranks)}",
             found=found,
-            fix=fix,
+            fix=f"{fix}; {UNUSABLE_GROUP}",
         )
 
     def _failed(self, call: CallRecord, found: str, fix: str) -> MeshdistError:

@@ -23,7 +23,7 @@ from ..bootstrap.timeout_store import await_key, read_json
 from ..bootstrap.world import World, get_usable_world
 from ..checking.calls import CallRecord, GroupFacts
 from ..checking.recorder import FORGOTTEN
-from ..error_text import grouped_text, ranks_by_text, ranks_text
+from ..error_text import UNUSABLE_GROUP, grouped_text, ranks_by_text, ranks_text
 from ..errors import ArgumentError, StoreError
 from ..runtime.deadlines import Deadline, wait_until
 from ..runtime.graph_breaks import untraced
@@ -40,7 +40,8 @@ T = TypeVar("T")
 FIRST_ANSWER_S = 4.0  # it asks for two seconds at most
 _LIFE_SIGN_S = 1.0
 LEAVING_S = 1.0
-_STOPPED = "is stopped, by SIGSTOP or a debugger"
+_REACHED = "reached"
+_STOPPED = "is stopped by SIGSTOP or a debugger"
 
 
 class WorldPeers(PeerStatus):
@@ -109,13 +110,13 @@ class WorldPeers(PeerStatus):
             answer = answers.get(rank)
             line = silent.get(rank) or last_call_text(answer)
             if answer is not None:
-                line = line.removeprefix("runs, and ")
+                line = line.removeprefix("is running and ")
                 here = [told for told in answer["calls"] if told["label"] == label]
                 if not call.is_message:
                     last = here[-1]["sequence"] if here else 0
-                    came = "arrived" if last >= call.sequence else "did not arrive"
+                    came = f"{_REACHED if last >= call.sequence else 'did not reach'} this call"
                     if last > call.sequence and answer["about"]:
-                        came = f"arrived, in {answer['about']}"
+                        came = f"{_REACHED} this call as {answer['about']}"
                     line = f"{came}; {line}"
             texts[rank] = line
         return texts
@@ -166,11 +167,11 @@ class WorldPeers(PeerStatus):
         rank, asked = self._world.rank, self.others
         if "asked" in about:
             asked = tuple(self._group.ranks[member] for member in about["asked"])
-        where, fix = disagreement["where"], f"{disagreement['fix']}; the group is broken now"
+        where, fix = disagreement["where"], f"{disagreement['fix']}; {UNUSABLE_GROUP}"
         if "sequence" in about:
-            me, last = f"{self._group.here} saw it", self._opened.recorder.sequence
+            me, last = f"{self._group.here} detected it", self._opened.recorder.sequence
             if about["sequence"] < last:
-                me = f"{me} at call {last}; results since may be wrong"
+                me = f"{me} at call {last}; results since then may be wrong"
             else:
                 me = f"{me} before it sent any data"
             where = f"{where}, {ranks_text(self._group.ranks)}; {me}"
@@ -182,7 +183,9 @@ class WorldPeers(PeerStatus):
             for other in asked:
                 answer = answers.get(other)
                 calls[other] = (
-                    answer["about"] or "has not come there yet" if answer else last_call_text(None)
+                    (answer["about"] or "has not reached this call")
+                    if answer
+                    else last_call_text(None)
                 )
             found = "\n".join(
                 filter(None, (disagreement["found"], grouped_text(sorted(calls.items()))))
@@ -197,10 +200,11 @@ class WorldPeers(PeerStatus):
             if is_first:
                 message = {"reason": reason, "group": self._group.name}
                 registry.abort([label], {**message, "disagreement": disagreement})
-            else:  # no collective of this rank may use the backend before the other's signal arrives
+            else:
+                # This rank must not use the backend before the other rank's abort arrives.
                 registry.break_here(label, reason, disagreement=disagreement)
         except StoreError as lost:  # then no rank can say what the others called
-            found = f"rank {rank}: {calls[rank]}\nthe others: unknown, since {lost.summary}"
+            found = f"rank {rank}: {calls[rank]}\nother ranks: unknown, because {lost.summary}"
             disagreement = {**disagreement, "found": found}
             registry.break_here(label, str(lost), disagreement=disagreement)
         return disagreement
@@ -248,7 +252,7 @@ def silent_ranks(
         return f"{STORE_LOST}: {lost.summary}"
     if len(silent) == 1:
         return f"rank {silent[0]}: {last_call_text(None)}"
-    return f"{ranks_text(silent)}: give no answer: they have ended or are stopped"
+    return f"{ranks_text(silent)}: do not respond: they have exited or are stopped"
 
 
 WAIT_NOTICE_VARIABLE = "MESHDIST_STALL_WARNING_S"
@@ -302,7 +306,7 @@ class LatePeers:
             if (peer := call.call.peer) is not None:
                 ranks = (call.group.ranks[peer],)
             texts = members.find_texts(call, ranks).items()
-            late = grouped_text(((r, t) for r, t in texts if not t.startswith("arrived")), "\n  ")
+            late = grouped_text(((r, t) for r, t in texts if not t.startswith(_REACHED)), "\n  ")
             if late and opened.recorder.moment == self._moment:
                 text = f"rank {mine} has waited for {self._limit_s:g} s in {call.heading}"
                 _log.warning("meshdist: %s\n  %s", text, late)
@@ -331,7 +335,7 @@ def stall_warning(after_s: float | None) -> Iterator[None]:
     if after_s is not None and not (is_number and 0 < after_s < threading.TIMEOUT_MAX):
         raise ArgumentError(
             f"after_s is {after_s!r}",
-            expected="after how many seconds a wait is told of, above 0; None: never",
+            expected="a number of seconds above 0, or None to turn the warning off",
         )
     registry = get_registry(get_usable_world())
     before, registry.stall_warning_s = registry.stall_warning_s, after_s or 0.0
@@ -358,6 +362,6 @@ def _read_limit() -> float:
     if not 0 <= limit_s < threading.TIMEOUT_MAX:
         raise ArgumentError(
             f"{WAIT_NOTICE_VARIABLE} is {text!r}",
-            expected="after how many seconds a wait is told of, as in 30; 0: never",
+            expected="a number of seconds, for example 30, or 0 to turn the warning off",
         )
     return limit_s

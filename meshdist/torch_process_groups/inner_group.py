@@ -30,7 +30,7 @@ from ..checking.calls import CallRecord, GroupFacts
 from ..checking.fingerprint_table import WINDOW, FingerprintTable
 from ..checking.recorder import FORGOTTEN, Recorder
 from ..checking.shared_flags import words_of_process
-from ..error_text import grouped_text, ranks_text
+from ..error_text import UNUSABLE_GROUP, grouped_text, ranks_text
 from ..errors import AbortedError
 from ..groups.communicators import OpenCommunicator
 from ..groups.control_messages import Endings, collect
@@ -224,7 +224,7 @@ class TorchGroupPeers(PeerStatus):
                 where += "; no data was moved"
             else:
                 where += "; this member's tensors may have been written"
-                fix += "; the group is broken now"
+                fix += f"; {UNUSABLE_GROUP}"
                 self.break_here(disagreement["summary"])
         found = "\n".join(filter(None, (disagreement["found"], found)))
         return {**disagreement, "where": where, "found": found, "fix": fix}

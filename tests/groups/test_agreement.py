@@ -91,7 +91,7 @@ def test_a_member_that_does_not_come_is_named() -> None:
             continue
         assert isinstance(error, md.CollectiveTimeoutError) and isinstance(error, TimeoutError)
         assert "rank 1 did not come within 0.5 s to make a group" in str(error)
-        assert "rank 1: gives no answer" in str(error)
+        assert "rank 1: does not respond" in str(error)
 
 
 def test_a_rank_that_is_late_is_waited_for_though_it_makes_another_mesh_first() -> None:
