@@ -43,7 +43,7 @@ def mesh_kind_error(
         summary,
         expected=f"{expected} of meshdist",
         found=f"a {kind.__module__}.{kind.__qualname__}",
-        fix="make ours of it: DeviceMesh.from_torch(mesh)",
+        fix="convert it: DeviceMesh.from_torch(mesh)",
     )
 
 

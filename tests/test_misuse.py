@@ -395,8 +395,11 @@ def test_a_work_that_is_dropped_is_warned_of_once_a_place(
         assert summary.startswith(f"the Work of {operation} was dropped before wait() was called")
         assert f" {operation}(" in summary and " on the world" in summary
         assert f"{place} in drop\n" in summary
-        assert "expected: wait(), or a future, before its tensors are used: they may" in summary
-        assert "fix:      keep it and call wait(), or let the collective itself wait" in summary
+        assert "expected: wait() or a future before its tensors are used, which may" in summary
+        assert (
+            "fix:      keep the Work and call wait(), or call the collective without async_op=True"
+            in summary
+        )
 
 
 @pytest.mark.parametrize(

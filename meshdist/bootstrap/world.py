@@ -357,7 +357,7 @@ def install_world(world: World) -> None:
         raise WorldError(
             "the process group is initialized already",
             where=f"rank {former.rank} of {former.size}, from {former.origin}",
-            fix="call destroy_process_group() first, or drop the second init_process_group",
+            fix="call destroy_process_group() first, or remove the second init_process_group",
         )
     _of_process[0], _forks_at_world = world, num_forks()
     _group_of_process[0] = world.group

@@ -149,7 +149,7 @@ def _timed_out(
     found = f"rank {outcome.by}: {outcome.failure}"
     if me in outcome.absent:
         summary = f"rank {me} came to monitoredBarrier when rank {outcome.by} had given up"
-        fix = f"look at what kept rank {me}, or raise the timeout"
+        fix = f"check what delayed rank {me}, or pass a longer timeout"
     elif me == leader:
         summary = outcome.failure
         found = _last_calls(world, outcome.absent if names_all else outcome.absent[:1])
@@ -162,7 +162,7 @@ def _timed_out(
         fix = f"look at the error of rank {leader}, which tells more"
         if leader in outcome.absent:
             found = f"{found}\n{_last_calls(world, [leader])}"
-            fix = f"look at what rank {leader} does instead, or raise the timeout"
+            fix = f"check what rank {leader} does instead, or pass a longer timeout"
     expected = f"the same call on ranks {', '.join(map(str, ranks))}"
     return CollectiveTimeoutError(summary, where=where, expected=expected, found=found, fix=fix)
 

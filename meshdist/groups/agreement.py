@@ -311,28 +311,29 @@ class _PendingAgreement:
             raise MismatchError(
                 f"the ranks do not define the same {kind}",
                 where=f"rank {rank}, among {ranks_text(self.members)}",
-                expected=f"one and the same {kind} on every rank",
+                expected=f"the same {kind} on every rank",
                 found=found,
-                fix=f"make the {kind} from equal arguments on all of its ranks, in the same order",
+                fix=f"create the {kind} with the same arguments on all of its ranks, "
+                "in the same order",
             )
         if how == "lack":
             raise lack_error(self._rank, self._text, self.members, found)
         them = ranks_text(missing)
         kind_of_error: type[MeshdistError] = CollectiveTimeoutError
         if how == "ended":
-            summary, kind_of_error = f"{them} cannot come to make a {kind}", BackendError
-            fix = f"look at what ended {them}; make it on the ranks that are left"
+            summary, kind_of_error = f"{them} exited before creating a {kind}", BackendError
+            fix = f"check why {them} exited, or create it with the remaining ranks"
         elif how == "left":
-            summary, kind_of_error = f"{them} has given up to make a {kind}", BackendError
-            fix = f"look at what interrupted {them}; make it again on all of them"
+            summary, kind_of_error = f"{them} was interrupted while creating a {kind}", BackendError
+            fix = f"check what interrupted {them}, and create it again on all ranks"
         elif rank in missing:
-            summary = f"others gave up to wait before rank {rank} came to make a {kind}"
+            summary = f"the other ranks timed out before rank {rank} started to create a {kind}"
             same = f"{same}, at about the same time"
-            fix = f"look at what kept rank {rank}, or raise the timeout"
+            fix = f"check what delayed rank {rank}, or pass a longer timeout"
             found = f"rank {outcome['by']} waited {seconds} for {self._text}"
         else:
-            summary = f"{them} did not come within {seconds} to make a {kind}"
-            fix = f"look at what {them} does instead, or raise the timeout"
+            summary = f"{them} did not arrive within {seconds} to create a {kind}"
+            fix = f"check what {them} does instead, or pass a longer timeout"
         raise kind_of_error(summary, where=where, expected=same, found=found, fix=fix)
 
     def _peek(self, key: str) -> bytes | None:

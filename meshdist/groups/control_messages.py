@@ -153,7 +153,9 @@ class ControlThread:
                 try:
                     read_json(self._store, _signal_key(self._seen), self._act)
                 except StoreError as junk:
-                    _log.warning("rank %d ignores signal %d: %s", self._rank, self._seen, junk)
+                    _log.warning(
+                        "rank %d ignores control message %d: %s", self._rank, self._seen, junk
+                    )
         except (RuntimeError, OSError):  # the store may answer later, or its end ends this thread
             self._drop_alarm(SURE_S)
 

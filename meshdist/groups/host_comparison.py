@@ -193,7 +193,7 @@ def _parse(process_info: dict[str, Any]) -> FlagsAddress | None:
 
 
 def reason_of(disagreement: dict[str, str]) -> str:
-    """Return summary and finding of an MismatchError as text: why later collectives are rejected."""
+    """Return the summary and ``found`` of a MismatchError: why later collectives raise."""
     return f"{disagreement['summary']}: {disagreement['found']}"
 
 

@@ -101,7 +101,7 @@ class Liveness:
                     world.store.delete_key(old)
 
     def make_search(self, agreement: Agreement, ranks: tuple[int, ...]) -> Callable[[], str]:
-        """Return a function that names the ``ranks`` that cannot come any more, or returns ""."""
+        """Return a function that names the ``ranks`` that can no longer join, or returns ""."""
         looks, read = Looks(len(ranks), 1), partial(read_number, self.world.store)
         counts = arrival_counter_of(agreement.members, self.world.hosts)
         key = key_of_opened(agreement)  # the search lives as long as what is opened
@@ -113,7 +113,7 @@ class Liveness:
             left = {rank for rank, how in ended.items() if how in IN_GOOD_ORDER}
             absent = counts.find_absent(read, [key], left)
             lost = (ended.keys() - left).union(absent)
-            return f"{ranks_text(lost)} cannot come any more" if lost else ""
+            return f"{ranks_text(lost)} can no longer join" if lost else ""
 
         def search() -> str:
             nonlocal known  # else a second thread of the opening would wait for the next look

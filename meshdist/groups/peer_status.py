@@ -1,8 +1,7 @@
-"""The other members of a group, asked and notified when one of its calls fails.
+"""Query and notify the other members of a group when a call fails or stalls.
 
-Where a rank has waited in a collective for long, a line on stderr says which members have not come
-to it: a wait ends with an error only at its timeout, half an hour as a rule. Of the ranks that wait
-in one call, one writes. ``stall_warning`` says of the calls inside that they are meant to wait.
+If a rank waits in a collective for long, one of the waiting ranks logs which members did not reach
+it, long before the timeout. ``stall_warning`` changes or disables this warning.
 """
 
 from __future__ import annotations
@@ -256,7 +255,7 @@ def silent_ranks(
 
 
 WAIT_NOTICE_VARIABLE = "MESHDIST_STALL_WARNING_S"
-"""The variable that says after how many seconds; 0 for never."""
+"""The environment variable for the number of seconds; 0 disables the warning."""
 
 _DEFAULT_S = 30.0
 _OPERATIONS = tuple(
@@ -267,7 +266,7 @@ _log = logging.getLogger("meshdist.waits")
 
 
 class LatePeers:
-    """A watch on this rank's latest call: it logs once for which members a late call waits."""
+    """Watches this rank's latest call and logs once which members it waits for."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -277,7 +276,7 @@ class LatePeers:
         self._deadline = Deadline(None)
 
     def look(self) -> None:
-        """Log once, by a new thread, for whom the latest call waits if it is beyond its limit."""
+        """Log once, in a new thread, which ranks the latest call waits for if it is late."""
         registry = get_registry(self._world)
         opened = max(registry.all_opened(), key=lambda each: each.recorder.moment, default=None)
         if opened is None:
@@ -288,7 +287,7 @@ class LatePeers:
             self._limit_s = self._default_s if given_s is None else given_s
             self._deadline = Deadline(self._limit_s or None)
         elif self._deadline.is_over and _is_in_a_operation():
-            self._deadline = Deadline(None)  # it is told of once
+            self._deadline = Deadline(None)  # log it only once
             call = opened.recorder.find_note()
             if call is not None:
                 told = threading.Thread(
@@ -315,18 +314,18 @@ class LatePeers:
 @contextmanager
 @untraced
 def stall_warning(after_s: float | None) -> Iterator[None]:
-    """Let this rank tell of the waits inside after ``after_s`` seconds; None: never.
+    """Log a stall warning for calls in the block only after ``after_s`` seconds; None: never.
 
-    Put it around a collective to which some ranks come long before the others, as they are meant
-    to. It stands in for ``MESHDIST_STALL_WARNING_S``; timeouts run on.
+    Use it around a collective that some ranks are expected to reach long before others. It
+    overrides ``MESHDIST_STALL_WARNING_S`` and does not change timeouts.
 
     Raises:
-        ArgumentError: ``after_s`` is no number of seconds above 0.
+        ArgumentError: ``after_s`` is not a number of seconds above 0.
 
     Example:
         >>> import meshdist as md
         >>> def program():
-        ...     with md.stall_warning(None):  # rank 1 may come an hour later
+        ...     with md.stall_warning(None):  # rank 1 may arrive an hour later
         ...         md.barrier()
         >>> md.simulate(program, 2)
         [None, None]
@@ -336,6 +335,7 @@ def stall_warning(after_s: float | None) -> Iterator[None]:
         raise ArgumentError(
             f"after_s is {after_s!r}",
             expected="a number of seconds above 0, or None to turn the warning off",
+            fix="pass a number of seconds, for example md.stall_warning(60)",
         )
     registry = get_registry(get_usable_world())
     before, registry.stall_warning_s = registry.stall_warning_s, after_s or 0.0
@@ -363,5 +363,6 @@ def _read_limit() -> float:
         raise ArgumentError(
             f"{WAIT_NOTICE_VARIABLE} is {text!r}",
             expected="a number of seconds, for example 30, or 0 to turn the warning off",
+            fix=f"set {WAIT_NOTICE_VARIABLE}=30, or unset it",
         )
     return limit_s

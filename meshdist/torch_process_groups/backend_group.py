@@ -368,12 +368,12 @@ class BackendGroup(_TorchsGroup):  # type: ignore[misc]
         has_nccl = torch_distributed.is_nccl_available() and torch.cuda.is_available()
         if kind != "cuda" or not has_nccl:
             raise BackendError(
-                f"{inner.name} cannot carry {kind} tensors",
+                f"{inner.name} does not support {kind} tensors",
                 where=inner.here,
-                expected=f"tensors that the backend {self._backend.name!r} serves, or CUDA tensors by "
-                "NCCL",
+                expected=f"tensors that backend {self._backend.name!r} supports, or CUDA tensors "
+                "with NCCL",
                 found="a torch without NCCL, or no GPU" if kind == "cuda" else f"a {kind} tensor",
-                fix="move the tensor to the CPU, or make a group of another backend for it",
+                fix="move the tensor to the CPU, or create a group with another backend for it",
             )
         store = PrefixStore(kind, self._opening.make_torch_store())
         ranks, place, size = inner.ranks, inner.rank(), inner.size()

@@ -102,7 +102,7 @@ class InnerGroup(ProcessGroup):
                 f"{self.name} cannot be used after a failure",
                 where=self.here,
                 found=self._aborts[self._label]["reason"],
-                fix="make a new group on the ranks that are left",
+                fix="create a new group with the remaining ranks",
             )
 
     def break_here(self, reason: str) -> None:

@@ -78,7 +78,7 @@ class TorchWork(torch_distributed.Work):
                 thread.join()
 
     def end_with(self, records: list[Any], is_async: bool) -> None:
-        """End the profiler's ``records`` with the collective; of an async call maybe at its start."""
+        """End the profiler's ``records`` with the collective, or at the start of an async call."""
         # Another thread ends it, and holds it last: so the profiler sees that the collective went
         # on in the background. torch 2.11 drops such a record: it ends with an async call's start
         # there. A simulated rank has one thread.

@@ -435,12 +435,12 @@ REFUSED = [
     (
         lambda: md.all_reduce(X, group="tp"),
         TypeError,
-        "name the axis on its mesh: group=mesh['tp']",
+        "pass the axis of its mesh: group=mesh['tp']",
     ),
     (
         lambda: md.all_reduce(X, group=("dp", "tp")),
         TypeError,
-        "name the axis on its mesh: group=mesh[('dp', 'tp')]",
+        "pass the axis of its mesh: group=mesh[('dp', 'tp')]",
     ),
     (
         lambda: md.all_reduce(torch._efficientzerotensor(2)),
@@ -460,7 +460,7 @@ REFUSED = [
     (
         lambda: md.all_reduce(X, group=torch.distributed.ProcessGroup(0, 1)),
         TypeError,
-        "make ours of the same ranks: meshdist.distributed.new_group(ranks)",
+        "create a meshdist group of the same ranks: meshdist.distributed.new_group(ranks)",
     ),
     (lambda: md.broadcast(X), ValueError, "broadcast needs src or group_src"),
     (lambda: md.broadcast(X, src=0, group_src=0), ValueError, "both src and group_src"),

@@ -579,7 +579,7 @@ def test_refusals_of_dtensors() -> None:
         "clip_grad_norm_ takes a mesh\n"
         "  expected: a DeviceMesh of meshdist\n"
         "  found:    a torch.distributed.device_mesh.DeviceMesh\n"
-        "  fix:      make ours of it: DeviceMesh.from_torch(mesh)"
+        "  fix:      convert it: DeviceMesh.from_torch(mesh)"
     )
 
 

@@ -135,12 +135,12 @@ def test_ranks_that_wait_in_different_agreements_are_shown_at_the_timeout(pool: 
     found = pool.run(program, 3)
     for rank, (here, there) in enumerate((("mesh", "group"), ("group", "mesh"))):
         other, (text, _) = 1 - rank, found[rank]
-        summary = f"rank {other} did not come within 3 s to make a {here}"
+        summary = f"rank {other} did not arrive within 3 s to create a {here}"
         place = rf"rank {other}: .*; now at .*test_failures.py:\d+ in .*make_a_{there}"
         assert is_late(text, summary, "for ranks 0-1", place), text
     for rank, (_, text) in enumerate(found):
         size, others = ("3", "rank 0") if rank else ("2", "rank 1")
-        summary = f"{others} did not come within 3 s to make a mesh"
+        summary = f"{others} did not arrive within 3 s to create a mesh"
         place = f"{others}: .*; now at .*in .*make_a_mesh"
         where = f"rank {rank}, DeviceMesh({size}), for ranks 0-{int(size) - 1}"
         assert is_late(text, summary, where, place), text
@@ -176,7 +176,7 @@ def test_a_wait_for_others_goes_on_though_a_third_looks_how_it_does(pool: Pool) 
         pool.start(BY_WAY_OF_A_THIRD, places(3), has_teardown=False)[1:], 1
     ):
         awaited = "ranks 0, 2 did" if rank == 1 else "rank 0 did"
-        start = f"CollectiveTimeoutError {awaited} not come within 3 s to make a"
+        start = f"CollectiveTimeoutError {awaited} not arrive within 3 s to create a"
         assert ended.stdout.startswith(start), ended.stdout + ended.stderr
 
 
@@ -291,7 +291,7 @@ def test_a_rank_that_has_ended_is_not_waited_for_where_a_mesh_is_made(pool: Pool
     assert is_within(time.monotonic() - start, 15)
     ended = {"kill": "has ended", "destroy": "destroyed its process group"}.get(how, "")
     for rank in (0, 2):
-        assert told[rank].startswith("BackendError: rank 1 cannot come to make a mesh\n")
+        assert told[rank].startswith("BackendError: rank 1 exited before creating a mesh\n")
         assert f"rank {rank}, DeviceMesh(3), for ranks 0-2" in told[rank]
         assert f"found:    rank 1 {ended}" in told[rank]
         assert "make it on the ranks that are left" in told[rank]
@@ -550,7 +550,7 @@ def test_a_rank_late_to_open_a_group_is_named_with_what_it_does(pool: Pool) -> N
 
     told = pool.run(program, 3)
     for rank in (0, 2):
-        assert "rank 1 did not come within 1 s to make a group" in told[rank]
+        assert "rank 1 did not arrive within 1 s to create a group" in told[rank]
         assert "rank 1: call 1 on the world: all_reduce((1,) float32, SUM) at " in told[rank]
 
 

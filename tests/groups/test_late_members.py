@@ -141,7 +141,8 @@ def test_a_wait_of_no_number_of_seconds() -> None:
             "after_s is nan",
         ]
         expected = "expected: a number of seconds above 0, or None to turn the warning off"
-        assert all(text.endswith(expected) for text in found)
+        fix = "fix:      pass a number of seconds, for example md.stall_warning(60)"
+        assert all(text.endswith(f"{expected}\n  {fix}") for text in found)
 
 
 @pytest.mark.parametrize("text", ["soon", "-1", "nan", "inf"])

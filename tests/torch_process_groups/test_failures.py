@@ -184,7 +184,7 @@ def test_who_does_not_come_is_waited_for_no_longer_than_the_timeout(pool: Pool) 
         "group '0' (ranks 0-1) cannot be used after a failure\n"
         "  where:    rank 0\n"
         "  found:    all_reduce failed before: its timeout has passed\n"
-        "  fix:      make a new group on the ranks that are left"
+        "  fix:      create a new group with the remaining ranks"
     )
 
 
@@ -321,7 +321,7 @@ def test_a_forked_child_says_nothing_for_its_parent(pool: Pool) -> None:
         (
             lambda: dist.all_reduce(torch.ones(2, device="meta")),
             md.BackendError,
-            "group '0' (ranks 0-1) cannot carry meta tensors",
+            "group '0' (ranks 0-1) does not support meta tensors",
         ),
         (
             lambda: dist.group.WORLD.allreduce([torch.ones(1), torch.ones(1)]),
