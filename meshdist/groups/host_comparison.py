@@ -1,11 +1,11 @@
-"""Compare the calls of a group's members: in shared memory on one host, by rounds between hosts.
+"""Compare the calls of a group's members, in shared memory or by rounds between hosts.
 
 On one host a communicator's members share the tables of their headers (``FingerprintTables``), so
 that each call is compared as it is made. Between hosts they all-gather the fingerprints of their
 calls since the last such round (``HostComparison``), at calls 1, 2, 4, 8, ... 256 and every 256th
 after. As all members count the same calls, all start a round before the same call.
 
-Drawn case: member 2 passes MAX to call 6, the others SUM. The round before call 8 gathers
+Worked example: member 2 passes MAX to call 6, the others SUM. The round before call 8 gathers
 
     call        5    6    7    8
     member 0    a    b    a    c
@@ -64,7 +64,7 @@ DISAGREEMENT = "disagreement"
 
 
 class FingerprintTables:
-    """Maker of header tables, the shared memory by which members compare calls.
+    """Factory of fingerprint tables: the shared memory in which members compare calls.
 
     Args:
         words: this process's shared words; None until ``make_words`` makes some.
