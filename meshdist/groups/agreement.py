@@ -3,9 +3,10 @@
 Every member counts itself in the store under a digest of its definition and waits for one key, the
 outcome, which the last member writes. If digests differ, the last member reads the definitions, and
 every member raises the same error, which shows both. The first members to wait look for missing
-ones, less and less often; if one has exited, they write that as the outcome. The number of requests
-of each other member does not depend on the number of members. Members that wait for each other in
-different agreements time out; each error shows the definition and the missing ranks' source lines.
+members, less and less often; if a member has exited, they write that as the outcome. The number of
+requests of each other member does not depend on the number of members. Members that wait for each
+other in different agreements time out; each error shows the definition and the missing ranks'
+source lines.
 
 Worked example: ranks 0 and 2 create a mesh of size 3; rank 1 passes size 4 by mistake. Their
 definitions have the digests A and B. Keys have the agreement's name as prefix; time runs downwards:
@@ -168,7 +169,7 @@ class Agreements:
 
 @dataclass(eq=False)
 class _PendingAgreement:
-    """This rank's state in an agreement."""
+    """State of this rank in an agreement."""
 
     # The keys below its ``name``: ``DIGEST/...`` counts members by definition, ``came`` all of
     # them; ``DIGEST/about`` is a definition, ``digest/NUMBER`` lists the digests; ``outcome``.

@@ -53,7 +53,7 @@ class ControlReply(TypedDict):
     calls: list[dict[str, Any]]
     """The last call on each communicator (label, sequence, text), most recent last."""
     about: str | None
-    """The one call that was asked about; None where it has not reached this call."""
+    """The requested call; None if the rank has not reached it."""
     now: str
     """The current source line; "" inside the last call."""
 

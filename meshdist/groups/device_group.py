@@ -104,7 +104,7 @@ class DeviceGroup:
 
     @property
     def demands_layouts(self) -> bool:
-        """Whether the members' tensors must have equal memory layouts."""
+        """Return whether the members' tensors must have equal memory layouts."""
         return self.opened.sees_all_calls
 
     def explained(self, error: BaseException) -> BaseException:
@@ -300,7 +300,7 @@ class DeviceGroup:
         return self.opened.label in self.aborts
 
     def reject_broken(self) -> None:
-        """If the group is unusable, raise an earlier call's pending error or the reason."""
+        """Raise an earlier call's pending error, or the reason, if the group is unusable."""
         if self.aborts and self.is_broken():
             error = self.communicator.take_error()
             if error is None:

@@ -82,7 +82,7 @@ class PeerStatus(ABC):
 
     @property
     def is_closed(self) -> bool:
-        """Whether this member has closed the communicator."""
+        """Return whether this member has closed the communicator."""
         return False
 
     def compare_again(  # noqa: B027 (most compare nothing while they wait)
@@ -152,8 +152,8 @@ class FailureDiagnosis:
 
     def explain(self, failure: BackendFailure, note: int | None = None) -> MeshdistError:
         """Return the error for ``failure`` of the call recorded as ``note``, or of the last call."""
-        # The first rank that fails leaves its reason in the store, which later ranks quote. If a signal
-        # handler raised, the others are notified and its exception is raised here unchanged.
+        # The first rank that fails stores its reason, which later ranks quote. An exception of a
+        # signal handler is reported to the others and raised here unchanged.
         if isinstance(failure, Interrupted):
             self._others.give_up(f"gave up in {self._find_call(note).heading}: {failure}")
             wait_until(failure.is_over, Deadline(_REASON_S))

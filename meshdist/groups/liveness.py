@@ -46,7 +46,7 @@ _DONE = timedelta(seconds=30)
 
 @dataclass(frozen=True)
 class Liveness:
-    """Arrival counts in the store, one per synchronization point."""
+    """Arrival counts in the store, for each synchronization point."""
 
     world: World
     endings: Endings
@@ -101,7 +101,7 @@ class Liveness:
                     world.store.delete_key(old)
 
     def make_search(self, agreement: Agreement, ranks: tuple[int, ...]) -> Callable[[], str]:
-        """Return a function that names the ``ranks`` that can no longer join, or returns ""."""
+        """Return a function that names the ``ranks`` that exited before they arrived, or ""."""
         looks, read = Looks(len(ranks), 1), partial(read_number, self.world.store)
         counts = arrival_counter_of(agreement.members, self.world.hosts)
         key = key_of_opened(agreement)  # the search lives as long as what is opened

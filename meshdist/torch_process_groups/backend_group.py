@@ -57,7 +57,7 @@ class _BackendForHooks(Backend):
     # process group itself has none. The recorder stays empty: torch's dispatcher feeds it, which
     # our collectives do not pass. Our own recorder notes them.
     def getBackendName(self) -> str:
-        """Return "meshdist", the name of the backend in torch's errors."""
+        """Return "meshdist", which torch shows in its errors."""
         return "meshdist"
 
 
@@ -86,7 +86,7 @@ def _for_its_backend(name: str, method: Callable[..., Any]) -> Callable[..., Any
 
 
 class BackendGroup(_TorchsGroup):  # type: ignore[misc]
-    """A torch process group on a meshdist backend. Creating one is collective over its members.
+    """A torch process group on a meshdist backend; its creation is collective.
 
     Args:
         kept: An object that the store needs; released when the group ends.
@@ -116,7 +116,7 @@ class BackendGroup(_TorchsGroup):  # type: ignore[misc]
     # -- what it is ------------------------------------------------------------------------------
 
     def getBackendName(self) -> str:  # torch's names, here and below
-        """Return the name of the backend."""
+        """Return the lower-case name under which the backend is registered."""
         return self._backend.name
 
     name = getBackendName
@@ -428,7 +428,7 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _TorchTensorLayout(NamedTuple):
-    """How torch's groups call a meshdist collective.
+    """Facts by which torch's groups call a meshdist collective.
 
     Args:
         run: the collective, without its marks: no fast path, which is for one thread, no record of

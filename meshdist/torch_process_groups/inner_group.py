@@ -46,7 +46,7 @@ _ABORT = "abort"
 
 
 class InnerGroup(ProcessGroup):
-    """A torch group as a meshdist group. Creating one opens the backend and is collective."""
+    """A torch group as a meshdist group; its creation opens the backend and is collective."""
 
     def __init__(self, backend: BackendType, opening: Opening) -> None:
         ranks, timeout, label = opening.ranks, opening.timeout, opening.name

@@ -91,8 +91,8 @@ def get_world_size(group: GroupLike = None) -> int:
 def get_backend(group: GroupLike = None) -> Backend:
     """Return the name of the backend of ``group``.
 
-    If the group has different backends for different device types, return the one that AxisOptions
-    named, else the accelerator's if the backends are defaults, else the pairs as text.
+    If the group has different backends for different device types, return the backend
+    that AxisOptions named, else the accelerator's if the backends are defaults, else the pairs.
 
     Args:
         group: The group; None means the world.

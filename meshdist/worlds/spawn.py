@@ -1,4 +1,4 @@
-"""Run a function in new processes, one per rank, and return the results.
+"""Run a function in a new process for each rank and return the results.
 
 Each rank is a new interpreter with the environment of ``meshdist run``. Like multiprocessing's
 "spawn", it imports the main module under a name other than ``__main__``, so that a script's
@@ -225,7 +225,7 @@ class _RankResult:
 
     @property
     def is_missing(self) -> bool:
-        """Whether the rank closed its pipe without an answer."""
+        """Return whether the rank closed its pipe without an answer."""
         return self.is_whole and not self._data
 
     def find(self) -> tuple[str, Any]:
