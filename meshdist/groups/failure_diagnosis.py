@@ -151,7 +151,7 @@ class FailureDiagnosis:
         self._unknown = CallRecord(0, group, get_call("an earlier call", None))
 
     def explain(self, failure: BackendFailure, note: int | None = None) -> MeshdistError:
-        """Return the error for ``failure`` of the call recorded as ``note``, or of the last call."""
+        """Return the error for ``failure`` of the call recorded as ``note`` or of the last call."""
         # The first rank that fails stores its reason, which later ranks quote. An exception of a
         # signal handler is reported to the others and raised here unchanged.
         if isinstance(failure, Interrupted):
