@@ -320,8 +320,8 @@ class _PendingAgreement:
         them = ranks_text(missing)
         kind_of_error: type[MeshdistError] = CollectiveTimeoutError
         if how == "ended":
-            summary, kind_of_error = f"{them} exited before creating a {kind}", BackendError
-            fix = f"check why {them} exited, or create it with the remaining ranks"
+            summary, kind_of_error = f"{them} left before creating a {kind}", BackendError
+            fix = f"check why {them} left, or create it with the remaining ranks"
         elif how == "left":
             summary, kind_of_error = f"{them} was interrupted while creating a {kind}", BackendError
             fix = f"check what interrupted {them}, and create it again on all ranks"
