@@ -124,7 +124,9 @@ def timeouts_name() -> str:
 
 
 def is_told_of_a_timeout(found: list[str]) -> bool:
-    is_late = found[0].startswith("CollectiveTimeoutError: all_reduce on group of ranks 0-1 was")
+    is_late = found[0].startswith(
+        "CollectiveTimeoutError: all_reduce on group of ranks 0-1 timed out"
+    )
     return is_late and "rank 1: did not reach this call; last call " in found[0]
 
 
