@@ -1,11 +1,11 @@
-"""The names of torch.distributed that meshdist has, and those of torch's that go with them.
+"""Provide the API of torch.distributed: a drop-in replacement.
 
     import meshdist.distributed as dist
 
-is the line that a program for torch changes. Beside torch.distributed's names stand those that
-torch keeps elsewhere (``DistributedDataParallel``, ``DistributedSampler``, ``Join``, averagers of
-models, communication hooks), the ways from DTensor and to it, ``World`` and ``shared_empty``. A
-name that torch has and meshdist lacks says where to go.
+The module also has names from other torch modules (``DistributedDataParallel``,
+``DistributedSampler``, ``Join``, model averagers, communication hooks), the conversions from and to
+DTensor, ``World`` and ``shared_empty``. If meshdist lacks a name of torch, the error names the
+alternative.
 """
 
 from __future__ import annotations

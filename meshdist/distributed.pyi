@@ -1,4 +1,4 @@
-"""The names of meshdist.distributed, and the home of each: what it loads, and checkers read."""
+"""List the names of meshdist.distributed and their modules, for loading and type checkers."""
 
 from .backends.backend_names import Backend as Backend, BackendConfig as BackendConfig
 from .backends.work import Work as Work

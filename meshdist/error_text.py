@@ -21,6 +21,11 @@ _LABELS = ("where", "expected", "found", "fix")
 _WIDTH = len("expected:") + 1
 _MOST_TEXTS = 50
 
+UNUSABLE_GROUP = (
+    "this group can no longer be used: create a new one with new_group(), or re-initialize"
+)
+"""The end of the ``fix`` of an error after which every later call on its group fails."""
+
 
 def explain(
     summary: str,

@@ -168,7 +168,7 @@ class NotInitializedError(MeshdistError, ValueError, RuntimeError):
 
 
 class WorldError(MeshdistError, ValueError, RuntimeError):
-    """The world is initialized already, belongs to another process, or rejects the call."""
+    """The world is already initialized, belongs to another process, or rejects the call."""
 
 
 class RendezvousError(MeshdistError, DistNetworkError, ValueError):

@@ -186,7 +186,7 @@ texts = []
 for backend in sys.argv[1:]:
     md.init_process_group(backend)
     launched()
-    texts.append(disagree())  # the group is broken now
+    texts.append(disagree())  # the group is unusable from here on
     md.destroy_process_group()
 for text in simulated_texts + texts:
     assert "barrier() [1]" in text and "barrier() [2]" in text, text

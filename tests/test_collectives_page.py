@@ -66,7 +66,7 @@ def test_the_error_that_the_page_shows() -> None:
     def program() -> None:
         md.all_reduce(torch.ones(6 if md.get_rank() == 0 else 4))
 
-    (told,) = re.findall(r"```text\n(the members of a group.*?)```", page(), re.DOTALL)
+    (told,) = re.findall(r"```text\n(collective mismatch: .*?)```", page(), re.DOTALL)
     with pytest.raises(md.MismatchError) as caught:
         md.simulate(program, 2)
     assert without_places(str(caught.value)) == without_places(told.rstrip("\n"))

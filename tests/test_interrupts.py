@@ -168,6 +168,7 @@ def test_a_timeout_says_where_a_rank_is_that_is_in_no_collective(tmp_path: Path)
     )
     found = done.stderr.replace(str(script), "train.py")
     assert (
-        "rank 1: did not arrive; last call 1 on the world: all_reduce((3,) float32, SUM) at "
+        "rank 1: did not reach this call; "
+        "last call 1 on the world: all_reduce((3,) float32, SUM) at "
         "train.py:22 in train; now at train.py:14 in load\n" in found
     )

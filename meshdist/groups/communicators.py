@@ -1,13 +1,11 @@
-"""The communicators that this rank has open in its world, shared where equal.
+"""Track the communicators that this rank has open, and share them between equal groups.
 
-Two groups with equal ranks in equal order, on the same backend with the same options, use one
-communicator; private groups never share. Whether it can be shared depends on all members, since
-any of them may have closed it, or seen it fail, before the others: each offers what it has when
-they agree on what they make, and the agreement gives the communicator its label.
+Groups with the same ranks in the same order, backend and options share one communicator; private
+groups never share. A member may have closed it or seen it fail before the others, so each member
+offers its communicators in the agreement, which assigns the label.
 
-Groups that the program drops are collected at any time, on other ranks later or never. So what
-they have open stays until all of its members close it at once:
-when they agree on something else, and all of them offer its end.
+Garbage collection drops groups at different times on different ranks. Their communicators stay open
+until all members offer to close them in a later agreement.
 """
 
 from __future__ import annotations
@@ -66,7 +64,7 @@ _LAST = timedelta(seconds=2)
 
 @dataclass(eq=False)
 class OpenCommunicator:
-    """A communicator, its label (equal on all members), and the groups that use it."""
+    """An open communicator, its label (equal on all members) and the groups that use it."""
 
     label: str
     communicator: Communicator
@@ -105,21 +103,21 @@ class OpenCommunicator:
 
 
 class Registry:
-    """The communicators that one rank has open; made on first use and closed with the world."""
+    """The communicators that one rank has open, closed with the world."""
 
     def __init__(self, world: World) -> None:
         self.world = world
         self.aborts: dict[str, dict[str, Any]] = {}
-        """Why a communicator is broken, by label."""
+        """The abort message of each unusable communicator, by label."""
         self.beside_backends = Recorder()
-        """Calls that go through the store instead of a communicator."""
+        """Records calls that use the store instead of a communicator."""
         self.fingerprint_tables = FingerprintTables(world)
         self.endings = Endings(world)
         self.liveness = Liveness(world, self.endings)
         self.look: Callable[[], None] | None = None
-        """The function that the signal thread calls every now and then."""
+        """The function that the control thread calls regularly."""
         self.stall_warning_s: float | None = None
-        """After how long a wait is told of, in the context that says so; 0 for never."""
+        """The limit of the ``stall_warning`` block; 0 disables the warning."""
         self._agreements = Agreements(world, self.endings)
         self._by_label: dict[str, OpenCommunicator] = {}
         self._lock = threading.RLock()
@@ -127,7 +125,7 @@ class Registry:
         self._signals: ControlThread | None = None
 
     def start(self) -> None:
-        """Start this rank's signal thread, and register its end; do nothing on simulated ranks."""
+        """Start this rank's control thread and register its end; do nothing on simulated ranks."""
         world = self.world
         if world.is_simulated:
             return
@@ -141,13 +139,13 @@ class Registry:
 
     @contextmanager
     def opening(self, agreement: Agreement | None = None) -> Iterator[Callable[..., Agreement]]:
-        """Yield ``Agreements.agree``; then wait for members, close communicators that they dropped.
+        """Yield ``Agreements.agree``; then wait for members and close dropped communicators.
 
         Args:
-            agreement: already made for what the body opens; its members are awaited as well.
+            agreement: An earlier agreement for the block; its members are awaited, too.
         """
-        # When all is open this waits shortly for the other members, and longer on the rank whose
-        # process serves the store: a member that ended now would fail others that still connect.
+        # Wait briefly for the other members, and longer on the rank that hosts the store: a member
+        # that exited now would make the others' connects fail.
         made = [] if agreement is None else [agreement]
         leaving: list[OpenCommunicator] = []
 
@@ -178,11 +176,11 @@ class Registry:
             self._close([opened for opened in leaving if opened.is_leaving])
 
     def _find_dropped(self, here: Collection[int], offers: Offers) -> list[OpenCommunicator]:
-        """Mark as leaving, and return, unused communicators; none during other openings.
+        """Mark unused communicators as leaving and return them; none during other openings.
 
         Args:
-            here: the members of the agreement to be made; only communicators within these leave.
-            offers: communicators that this agreement may share, which stay.
+            here: The members of the next agreement; only communicators within them leave.
+            offers: Communicators that this agreement may share; they stay.
         """
         found, kept = [], {label for label, _ in offers.values()}
         with self._lock:
@@ -196,7 +194,7 @@ class Registry:
         return found
 
     def drop(self, group: Any) -> bool:
-        """End a dropped group's use of communicators; return whether any keeps it as last user."""
+        """Remove a dropped group; return whether a communicator keeps it as its last user."""
         with self._lock:
             opened = {device_group.opened for device_group in group.device_groups}
             for communicator in opened:
@@ -206,7 +204,7 @@ class Registry:
         return any(id(group) in communicator.users for communicator in opened)
 
     def _finish_opening(self, agreement: Agreement, patience: timedelta | None) -> None:
-        """Count this rank as open; wait ``patience``, if any, for all; set ``sees_all_calls``."""
+        """Mark this rank as connected and wait up to ``patience`` for the others."""
         world, members = self.world, agreement.members
         if not world.has_processes or len(members) < 2:
             return
@@ -221,10 +219,10 @@ class Registry:
     def acquire(
         self, backend: BackendType, opening: Opening, agreement: Agreement, label: str, user: Any
     ) -> OpenCommunicator:
-        """Return the open communicator ``label``, or open it over ``backend``, and record ``user``.
+        """Return the communicator ``label``, opening it if needed, and register ``user``.
 
         Args:
-            user: the group that asks; if it is private no other group may share the communicator.
+            user: The group; if it is private, no other group may share the communicator.
         """
         with self._lock:
             shared = self._by_label.get(label)
@@ -264,7 +262,7 @@ class Registry:
         return opened
 
     def find_label(self, connection: str, ranks: tuple[int, ...], options: Any) -> str:
-        """Return the label of an open communicator of equal arguments that may be shared, or "".
+        """Return the label of an open communicator that may be shared, or "".
 
         Args:
             connection: the backend's name for it, of ``BackendType.connection_for``.
@@ -275,7 +273,7 @@ class Registry:
             return next((each.label for each in reversed(found) if not each.is_leaving), "")
 
     def release(self, opened: OpenCommunicator, user: Any) -> None:
-        """Remove ``user``; close the communicator after its last."""
+        """Remove ``user``; close the communicator after the last user."""
         with self._lock:
             opened.users.pop(id(user), None)
             if opened.users or opened.label not in self._by_label:
@@ -290,7 +288,7 @@ class Registry:
             each.close()
 
     def abort(self, labels: list[str], message: dict[str, Any]) -> None:
-        """Abort the communicators ``labels`` on every rank of the world; ``message`` tells why."""
+        """Abort the communicators ``labels`` on every rank, with the reason in ``message``."""
         message = {**message, "kind": "abort", "rank": self.world.rank, "labels": labels}
         world = self.world
         try:
@@ -305,11 +303,11 @@ class Registry:
                 wait_until(lambda: read_number(world.store, received) >= world.size, limit)
 
     def break_here(self, label: str, reason: str, **more: Any) -> None:
-        """Abort communicator ``label`` here alone, with a message of ``reason`` and ``more``."""
+        """Abort communicator ``label`` on this rank only, with ``reason``."""
         self._abort_here({"rank": self.world.rank, "labels": [label], "reason": reason, **more})
 
     def find_abort(self, label: str) -> dict[str, Any] | None:
-        """Return ``label``'s abort message or None; abort if an abort or disagreement is stored."""
+        """Return ``label``'s abort message or None; abort if the store has an abort or mismatch."""
         known, store, key = self.aborts.get(label), self.world.store, f"{label}/abort"
         if known is None and store.check([key]):
             known = read_json(store, key, parse_abort)
@@ -323,7 +321,7 @@ class Registry:
         return known
 
     def answer(self, about: dict[str, Any]) -> ControlReply:
-        """Return each communicator's last call, the call ``about`` unless {}, and the place now."""
+        """Return each communicator's last call, the call ``about`` and the current line."""
         asked = self._by_label.get(about.get("label", ""))
         recorders = [(opened.label, opened.recorder) for opened in self.all_opened()]
         recorders.append(("", self.beside_backends))
@@ -356,8 +354,7 @@ class Registry:
         self._answerer.look()
 
     def compare_last(self, device_groups: Iterable[Any]) -> MeshdistError | None:
-        """Compare with other hosts the last calls on ``device_groups``, which close; return an
-        error."""
+        """Compare the last calls on closing ``device_groups`` with other hosts; return an error."""
         # It waits two seconds at most for the other members. Without them nothing is compared.
         world, error, limit = self.world, None, Deadline(_LAST)
         if find_failure(world.handled_before) is not None or world.process_id != os.getpid():
@@ -374,7 +371,7 @@ class Registry:
         return error
 
     def close(self) -> None:
-        """Close all communicators and stop the signal thread; raise if last calls differ."""
+        """Close all communicators and stop the control thread; raise if last calls differ."""
         failure = find_failure(self.world.handled_before)
         users = [refer() for entry in self.all_opened() for refer in entry.users.values()]
         of_users = [
@@ -412,14 +409,14 @@ class Registry:
             return list(self._by_label.values())
 
     def _leave(self, how: str) -> None:
-        """Store ``how`` this rank leaves."""
+        """Store how this rank leaves."""
         do_not_call_at_end(self._end)
         if self.world.has_processes and self.world.process_id == os.getpid():
             opened = self.all_opened()
             self.endings.leave(how, {each.label: each.recorder.sequence for each in opened})
 
     def _end(self) -> None:
-        """End as Python exits: store how this rank ended."""
+        """Store how this rank ended, when Python exits."""
         if self.world.process_id != os.getpid():
             return
         self._leave(ending_text(find_last_exception()))

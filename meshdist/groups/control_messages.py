@@ -1,16 +1,15 @@
-"""Messages between the processes of a world that arrive while they wait in a collective, or have
-left it.
+"""Send control messages between the processes of a world, even while they wait in a collective.
 
-Each process has one signal thread. On each host that of the lowest rank that is alive learns of a
-signal by an alarm of the store's server, or looks eight times a second where there is none; the
-others look as often at its shared words. A signal is of one of two kinds:
+Each process has one control thread. On each host, the thread of the lowest live rank watches the
+store by an alarm of its server, or polls it eight times a second; the other ranks poll that
+thread's shared flags. There are two kinds of messages:
 
-* ``abort`` frees the ranks that wait in the named groups;
-* ``ask`` asks what each rank called last; the thread answers even while its rank is stuck
-  elsewhere. So a timeout can name the ranks that are missing, and where they are.
+* ``abort`` releases the ranks that wait in the named groups;
+* ``ask`` requests each rank's last call. The thread answers even if its rank is blocked, so a
+  timeout can name the missing ranks and their source lines.
 
-A rank that leaves in good order, or by an exception, writes so to the store. A rank that is killed
-cannot, but processes of one host see that its process has ended.
+A rank that exits normally or by an exception writes that to the store. If a rank is killed, the
+other processes of its host detect it.
 """
 
 from __future__ import annotations
@@ -49,34 +48,34 @@ _NUM_LEFT = "ended"
 
 
 class ControlReply(TypedDict):
-    """Fields of a rank's answer to another rank's question about its calls."""
+    """A rank's answer to an ``ask`` message."""
 
     calls: list[dict[str, Any]]
-    """Its last call on each communicator (label, sequence, text), the most recent last."""
+    """The last call on each communicator (label, sequence, text), most recent last."""
     about: str | None
-    """The one call that was asked about; None where it has not come there yet."""
+    """The requested call; None if the rank has not reached it."""
     now: str
-    """The place of the program where it is; "" where that is in its last call."""
+    """The current source line; "" inside the last call."""
 
 
 def last_call_text(answer: ControlReply | None) -> str:
-    """Return the text of a rank's last call and place, or that it gives no answer (None)."""
+    """Return the text of a rank's last call and line; None means that it did not answer."""
     if answer is None:
-        return "gives no answer: it has ended or is stopped"
+        return "does not respond: it has exited or is stopped"
     calls = answer["calls"]
-    text = f"last {calls[-1]['text']}" if calls else "runs, and has called no collective"
+    text = f"last {calls[-1]['text']}" if calls else "is running and has called no collective"
     return f"{text}; now at {answer['now']}" if answer["now"] else text
 
 
 class ControlThread:
-    """A daemon thread that acts on the signals (messages in the store) of other ranks.
+    """A daemon thread that handles the control messages of other ranks.
 
     Args:
-        answer: answers a question, given what it is about.
-        abort: acts on an abort, given its message.
-        look: called eight times a second at least; it may make requests to the
-            store, but must not wait for other ranks.
-        signs: the heartbeats of this host's processes.
+        answer: Answers an ``ask`` message.
+        abort: Handles an ``abort`` message.
+        look: Called at least eight times a second; it may make store requests but must not wait
+            for other ranks.
+        signs: The heartbeats of this host's processes.
     """
 
     def __init__(
@@ -109,7 +108,7 @@ class ControlThread:
         atexit.register(self.stop)
 
     def stop(self) -> None:
-        """End the thread; in a forked child, where it does not run, do nothing."""
+        """End the thread; do nothing in a forked child, which has no such thread."""
         atexit.unregister(self.stop)
         if self._process_id != os.getpid() or self._is_stopped:
             return
@@ -139,7 +138,7 @@ class ControlThread:
         self._drop_alarm(SETTLE_S)
 
     def _act_on_all(self, told: int | None) -> None:
-        """Act on new signals up to the number ``told`` by another process; None: read the store."""
+        """Handle new messages up to number ``told``; None means to look in the store."""
         try:
             if told is not None:
                 self._drop_alarm(SETTLE_S)
@@ -153,12 +152,14 @@ class ControlThread:
                 try:
                     read_json(self._store, _signal_key(self._seen), self._act)
                 except StoreError as junk:
-                    _log.warning("rank %d ignores signal %d: %s", self._rank, self._seen, junk)
+                    _log.warning(
+                        "rank %d ignores control message %d: %s", self._rank, self._seen, junk
+                    )
         except (RuntimeError, OSError):  # the store may answer later, or its end ends this thread
             self._drop_alarm(SURE_S)
 
     def _find_latest(self) -> int:
-        """Return the latest signal's number; ask the store only after an alarm, or if due."""
+        """Return the latest message's number; query the store after an alarm or when due."""
         latest, alarm = self._seen, self._alarm
         has_rung = False if alarm is None else alarm.poll(self._awaited)
         if has_rung is None and self._next_look.left_s > _LENT_S:
@@ -184,7 +185,7 @@ class ControlThread:
         return latest
 
     def _drop_alarm(self, pause_s: float) -> None:
-        """Give up the alarm: ask the store at each look, and make a new alarm after ``pause_s``."""
+        """Drop the alarm and poll the store; create a new alarm after ``pause_s``."""
         self._next_alarm, self._next_look = Deadline(pause_s), Deadline(0.0)
         if self._alarm is not None:
             with suppress(AlarmLost):
@@ -204,7 +205,7 @@ class ControlThread:
 
 
 def receipts_key(number: int) -> str:
-    """Return the key that counts the ranks that have acted on, or answered, signal ``number``."""
+    """Return the key that counts the ranks that handled message ``number``."""
     return f"{_signal_key(number)}/received"
 
 
@@ -213,13 +214,13 @@ def _signal_key(number: int) -> str:
 
 
 def _alarm_key(store: Store, number: int) -> str:
-    """Return the key, without the world's prefix, whose setting announces signal ``number``."""
+    """Return the key, without the world's prefix, that announces message ``number``."""
     word = store.compare_set("signal/alarms", "", uuid4().hex).decode(errors="replace")
     return f"meshdist/alarm/{word}/{number}"
 
 
 def post(world: World, message: dict[str, Any]) -> int:
-    """Store ``message`` for all signal threads to act on; return its number, counted from 1."""
+    """Store ``message`` for all control threads; return its number, counted from 1."""
     text = json.dumps({**message, "by": uuid4().hex})
     number = world.latest_control_message + 1
     while world.store.compare_set(_signal_key(number), "", text) != text.encode():
@@ -237,10 +238,10 @@ def ask(
     *,
     patience_s: float = _ANSWER_S,
 ) -> dict[int, ControlReply]:
-    """Ask ``ranks`` for their last calls; return the answers, by rank, that come in time.
+    """Ask ``ranks`` for their last calls; return the answers that arrive in time, by rank.
 
     Args:
-        about: a call or message of which they are asked, too.
+        about: A call or message to report in addition.
     """
     if not ranks:
         return {}
@@ -273,7 +274,7 @@ def collect(
 
 
 class Endings:
-    """Records of how ranks have left their world: by their process's end, or as they stored."""
+    """Tracks how ranks left their world."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -282,28 +283,28 @@ class Endings:
         self._looked: dict[int, int] = {}  # how many had left when each was last looked for
 
     def announce(self, **more: Any) -> None:
-        """Store this rank's process card, with ``more`` fields, for the other ranks."""
+        """Store this rank's process information, with ``more`` fields, for the other ranks."""
         process_info = {**my_process_info().to_json(), **more}
         self._world.store.set(process_info_key(self._world.rank), json.dumps(process_info))
 
     def leave(self, how: str, num_calls: dict[str, int]) -> None:
-        """Store how this rank leaves, and its number of collectives by communicator's label."""
+        """Store how this rank leaves and its number of collectives by communicator label."""
         with suppress(StoreError):
             self._world.store.set(_ending_key(self._world.rank), json.dumps([how, num_calls]))
             self._world.store.add(_NUM_LEFT, 1)
 
     def find(self, rank: int, label: str = "") -> str:
-        """Return ``find_all``'s text of how ``rank`` left the world, or "" if it is not seen to."""
+        """Return how ``rank`` left the world, or "" if unknown."""
         return self.find_all((rank,), label).get(rank, "")
 
     def find_all(self, ranks: Collection[int], label: str = "") -> dict[int, str]:
-        """Return, by rank, how those of ``ranks`` that left the world did so, as in "has ended".
+        """Return, by rank, how exited ``ranks`` left the world, for example "has ended".
 
         Args:
-            label: a communicator's; then an end in good order tells how many collectives it had.
+            label: A communicator; the text of a normal exit then has its number of collectives.
 
         Raises:
-            StoreError: the store is lost.
+            StoreError: The store is lost.
         """
         store, found = self._world.store, dict[int, str]()
         if not self._world.has_processes:
@@ -327,7 +328,7 @@ class Endings:
         return found
 
     def has_died(self, rank: int) -> bool:
-        """Return whether ``rank``, to which a connection is lost, has failed or was killed."""
+        """Return whether ``rank``, whose connection is lost, failed or was killed."""
         try:
             if how := self.find(rank):
                 return not how.startswith(IN_GOOD_ORDER)
@@ -358,5 +359,5 @@ def _ending_key(rank: int) -> str:
 
 
 def process_info_key(rank: int) -> str:
-    """Return the key under which ``announce`` stores the process card of ``rank``."""
+    """Return the key of the process information of ``rank``."""
     return f"process/{rank}"

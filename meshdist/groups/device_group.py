@@ -1,4 +1,4 @@
-"""One group's way to move tensors of one device type, and what comes before each call on it."""
+"""Run a group's operations for one device type: record, compare, start and finish each call."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ DEVICE_TYPES = {"cpu": 1, "cuda": 2}
 
 
 class DeviceGroup:
-    """Runner of a group's calls on one device type, which notes, compares and starts each call.
+    """The operations of one group for one device type: records, compares and starts each call.
 
     Args:
-        opened: the communicator, which other groups may use as well.
-        others: the other members, for the errors of failed calls.
-        user: returns its group, which is not collected as long as a Work is there.
+        opened: The communicator, which other groups may share.
+        others: The status of the other members, for error reports.
+        user: Returns the group, which each Work keeps alive.
     """
 
     def __init__(
@@ -104,16 +104,15 @@ class DeviceGroup:
 
     @property
     def demands_layouts(self) -> bool:
-        """Return whether members' tensors must have equal memory layouts, which are compared."""
+        """Return whether the members' tensors must have equal memory layouts."""
         return self.opened.sees_all_calls
 
     def explained(self, error: BaseException) -> BaseException:
-        """Return ``error``, or its explanation if a backend or a signal's handler raised
-        ``error``."""
+        """Return ``error``, explained if a backend or a signal handler raised it."""
         return explained(self.explain, self.timeout, error)
 
     def enter(self, prepared: OperationArgs, layouts: Sequence[Layout] = ()) -> None:
-        """Note the collective ``prepared``, and compare it with the calls of the others.
+        """Record the collective ``prepared`` and compare it with the calls of the other members.
 
         Args:
             prepared: its collective, op, root and title must be equal on all members, and so must
@@ -156,7 +155,7 @@ class DeviceGroup:
             self._await_rooted(prepared)
 
     def _await_rooted(self, prepared: OperationArgs) -> None:
-        """Wait for all members of a rooted call that a member may leave before others come."""
+        """Wait for all members if a rank could finish this rooted call before others start it."""
         if (
             prepared.waits
             and self.fingerprint_table is not None
@@ -165,7 +164,7 @@ class DeviceGroup:
             self._wait_for_all()
 
     def run(self, prepared: OperationArgs, *, is_async: bool = False) -> Work | None:
-        """Start ``prepared`` and wait for its end; with ``is_async`` return its Work at once.
+        """Start ``prepared`` and wait for it; with ``is_async``, return its Work immediately.
 
         Raises:
             MismatchError, CollectiveTimeoutError: as ``enter``; of a message, its counterpart has
@@ -254,7 +253,7 @@ class DeviceGroup:
             prepared.travel_as([tensor.contiguous() for tensor in tensors], are_copies=True)
 
     def _start_message(self, prepared: OperationArgs) -> None:
-        """Note and start a send or receive; raise if its counterpart, if noted, does not fit."""
+        """Record and start a send or receive; raise if its recorded counterpart does not match."""
         communicator, recorder, table = self.communicator, self.recorder, self.fingerprint_table
         peer, tag, is_send = prepared.root, prepared.tag, not prepared.outputs
         call = get_message(prepared.operation, prepared.noted, peer, tag)
@@ -286,8 +285,7 @@ class DeviceGroup:
             raise self._error_of_call(prepared, failed) from None
 
     def _error_of_call(self, prepared: OperationArgs, error: BaseException) -> BaseException:
-        """Return the error to raise for a failed call: ``error``, or an explained
-        BackendFailure."""
+        """Return the error of a failed call, explained if it is a BackendFailure."""
         if isinstance(error, BackendFailure):
             error.limit = prepared.timeout
             return self.explain(error, prepared.number)
@@ -302,13 +300,15 @@ class DeviceGroup:
         return self.opened.label in self.aborts
 
     def reject_broken(self) -> None:
-        """Raise if the group is broken: an earlier call's unraised error, else why it is broken."""
+        """Raise an earlier call's pending error, or the reason, if the group is unusable."""
         if self.aborts and self.is_broken():
             error = self.communicator.take_error()
-            raise self.explain(BackendAborted("the group is broken")) if error is None else error
+            if error is None:
+                error = self.explain(BackendAborted("an earlier call on this group failed"))
+            raise error
 
     def _note(self, call: Call, sizes: Sequence[Sequence[int]] = ()) -> None:
-        """Note a call; raise if the group broke."""
+        """Record a call; raise if the group is unusable."""
         note = self.recorder.note(self.group, call, sizes)
         if operations_log.isEnabledFor(TRACE):
             operations_log.log(TRACE, "%s: %s", self.group.here, CallRecord(*note).heading)
@@ -426,14 +426,14 @@ class DeviceGroup:
             return
         differing = fingerprint_table.wait_for_all(sequence, self.timeout, self.reject_broken)
         if differing is None:
-            raise self.explain(BackendTimeout("not all members have come to it"))
+            raise self.explain(BackendTimeout("not all ranks reached the call"))
         if differing:
             raise self.disagree(sequence)
 
     def _wait_for_the_slowest(
         self, fingerprint_table: FingerprintTable, sequence: int, is_uneven: bool
     ) -> None:
-        """Wait until no member needs the header entry that call ``sequence`` replaces, or raise."""
+        """Wait until all members have read the entry that call ``sequence`` overwrites."""
         check = self.reject_broken
         member = fingerprint_table.wait_for_the_slowest(sequence, is_uneven, self.timeout, check)
         if member is not None:
@@ -487,9 +487,9 @@ def _warn_dropped(recorder: Recorder, aborts: Container[str], label: str, note: 
     warn_once_at(
         place,
         lambda: explain(
-            f"the Work of {noted.call.name} was dropped, and nothing has waited for it",
+            f"the Work of {noted.call.name} was dropped before wait() was called",
             where=noted.heading,
-            expected="wait(), or a future, before its tensors are used: they may hold anything",
-            fix="keep it and call wait(), or let the collective itself wait",
+            expected="wait() or a future before its tensors are used, which may hold any values",
+            fix="keep the Work and call wait(), or call the collective without async_op=True",
         ),
     )

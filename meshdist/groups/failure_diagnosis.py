@@ -1,4 +1,4 @@
-"""The error of a call that failed: it says what every member of the group did."""
+"""Turn the failure of a call into an error that reports what every member did."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ..backends.requests import (
 )
 from ..checking.calls import CallRecord, GroupFacts, get_call, likeness
 from ..checking.recorder import Recorder
-from ..error_text import ranks_text
+from ..error_text import UNUSABLE_GROUP, ranks_text
 from ..errors import (
     AbortedError,
     BackendError,
@@ -45,11 +45,11 @@ def explained_opening(
     find_silent: Callable[[], str] = str,
     tell: Callable[[str], None] | None = None,
 ) -> Iterator[None]:
-    """Turn a BackendFailure of the body, which opens ``group``, into an error that names the group.
+    """Turn a BackendFailure of the block, which opens ``group``, into an error that names it.
 
     Args:
-        find_silent: returns the text of members that give no sign of life, or "".
-        tell: given the failure's text, before the error is raised.
+        find_silent: Returns the text of unresponsive members, or "".
+        tell: Called with the failure's text before the error is raised.
     """
     try:
         yield
@@ -73,12 +73,12 @@ def explained_opening(
 
 
 class PeerStatus(ABC):
-    """The other members of a communicator: their reports of a failure, and messages to them."""
+    """Queries and messages to the other members of a communicator."""
 
-    # What is not abstract does nothing here: a kind overrides what its members can do.
+    # Methods that are not abstract do nothing by default.
 
     compare_mismatches = True
-    """Whether a sender raises, too, where its message does not fit what receives it."""
+    """Whether the sender raises, too, if its message does not match the receive."""
 
     @property
     def is_closed(self) -> bool:
@@ -88,10 +88,10 @@ class PeerStatus(ABC):
     def compare_again(  # noqa: B027 (most compare nothing while they wait)
         self, *, is_thorough: bool = True
     ) -> None:
-        """Compare again the calls to which not all members had come; in most kinds do nothing.
+        """Compare again the calls that not all members had reached; do nothing by default.
 
         Args:
-            is_thorough: whether to go on behind a call to which a member has still not come.
+            is_thorough: Whether to continue after a call that a member has not reached.
 
         Raises:
             RanksMismatch: calls differ.
@@ -103,21 +103,21 @@ class PeerStatus(ABC):
 
     @abstractmethod
     def break_here(self, reason: str) -> None:
-        """Reject every later call of this member on the communicator, with ``reason``."""
+        """Make every later call of this member on the communicator raise with ``reason``."""
 
     def give_up(self, reason: str) -> None:  # noqa: B027 (those in one process fail together)
         """Abort the communicator on all members, with this member's ``reason``."""
 
     def report(self, call: CallRecord, but: int | None = None) -> str:
-        """Return a text of how far the others, except member ``but``, have come at ``call``."""
+        """Return a text of which members, except ``but``, reached ``call``."""
         return ""
 
     def silent(self) -> str:
-        """Return a text of the members that give no sign of life, "" if there are none."""
+        """Return a text of the unresponsive members, or ""."""
         return ""
 
     def ending(self, member: int) -> str:
-        """Return how a member has left, as in "ended by ValueError: no data"; "" if unknown."""
+        """Return how a member left, for example "ended by ValueError: no data", or ""."""
         return ""
 
     def find_first_failure(self, call: CallRecord, text: str) -> str:
@@ -128,21 +128,21 @@ class PeerStatus(ABC):
     def agree_on_error(
         self, disagreement: dict[str, str], mine: CallRecord | None, about: dict[str, Any]
     ) -> dict[str, str]:
-        """Make all members raise the same MismatchError, and break the group; return its fields.
+        """Make all members raise the same MismatchError, abort the group, and return its fields.
 
         Args:
-            disagreement: the fields of an MismatchError, to be completed.
-            mine: this member's call, if it is still known.
-            about: the others' call, as ``Recorder.text_about`` takes it, and ``asked``, the members
-                to ask where not all are meant.
+            disagreement: The fields of a MismatchError, to be completed.
+            mine: This member's call, if it is still known.
+            about: The others' call, as for ``Recorder.text_about``, and ``asked``, the members to
+                ask if not all.
 
         Returns:
-            The fields that the first member to see it has given.
+            The fields from the first member that detected the mismatch.
         """
 
 
 class FailureDiagnosis:
-    """Turns failures of calls on one communicator into errors that name ranks, places, reasons."""
+    """Turns failures on one communicator into errors that name ranks, call sites and reasons."""
 
     def __init__(self, group: GroupFacts, recorder: Recorder, others: PeerStatus) -> None:
         self._group = group
@@ -151,9 +151,9 @@ class FailureDiagnosis:
         self._unknown = CallRecord(0, group, get_call("an earlier call", None))
 
     def explain(self, failure: BackendFailure, note: int | None = None) -> MeshdistError:
-        """Return the error for ``failure`` of the call noted as ``note``; None: the last call."""
-        # The first rank that fails leaves its reason in the store, which later ranks quote. What a
-        # signal's handler has raised is told to the others, and raised here as it is.
+        """Return the error for ``failure`` of the call recorded as ``note`` or of the last call."""
+        # The first rank that fails stores its reason, which later ranks quote. An exception of a
+        # signal handler is reported to the others and raised here unchanged.
         if isinstance(failure, Interrupted):
             self._others.give_up(f"gave up in {self._find_call(note).heading}: {failure}")
             wait_until(failure.is_over, Deadline(_REASON_S))
@@ -177,13 +177,13 @@ class FailureDiagnosis:
             different = RanksMismatch("", call.number)
             return self._different_messages(call.call.kind, different, call, text)
         abort = self._others.find_abort()
-        if abort is None and isinstance(failure, MemberGaveUp):  # it says why in a moment
+        if abort is None and isinstance(failure, MemberGaveUp):  # its reason follows shortly
             abort = wait_until(self._others.find_abort, Deadline(_REASON_S))
         if abort is not None or isinstance(failure, BackendAborted):
             return self._aborted(call, text, abort)
         if self._others.is_closed:
             return self._failed(
-                call, text, "let the calls of all threads end before the group is destroyed"
+                call, text, "wait for the calls of all threads before you destroy the group"
             )
         is_late = isinstance(failure, BackendTimeout)
         # A rank whose timeout closes its connections is the first to fail, and says so at once. One
@@ -193,7 +193,7 @@ class FailureDiagnosis:
         first = self._others.find_first_failure(call, cause)
         if ending:  # others that noticed it before are no cause
             first = ""
-        # Others may end as soon as they see the group broken: ask them before it is.
+        # Ask before the group is aborted: others may exit as soon as they notice that.
         is_cause_known = (
             silent or first or (lost is not None and not ending.startswith(IN_GOOD_ORDER))
         )
@@ -205,7 +205,7 @@ class FailureDiagnosis:
         return self._failed(
             call,
             "\n".join(dict.fromkeys(filter(None, (text, silent, first, report)))),
-            "look at the rank that ended or failed first; the group is broken now",
+            f"resolve the error of the rank that exited or failed first; {UNUSABLE_GROUP}",
         )
 
     def _different_calls(self, sequence: int) -> MeshdistError:
@@ -213,14 +213,14 @@ class FailureDiagnosis:
         mine = self._recorder.find_call(sequence)
         expected = likeness(mine)
         if mine is not None and mine.call.layouts:
-            expected += ", and one layout in memory: x.contiguous() gives the usual one"
+            expected += ", and the same memory layout (x.contiguous() gives the default one)"
         fields = {
-            "summary": f"the members of a group disagree about their call {sequence}",
+            "summary": f"collective mismatch: ranks made different calls as call {sequence}",
             "where": self._group.name,
             "expected": expected,
             "found": "",
-            "fix": "make every member call the same collectives in the same order, on fitting "
-            "tensors",
+            "fix": "call the same collectives in the same order, with matching tensors, "
+            "on every rank",
         }
         return self._agreed_error(fields, mine, {"sequence": sequence})
 
@@ -231,12 +231,12 @@ class FailureDiagnosis:
         call: CallRecord,
         found: str = "",
     ) -> MeshdistError:
-        """Return the error that both sides raise since a message does not fit its receive.
+        """Return the error that both sides raise if a message does not match its receive.
 
         Args:
-            sides: whether this rank sends, its peer and its tag.
-            call: this rank's message, where ``failure`` names none.
-            found: how the message does not fit.
+            sides: Whether this rank sends, its peer and its tag.
+            call: This rank's message, if ``failure`` names none.
+            found: How the message differs.
         """
         is_send, peer, tag = sides
         mine = self._recorder.find_note(failure.number) if failure.number else call
@@ -245,13 +245,13 @@ class FailureDiagnosis:
             mine = self._recorder.find_message(is_send, peer, tag, failure.number)
             about = {"message": [not is_send, self._group.rank, tag, failure.number]}
         fields = {
-            "summary": "a message does not fit the tensor that receives it",
+            "summary": "message mismatch: a send does not match its receive",
             "where": f"{self._group.name}, tag {tag}",
-            "expected": "equal dtype and number of elements on both sides, and objects met by "
-            "objects",
+            "expected": "the same dtype and number of elements on both sides, and objects received "
+            "as objects",
             "found": found,
-            "fix": "receive into a tensor like the one that is sent, or give messages of different "
-            "kinds different tags",
+            "fix": "receive into a tensor like the one that is sent, or pass a different tag for "
+            "each kind of message",
         }
         return self._agreed_error(fields, mine, {**about, "asked": [] if peer is None else [peer]})
 
@@ -280,9 +280,10 @@ class FailureDiagnosis:
             f"{call.call.name} on {self._group.name} was aborted",
             where=self._where(call),
             found=reason,
-            fix="let the rank that serves the store end last, and start the program anew"
+            fix="keep the rank that hosts the store running until the others finish, and restart "
+            "the program"
             if reason.startswith(STORE_LOST)
-            else "make a new group or mesh on the ranks that are left",
+            else "create a new group or mesh with the remaining ranks",
         )
 
     def _agreement_error(self, call: CallRecord, disagreement: dict[str, str]) -> MismatchError:
@@ -291,21 +292,15 @@ class FailureDiagnosis:
 
     def _late(self, call: CallRecord, failure: BackendFailure, found: str) -> MeshdistError:
         seconds = (failure.limit or self._group.timeout).total_seconds()
-        fix = (
-            "check why these ranks did not make this call, or made it with other tensors; "
-            "the group is broken now"
-        )
+        fix = "check why these ranks did not reach this call or passed different tensors"
         if call.is_message:
-            fix = (
-                "a message meets a receive of its tag, dtype and number of elements alone; "
-                "the group is broken now"
-            )
+            fix = "pass the same tag, dtype and number of elements to send and recv"
         return CollectiveTimeoutError(
-            f"{call.call.name} on {self._group.name} was not finished within {seconds:g} s",
+            f"{call.call.name} on {self._group.name} timed out after {seconds:g} s",
             where=self._where(call),
             expected=call.waits_for or f"the same call on {ranks_text(self._group.ranks)}",
             found=found,
-            fix=fix,
+            fix=f"{fix}; {UNUSABLE_GROUP}",
         )
 
     def _failed(self, call: CallRecord, found: str, fix: str) -> MeshdistError:

@@ -1,7 +1,7 @@
-"""torch's own group calls, over the machinery that derives groups from meshes.
+"""Create and query process groups with torch's functions.
 
-Unlike in torch, only a group's members wait for each other: an outsider's call returns at once,
-and may as well be left out.
+Unlike in torch, only a group's members wait for each other: on other ranks a call returns
+immediately and is optional.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ __all__ = [
 class _MemberKinds(type):
     @property
     def WORLD(cls) -> ProcessGroup | None:  # torch's name
-        """The group of all ranks, or None before there is a world."""
+        """The group of all ranks, or None before initialization."""
         world = find_world()
         return None if world is None else world_group(world)
 
@@ -65,33 +65,36 @@ def new_group(
     device_id: torch.device | None = None,
     sort_ranks: bool = True,
 ) -> ProcessGroup | Any:
-    """Open a group of its own for ``ranks``; collective over its members alone.
+    """Create a process group of ``ranks``. Collective over its members only.
 
     Args:
-        ranks: global ranks; None means all.
-        timeout: how long a collective may wait; None takes the backend's default.
-        backend: as in ``init_process_group``; None takes the world's.
-        pg_options: the backend's own options.
-        use_local_synchronization: accepted; members never wait for outsiders here.
-        group_desc: a name for messages.
-        device_id: binds the group's NCCL backend to this device, so that it connects at once.
-        sort_ranks: whether the group's order is ascending instead of the given order.
+        ranks: Global ranks; None means all.
+        timeout: How long a collective may wait; None uses the backend's default.
+        backend: As in ``init_process_group``; None uses the world's.
+        pg_options: Options of the backend.
+        use_local_synchronization: Ignored; members never wait for other ranks.
+        group_desc: The name in messages.
+        device_id: The device of the group's NCCL backend, which then connects immediately.
+        sort_ranks: Whether to sort the ranks instead of keeping the given order.
 
     Returns:
-        The group, or ``GroupMember.NON_GROUP_MEMBER`` on a rank outside it. Every call makes
-        another group with its own order of operations.
+        A new group, or ``GroupMember.NON_GROUP_MEMBER`` on a rank outside it.
 
     Raises:
-        ArgumentError: no ranks, a rank twice, or outside the world.
-        MismatchError: members called with different arguments.
-        CollectiveTimeoutError: a member did not come; the text names it.
+        ArgumentError: ``ranks`` is empty, has duplicates or has ranks outside the world.
+        MismatchError: Members passed different arguments.
+        CollectiveTimeoutError: A member did not call this in time; the text names it.
     """
     world = get_usable_world()
     members = _checked_ranks(world, ranks, sort_ranks=sort_ranks)
     check_timeout(timeout)
     _check_device_id(device_id)
     if group_desc is not None and not isinstance(group_desc, str):
-        raise KindError("group_desc must be a str", found=f"{group_desc!r}")
+        raise KindError(
+            "group_desc must be a str",
+            found=f"{group_desc!r}",
+            fix="pass a string, or leave it out",
+        )
     backends = backends_in(world, world.backends if backend is None else parse_backends(backend))
     if world.rank not in members:
         return NON_GROUP_MEMBER
@@ -123,26 +126,25 @@ def new_subgroups(
     pg_options: Any = None,
     group_desc: str | None = None,
 ) -> tuple[ProcessGroup | None, list[ProcessGroup | Any]]:
-    """Cut a group, in its order, into subgroups of ``group_size``.
+    """Split a group, in rank order, into subgroups of ``group_size``.
 
     Args:
-        group_size: must divide the group; None takes the number of CUDA devices.
-        group: what to cut; None means the world.
-        timeout, backend, pg_options, group_desc: as in ``new_group``.
+        group_size: A divisor of the group's size; None uses the number of CUDA devices.
+        group: The group to split; None means the world.
+        timeout, backend, pg_options, group_desc: As in ``new_group``.
 
     Returns:
-        This rank's subgroup, and one entry per subgroup (``NON_GROUP_MEMBER`` where this rank
-        is outside).
+        This rank's subgroup, and a list with every subgroup or ``NON_GROUP_MEMBER``.
 
     Raises:
-        ArgumentError: the size does not divide the group, or there is none and no CUDA device.
-        What ``new_group`` raises.
+        ArgumentError: The size does not divide the group, or it is None without a CUDA device.
+        MismatchError, CollectiveTimeoutError: As for ``new_group``.
     """
     parent = resolve_group(group)
     if group_size is None:
         if not torch.cuda.is_available():
             raise ArgumentError(
-                "new_subgroups has no group_size, and there is no CUDA device to count",
+                "new_subgroups needs group_size because there is no CUDA device to count",
                 fix="pass group_size",
             )
         group_size = torch.cuda.device_count()
@@ -167,19 +169,18 @@ def new_subgroups_by_enumeration(
     pg_options: Any = None,
     group_desc: str | None = None,
 ) -> tuple[ProcessGroup | None, list[ProcessGroup | Any]]:
-    """Make the listed subgroups, which must not overlap and may leave ranks out.
+    """Create the listed subgroups, which must not overlap and may omit ranks.
 
     Args:
-        ranks_per_subgroup_list: the global ranks of each subgroup.
-        timeout, backend, pg_options, group_desc: as in ``new_group``.
+        ranks_per_subgroup_list: The global ranks of each subgroup.
+        timeout, backend, pg_options, group_desc: As in ``new_group``.
 
     Returns:
-        This rank's subgroup or None, and one entry per list (``NON_GROUP_MEMBER`` where this
-        rank is outside).
+        This rank's subgroup or None, and a list with every subgroup or ``NON_GROUP_MEMBER``.
 
     Raises:
-        ArgumentError: no lists, or a rank in two of them.
-        What ``new_group`` raises.
+        ArgumentError: The list is empty, or a rank is in two subgroups.
+        MismatchError, CollectiveTimeoutError: As for ``new_group``.
     """
     lists = _checked_lists(ranks_per_subgroup_list, "ranks_per_subgroup_list")
     if not lists:
@@ -206,35 +207,38 @@ def split_group(
     group_desc: str | None = None,
     backend: str | None = None,
 ) -> ProcessGroup | None:
-    """Split a group into the listed parts, given as ranks of the parent group, in that order.
+    """Split a group into the listed parts, in the given rank order.
 
     Args:
-        parent_pg: what to split; None means the world.
-        split_ranks: for each part the ranks of the parent group, each in one part at most.
-        timeout, pg_options, group_desc, backend: as in ``new_group``.
+        parent_pg: The group to split; None means the world.
+        split_ranks: The group ranks of each part. A rank may be in at most one part.
+        timeout, pg_options, group_desc, backend: As in ``new_group``.
 
     Returns:
-        This rank's part, or None for a rank in no list.
+        This rank's part, or None if it is in no part.
 
     Raises:
-        ArgumentError: no parts, an empty part, a rank in two parts or outside the parent.
-        What ``new_group`` raises.
+        ArgumentError: There are no parts, a part is empty, or a rank is in two parts or outside
+            the parent group.
+        MismatchError, CollectiveTimeoutError: As for ``new_group``.
     """
     parent = resolve_group(parent_pg)
     parts = _checked_lists([] if split_ranks is None else split_ranks, "split_ranks")
     if not parts:
         raise ArgumentError(
-            "split_ranks is empty", fix="pass one list of the parent's ranks a part"
+            "split_ranks is empty", fix="pass one list of parent-group ranks for each part"
         )
     if not all(parts):
-        raise ArgumentError("split_ranks has an empty part", found=str(split_ranks))
+        raise ArgumentError(
+            "split_ranks has an empty part", found=str(split_ranks), fix="remove the empty lists"
+        )
     seen: list[int] = [rank for part in parts for rank in part]
     wrong = [rank for rank in seen if not 0 <= rank < parent.size()]
     if wrong or len(set(seen)) != len(seen):
         raise ArgumentError(
             f"split_ranks {split_ranks} does not split a group of {parent.size()} ranks",
             expected=f"ranks of the parent group, 0 to {parent.size() - 1}, each at most once",
-            fix="count in the parent group, not in the world",
+            fix="pass ranks of the parent group, not global ranks",
         )
     lists = [[parent.ranks[rank] for rank in part] for part in parts]
     mine, _ = _open_subgroups(lists, timeout, backend, pg_options, group_desc, sort_ranks=False)
@@ -242,10 +246,10 @@ def split_group(
 
 
 def get_group_rank(group: ProcessGroup, global_rank: int) -> int:
-    """Return the place of ``global_rank`` in ``group``. The inverse of ``get_global_rank``.
+    """Return the group rank of ``global_rank``. The inverse of ``get_global_rank``.
 
     Raises:
-        NotInGroupError: it is no member.
+        NotInGroupError: ``global_rank`` is not a member.
     """
     target = resolve_group(group)
     global_rank = get_integer(global_rank, "get_group_rank: global_rank")
@@ -253,15 +257,16 @@ def get_group_rank(group: ProcessGroup, global_rank: int) -> int:
         raise NotInGroupError(
             f"global rank {global_rank} is not in {target.name}",
             expected=f"one of {ranks_text(target.ranks)}",
+            fix="pass the global rank of a member of the group",
         )
     return target.ranks.index(global_rank)
 
 
 def get_global_rank(group: ProcessGroup, group_rank: int) -> int:
-    """Return the global rank at a place of ``group``. The inverse of ``get_group_rank``.
+    """Return the global rank of ``group_rank``. The inverse of ``get_group_rank``.
 
     Raises:
-        NotInGroupError: the group has no such place.
+        NotInGroupError: The group has no such rank.
     """
     target = resolve_group(group)
     group_rank = get_integer(group_rank, "get_global_rank: group_rank")
@@ -269,6 +274,7 @@ def get_global_rank(group: ProcessGroup, group_rank: int) -> int:
         raise NotInGroupError(
             f"{target.name} has no group rank {group_rank}",
             expected=f"0 to {target.size() - 1}",
+            fix="pass a rank of the group, not a global rank",
         )
     return target.ranks[group_rank]
 
@@ -287,7 +293,7 @@ def _open_subgroups(
     *,
     sort_ranks: bool,
 ) -> tuple[ProcessGroup | None, list[ProcessGroup | Any]]:
-    """Make a group of each list; return this rank's group, or None, and all of the groups."""
+    """Create a group of each list; return this rank's group or None, and all groups."""
     groups = [
         new_group(ranks, timeout, backend, pg_options, group_desc=group_desc, sort_ranks=sort_ranks)
         for ranks in lists
@@ -301,10 +307,12 @@ def _check_device_id(device_id: object) -> None:
     if not isinstance(device_id, torch.device):
         raise KindError(
             f"device_id must be a torch.device, not {device_id!r}",
-            fix="for example torch.device('cuda', 0)",
+            fix="pass a device, for example torch.device('cuda', 0)",
         )
     if device_id.type != "cpu" and device_id.index is None:
-        raise ArgumentError(f"device_id={device_id} has no index", fix=f"for example {device_id}:0")
+        raise ArgumentError(
+            f"device_id={device_id} has no index", fix=f"pass an index, for example {device_id}:0"
+        )
 
 
 def _checked_lists(lists: Sequence[Sequence[int]], argument: str) -> list[list[int]]:
@@ -319,7 +327,7 @@ def _checked_lists(lists: Sequence[Sequence[int]], argument: str) -> list[list[i
 
 
 def _find_ranks(given: Iterable[Any]) -> list[int] | None:
-    """Return ``given`` as a list of integers, None if it is no iterable of such numbers."""
+    """Return ``given`` as a list of integers, or None if it is not an iterable of integers."""
     with suppress(TypeError):
         return find_integers(list(given))
     return None

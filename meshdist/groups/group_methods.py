@@ -1,8 +1,8 @@
-"""The methods of torch's process groups: ``group.allreduce(x)`` is ``all_reduce(x, group=group)``.
+"""Define the methods of torch's process groups, for example ``group.allreduce(x)``.
 
-Each takes every form that torch's own method has: a bare tensor or a list of one tensor, torch's
-options or their fields; it starts the collective and returns its Work. What a collective does, and
-what it raises, is described there. Roots and peers are counted in the group.
+Each method accepts every call form of torch's own method: a tensor or a list of one tensor, and
+torch's options or their fields. It starts the collective and returns its Work. Roots and peers are
+group ranks.
 """
 
 from __future__ import annotations
@@ -67,8 +67,7 @@ def only_list(lists: Any, operation: str) -> Any:
 
 
 def _method(operation: str) -> Callable[..., Any]:
-    """Return the method of torch's process groups for ``operation``, in all of torch's call
-    forms."""
+    """Return the method for ``operation``, which accepts all of torch's call forms."""
     # What torch calls ``output_tensors`` may be ``output_tensor`` or ``output``, too.
     row = OPERATIONS[operation]
     form = row.torch_method

@@ -1,4 +1,4 @@
-"""Compare the calls of a group's members: in shared memory on one host, by rounds between hosts.
+"""Compare the calls of a group's members, in shared memory or by rounds between hosts.
 
 On one host a communicator's members share the tables of their headers (``FingerprintTables``), so
 that each call is compared as it is made. Between hosts they all-gather the fingerprints of their
@@ -64,7 +64,7 @@ DISAGREEMENT = "disagreement"
 
 
 class FingerprintTables:
-    """Maker of header tables, the shared memory by which members compare calls.
+    """Factory of fingerprint tables: the shared memory in which members compare calls.
 
     Args:
         words: this process's shared words; None until ``make_words`` makes some.
@@ -193,8 +193,7 @@ def _parse(process_info: dict[str, Any]) -> FlagsAddress | None:
 
 
 def reason_of(disagreement: dict[str, str]) -> str:
-    """Return summary and finding of an MismatchError as text: why later collectives are
-    rejected."""
+    """Return the summary and ``found`` of a MismatchError: why later collectives raise."""
     return f"{disagreement['summary']}: {disagreement['found']}"
 
 

@@ -1,8 +1,8 @@
-"""Who has come to a point of the program, and who cannot come there any more.
+"""Track which ranks reached a synchronization point and which have exited.
 
-Members count themselves in the store (``bootstrap/arrival_counters``); the last sets a key that
-others wait for. It may be killed between the two, so that a member that waits looks at the count
-itself.
+Members count themselves in the store (``bootstrap/arrival_counters``); the last one sets a key that
+the others wait for. It may be killed before it sets the key, so waiting members also check the
+count.
 
 Drawn case: rank 1 of three is killed after it was counted, as the last.
 
@@ -46,22 +46,22 @@ _DONE = timedelta(seconds=30)
 
 @dataclass(frozen=True)
 class Liveness:
-    """Counts in the store of the ranks that have come to points of the program, each with a key."""
+    """Arrival counts in the store, for each synchronization point."""
 
     world: World
     endings: Endings
 
     def patience_of_server(self) -> timedelta | None:
-        """Return 30 s on the rank whose process serves the store to the others, else None."""
+        """Return 30 s on the rank that hosts the store, else None."""
         return _DONE if self.world.server == self.world.rank else None
 
     def count(self, key: str, members: tuple[int, ...], patience: timedelta | None = None) -> bool:
-        """Count this rank; return whether all came, or a missing rank ended, within ``patience``.
+        """Count this rank; return whether all arrived, or a missing one exited, in ``patience``.
 
         Args:
-            patience: None waits and looks for nothing: only the last rank to come returns True.
+            patience: None does not wait: only the last rank to arrive returns True.
         """
-        # Where a member of this host is seen to have ended, none waits any more.
+        # If a member of this host has exited, no member waits any longer.
         store, all_key, rank = self.world.store, _key_of_all(key), self.world.rank
         counts, read = arrival_counter_of(members, self.world.hosts), partial(read_number, store)
         num_come, is_last = counts.count(store.add, key, rank)
@@ -79,15 +79,15 @@ class Liveness:
             if is_over:
                 store.set(all_key, "")
 
-        # Where only the rank that serves the store waits, no other looks before it.
+        # If only the rank that hosts the store waits, it looks first.
         looks = Looks(len(members), 1 if self.patience_of_server() else num_come)
         limit = Deadline(min(patience, self.world.timeout or patience))
         return await_key(store, all_key, limit, lambda: looks.take(look))
 
     def finish(self, call: str, members: Collection[int]) -> None:
-        """Count this rank as done with ``call``; the store's server waits for all ``members``."""
-        # On the rank whose process serves the store this returns once all have come here, or cannot
-        # come any more: it may end right after the call. It deletes a key for each 60 members.
+        """Count this rank as done with ``call``; the rank that hosts the store waits for all."""
+        # The rank that hosts the store returns once all have arrived or exited, because it may exit
+        # right after the call. It deletes one key for each 60 members.
         world, key = self.world, f"{call}/finished"
         came_late = world.rank not in members  # when the call had ended for them
         if world.server is None or not world.has_processes or len(members) < 2 or came_late:
@@ -101,7 +101,7 @@ class Liveness:
                     world.store.delete_key(old)
 
     def make_search(self, agreement: Agreement, ranks: tuple[int, ...]) -> Callable[[], str]:
-        """Return a function that names the ``ranks`` that cannot come any more, or returns ""."""
+        """Return a function that names the ``ranks`` that exited before they arrived, or ""."""
         looks, read = Looks(len(ranks), 1), partial(read_number, self.world.store)
         counts = arrival_counter_of(agreement.members, self.world.hosts)
         key = key_of_opened(agreement)  # the search lives as long as what is opened
@@ -109,11 +109,11 @@ class Liveness:
 
         def look() -> str:
             ended = self.endings.find_all(ranks)
-            # A member that has opened what was agreed upon may leave in good order before others.
+            # A member that has connected may exit normally before the others connect.
             left = {rank for rank, how in ended.items() if how in IN_GOOD_ORDER}
             absent = counts.find_absent(read, [key], left)
             lost = (ended.keys() - left).union(absent)
-            return f"{ranks_text(lost)} cannot come any more" if lost else ""
+            return f"{ranks_text(lost)} can no longer join" if lost else ""
 
         def search() -> str:
             nonlocal known  # else a second thread of the opening would wait for the next look
@@ -124,7 +124,7 @@ class Liveness:
 
 
 def key_of_opened(agreement: Agreement) -> str:
-    """Return the key under which members are counted that have opened what they agreed upon."""
+    """Return the key that counts the members that have connected."""
     return f"{agreement.name}/opened"
 
 

@@ -1,8 +1,7 @@
-"""The other members of a group, asked and notified when one of its calls fails.
+"""Query and notify the other members of a group when a call fails or stalls.
 
-Where a rank has waited in a collective for long, a line on stderr says which members have not come
-to it: a wait ends with an error only at its timeout, half an hour as a rule. Of the ranks that wait
-in one call, one writes. ``stall_warning`` says of the calls inside that they are meant to wait.
+If a rank waits in a collective for long, one of the waiting ranks logs which members did not reach
+it, long before the timeout. ``stall_warning`` changes or disables this warning.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from ..bootstrap.timeout_store import await_key, read_json
 from ..bootstrap.world import World, get_usable_world
 from ..checking.calls import CallRecord, GroupFacts
 from ..checking.recorder import FORGOTTEN
-from ..error_text import grouped_text, ranks_by_text, ranks_text
+from ..error_text import UNUSABLE_GROUP, grouped_text, ranks_by_text, ranks_text
 from ..errors import ArgumentError, StoreError
 from ..runtime.deadlines import Deadline, wait_until
 from ..runtime.graph_breaks import untraced
@@ -40,7 +39,8 @@ T = TypeVar("T")
 FIRST_ANSWER_S = 4.0  # it asks for two seconds at most
 _LIFE_SIGN_S = 1.0
 LEAVING_S = 1.0
-_STOPPED = "is stopped, by SIGSTOP or a debugger"
+_REACHED = "reached"
+_STOPPED = "is stopped by SIGSTOP or a debugger"
 
 
 class WorldPeers(PeerStatus):
@@ -109,13 +109,13 @@ class WorldPeers(PeerStatus):
             answer = answers.get(rank)
             line = silent.get(rank) or last_call_text(answer)
             if answer is not None:
-                line = line.removeprefix("runs, and ")
+                line = line.removeprefix("is running and ")
                 here = [told for told in answer["calls"] if told["label"] == label]
                 if not call.is_message:
                     last = here[-1]["sequence"] if here else 0
-                    came = "arrived" if last >= call.sequence else "did not arrive"
+                    came = f"{_REACHED if last >= call.sequence else 'did not reach'} this call"
                     if last > call.sequence and answer["about"]:
-                        came = f"arrived, in {answer['about']}"
+                        came = f"{_REACHED} this call as {answer['about']}"
                     line = f"{came}; {line}"
             texts[rank] = line
         return texts
@@ -166,11 +166,11 @@ class WorldPeers(PeerStatus):
         rank, asked = self._world.rank, self.others
         if "asked" in about:
             asked = tuple(self._group.ranks[member] for member in about["asked"])
-        where, fix = disagreement["where"], f"{disagreement['fix']}; the group is broken now"
+        where, fix = disagreement["where"], f"{disagreement['fix']}; {UNUSABLE_GROUP}"
         if "sequence" in about:
-            me, last = f"{self._group.here} saw it", self._opened.recorder.sequence
+            me, last = f"{self._group.here} detected it", self._opened.recorder.sequence
             if about["sequence"] < last:
-                me = f"{me} at call {last}; results since may be wrong"
+                me = f"{me} at call {last}; results since then may be wrong"
             else:
                 me = f"{me} before it sent any data"
             where = f"{where}, {ranks_text(self._group.ranks)}; {me}"
@@ -182,7 +182,9 @@ class WorldPeers(PeerStatus):
             for other in asked:
                 answer = answers.get(other)
                 calls[other] = (
-                    answer["about"] or "has not come there yet" if answer else last_call_text(None)
+                    (answer["about"] or "has not reached this call")
+                    if answer
+                    else last_call_text(None)
                 )
             found = "\n".join(
                 filter(None, (disagreement["found"], grouped_text(sorted(calls.items()))))
@@ -197,10 +199,11 @@ class WorldPeers(PeerStatus):
             if is_first:
                 message = {"reason": reason, "group": self._group.name}
                 registry.abort([label], {**message, "disagreement": disagreement})
-            else:  # this rank may not use the backend before the other's message arrives
+            else:
+                # This rank must not use the backend before the other rank's abort arrives.
                 registry.break_here(label, reason, disagreement=disagreement)
         except StoreError as lost:  # then no rank can say what the others called
-            found = f"rank {rank}: {calls[rank]}\nthe others: unknown, since {lost.summary}"
+            found = f"rank {rank}: {calls[rank]}\nother ranks: unknown, because {lost.summary}"
             disagreement = {**disagreement, "found": found}
             registry.break_here(label, str(lost), disagreement=disagreement)
         return disagreement
@@ -248,11 +251,11 @@ def silent_ranks(
         return f"{STORE_LOST}: {lost.summary}"
     if len(silent) == 1:
         return f"rank {silent[0]}: {last_call_text(None)}"
-    return f"{ranks_text(silent)}: give no answer: they have ended or are stopped"
+    return f"{ranks_text(silent)}: do not respond: they have exited or are stopped"
 
 
 WAIT_NOTICE_VARIABLE = "MESHDIST_STALL_WARNING_S"
-"""The variable that says after how many seconds; 0 for never."""
+"""The environment variable for the number of seconds; 0 disables the warning."""
 
 _DEFAULT_S = 30.0
 _OPERATIONS = tuple(
@@ -263,7 +266,7 @@ _log = logging.getLogger("meshdist.waits")
 
 
 class LatePeers:
-    """A watch on this rank's latest call: it logs once for which members a late call waits."""
+    """Watches this rank's latest call and logs once which members it waits for."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -273,7 +276,7 @@ class LatePeers:
         self._deadline = Deadline(None)
 
     def look(self) -> None:
-        """Log once, by a new thread, for whom the latest call waits if it is beyond its limit."""
+        """Log once, in a new thread, which ranks the latest call waits for if it is late."""
         registry = get_registry(self._world)
         opened = max(registry.all_opened(), key=lambda each: each.recorder.moment, default=None)
         if opened is None:
@@ -284,7 +287,7 @@ class LatePeers:
             self._limit_s = self._default_s if given_s is None else given_s
             self._deadline = Deadline(self._limit_s or None)
         elif self._deadline.is_over and _is_in_a_operation():
-            self._deadline = Deadline(None)  # it is told of once
+            self._deadline = Deadline(None)  # log it only once
             call = opened.recorder.find_note()
             if call is not None:
                 told = threading.Thread(
@@ -302,7 +305,7 @@ class LatePeers:
             if (peer := call.call.peer) is not None:
                 ranks = (call.group.ranks[peer],)
             texts = members.find_texts(call, ranks).items()
-            late = grouped_text(((r, t) for r, t in texts if not t.startswith("arrived")), "\n  ")
+            late = grouped_text(((r, t) for r, t in texts if not t.startswith(_REACHED)), "\n  ")
             if late and opened.recorder.moment == self._moment:
                 text = f"rank {mine} has waited for {self._limit_s:g} s in {call.heading}"
                 _log.warning("meshdist: %s\n  %s", text, late)
@@ -311,18 +314,18 @@ class LatePeers:
 @contextmanager
 @untraced
 def stall_warning(after_s: float | None) -> Iterator[None]:
-    """Let this rank tell of the waits inside after ``after_s`` seconds; None: never.
+    """Log a stall warning for calls in the block only after ``after_s`` seconds; None: never.
 
-    Put it around a collective to which some ranks come long before the others, as they are meant
-    to. It stands in for ``MESHDIST_STALL_WARNING_S``; timeouts run on.
+    Use it around a collective that some ranks are expected to reach long before others. It
+    overrides ``MESHDIST_STALL_WARNING_S`` and does not change timeouts.
 
     Raises:
-        ArgumentError: ``after_s`` is no number of seconds above 0.
+        ArgumentError: ``after_s`` is not a number of seconds above 0.
 
     Example:
         >>> import meshdist as md
         >>> def program():
-        ...     with md.stall_warning(None):  # rank 1 may come an hour later
+        ...     with md.stall_warning(None):  # rank 1 may arrive an hour later
         ...         md.barrier()
         >>> md.simulate(program, 2)
         [None, None]
@@ -331,7 +334,8 @@ def stall_warning(after_s: float | None) -> Iterator[None]:
     if after_s is not None and not (is_number and 0 < after_s < threading.TIMEOUT_MAX):
         raise ArgumentError(
             f"after_s is {after_s!r}",
-            expected="after how many seconds a wait is told of, above 0; None: never",
+            expected="a number of seconds above 0, or None to turn the warning off",
+            fix="pass a number of seconds, for example md.stall_warning(60)",
         )
     registry = get_registry(get_usable_world())
     before, registry.stall_warning_s = registry.stall_warning_s, after_s or 0.0
@@ -358,6 +362,7 @@ def _read_limit() -> float:
     if not 0 <= limit_s < threading.TIMEOUT_MAX:
         raise ArgumentError(
             f"{WAIT_NOTICE_VARIABLE} is {text!r}",
-            expected="after how many seconds a wait is told of, as in 30; 0: never",
+            expected="a number of seconds, for example 30, or 0 to turn the warning off",
+            fix=f"set {WAIT_NOTICE_VARIABLE}=30, or unset it",
         )
     return limit_s

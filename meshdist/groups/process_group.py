@@ -1,4 +1,4 @@
-"""Groups: an ordered set of ranks that communicate, and the connections that they use."""
+"""Define process groups: ordered sets of ranks that communicate, and their connections."""
 
 from __future__ import annotations
 
@@ -47,28 +47,28 @@ __all__ = ["NON_GROUP_MEMBER", "GroupLike", "ProcessGroup", "resolve_group", "wo
 _log = logging.getLogger("meshdist.groups")
 
 NON_GROUP_MEMBER = -100
-"""The answer of ``new_group`` on a rank outside the group, as torch gives it."""
+"""The result of ``new_group`` on a rank outside the group, as in torch."""
 
 
 class ProcessGroup(GroupMethods):
-    """An ordered set of ranks that communicate, as one of its members sees it.
+    """An ordered set of ranks that communicate.
 
-    Made by a mesh for its axes, or by ``new_group``; a program rarely makes it itself. It has the
-    methods of torch's process groups, too, each of which starts the collective that it stands for.
+    Use ``new_group`` or a mesh to create groups. The class also has the methods of torch's process
+    groups; each one starts the collective of its name.
 
     Args:
-        ranks: global ranks, in group order; this rank is one of them.
-        name: how messages call it, for example ``axis 'tp' of DeviceMesh(dp=2, tp=2)``.
-        backends: the backend per device type, where the program has named them for this group;
-            None takes the world's, or what serves in place of its default backends.
-        named_for: the device type for which alone the program has named a backend; "" for none.
-        timeout: how long a collective may wait; None takes the world's, else the backend's default.
-        is_private: whether it opens communicators of its own and shares none.
-        axis_names: of the mesh axes along which it runs; () where there are none with names.
-        device: the device bound to it, on which its backend connects as it is opened; None takes
-            the world's.
-        agreement: what its members agreed when it was made; None lets them agree when its first
-            communicator is opened.
+        ranks: Global ranks in group order, including this rank.
+        name: The name in messages, for example ``axis 'tp' of DeviceMesh(dp=2, tp=2)``.
+        backends: The backend of each device type, if the program named them for this group; None
+            uses the world's.
+        named_for: The one device type for which the program named a backend; "" for none.
+        timeout: How long a collective may wait; None uses the world's, else the backend's default.
+        is_private: Whether the group shares no communicators with other groups.
+        axis_names: The names of the group's mesh axes; () without named axes.
+        device: The group's device, on which its backend connects when it opens; None uses the
+            world's.
+        agreement: The result of the members' agreement; None makes them agree when they open the
+            first communicator.
     """
 
     def __init__(
@@ -119,63 +119,62 @@ class ProcessGroup(GroupMethods):
         """Whether all members have chosen their devices, as far as that is known."""
 
     def __del__(self) -> None:
-        """Stay with the registry, which needs it as long as a member uses what it has open.
-
-        Warn of that, once a place, where it takes more than memory.
-        """
+        """Keep the group registered while members use its communicators; warn once."""
         is_over = not self._device_groups or self._num_forks != num_forks() or self.is_closed
         if is_over or sys.is_finalizing() or not get_registry(self.world).drop(self):
             return
         if self._site:
             text = partial(
                 explain,
-                f"{self.name} was dropped, and not closed",
+                f"{self.name} was dropped without being closed",
                 where=f"rank {self.world.rank}, made at {show_site(self._site)}",
-                found="its communicator, open until all its ranks have dropped it and make another",
-                fix="call mesh.close() or destroy_process_group(group), or keep it",
+                found="its communicator, which stays open until all ranks have dropped the group "
+                "and create another",
+                fix="call mesh.close() or destroy_process_group(group), or keep a reference to it",
             )
             warn_once_at(self._site, text, ResourceWarning)
 
     def rank(self) -> int:
-        """This rank's place in the group."""
+        """Return this process's rank in the group."""
         return self._group_rank
 
     def size(self) -> int:
-        """The number of members."""
+        """Return the number of ranks in the group."""
         return len(self.ranks)
 
     @property
     def group_name(self) -> str:
-        """A name for messages; two groups may have the same."""
+        """The name in messages; not unique."""
         return self.name
 
     @property
     def bound_device_id(self) -> torch.device | None:
-        """The device that the program has bound to the group or its world, as torch names it."""
+        """The device of the group or its world."""
         return self.device
 
     @property
     def timeout(self) -> timedelta:
-        """How long a collective may wait, on CPU tensors if the group serves them."""
+        """How long a collective may wait; for CPU tensors if the group supports them."""
         return self._timeout_on(get_backend(self.backend_name(self._main_device_type())))
 
     @property
     def is_closed(self) -> bool:
-        """Return whether the group, or its world, was closed."""
+        """Whether the group or its world is closed."""
         return self._closed or self.world.is_closed
 
     def __repr__(self) -> str:
         return f"ProcessGroup({self.name}, ranks={list(self.ranks)}, rank={self._group_rank})"
 
     def backend_name(self, device_type: str) -> str:
-        """The backend that serves tensors of ``device_type`` here."""
+        """Return the name of the backend for tensors of ``device_type``."""
         name = self.backends.get(device_type)
         if name is None:
             served = ", ".join(f"{device}:{backend}" for device, backend in self.backends.items())
             raise BackendError(
                 f"{self.name} has no backend for {device_type} tensors",
                 expected=f"tensors of one of its device types: {served}",
-                fix=f"name one at the start, for example backend='{served},{device_type}:gloo'",
+                fix="name one when you initialize, for example "
+                f"backend='{served},{device_type}:gloo'",
             )
         return name
 
@@ -204,8 +203,7 @@ class ProcessGroup(GroupMethods):
         return {f"{slot}{connection}": (label, self.ranks)} if label else {}
 
     def needs(self, device_type: str) -> Needs:
-        """The needs of a device group for ``device_type`` that opens; none where it may be
-        shared."""
+        """Return the resources to open ``device_type``; none if a communicator can be shared."""
         if device_type in self._device_groups or self.offer(device_type):
             return Needs(0, 0)
         backend = get_backend(self.backend_name(device_type))
@@ -264,7 +262,7 @@ class ProcessGroup(GroupMethods):
 
     @property
     def is_open(self) -> bool:
-        """Return whether one of its backends is open."""
+        """Whether a backend of the group is open."""
         return bool(self._device_groups)
 
     def idle_device_groups(self, device_type: str) -> list[DeviceGroup]:
@@ -279,30 +277,30 @@ class ProcessGroup(GroupMethods):
 
     @property
     def device_groups(self) -> list[DeviceGroup]:
-        """Its open device groups."""
+        """The open device groups."""
         return list(
             dict.fromkeys(c for c in self._device_groups.values() if not c.opened.is_closed)
         )
 
     def check_open(self) -> None:
-        """Raise where the group, or its world, was closed."""
+        """Raise if the group or its world is closed."""
         if self.is_closed:
             raise GroupClosedError(
                 f"{self.name} was closed",
                 where=f"rank {self.world.rank}",
-                fix="make a new mesh or group; a closed one stays closed",
+                fix="create a new mesh or group",
             )
 
     def check_usable(self) -> None:
-        """Raise where the world or the group is closed, or this process is a forked child."""
+        """Raise if the world or the group is closed, or this process is a forked child."""
         self.world.check_usable()
         self.check_open()
 
     def close(self) -> None:
-        """End communication on this group; a communicator shared with others stays open.
+        """Close this group; communicators that other groups share stay open.
 
         Raises:
-            MismatchError: calls of members on different hosts differed; it is closed.
+            MismatchError: The last calls of two hosts differ; the group is closed.
         """
         if self._closed:
             return
@@ -322,7 +320,7 @@ class ProcessGroup(GroupMethods):
         self.fast_path = self.fast_path_on_device = None
 
     def abort(self, reason: str = "abort() was called") -> None:
-        """Free every rank that waits in this group, here and elsewhere; the group is unusable."""
+        """Abort every rank that waits in this group; the group can no longer be used."""
         labels = [device_group.opened.label for device_group in self._device_groups.values()]
         get_registry(self.world).abort(labels, {"reason": reason, "group": self.name})
 
@@ -388,7 +386,7 @@ class ProcessGroup(GroupMethods):
             except BackendUnsupported as refusal:
                 if not (self._chooses_backends and backend.replacement):
                     raise
-                _log.info("%s goes by %s: %s", self.name, backend.replacement, refusal)
+                _log.info("%s uses backend %s: %s", self.name, backend.replacement, refusal)
                 self.backends = {**self.backends, device_type: backend.replacement}
                 return self._open_device_group(device_type, agreement, slot)
         try:
@@ -479,11 +477,11 @@ world."""
 
 
 def resolve_group(group: object) -> ProcessGroup:
-    """Return the ProcessGroup that a collective's argument ``group`` stands for.
+    """Return the ProcessGroup for a collective's argument ``group``.
 
     Raises:
-        NotInGroupError: this rank is no member.
-        GroupKindError: it is no ProcessGroup, mesh or None.
+        NotInGroupError: This rank is not a member.
+        GroupKindError: ``group`` is not a ProcessGroup, a mesh or None.
     """
     if group is None:
         found = get_usable_world().group
@@ -496,8 +494,8 @@ def resolve_group(group: object) -> ProcessGroup:
         raise NotInGroupError(
             "this rank is not a member of the group",
             where=f"rank {get_world().rank}",
-            expected="collectives on a group only by its members",
-            fix="skip the call where new_group returned GroupMember.NON_GROUP_MEMBER",
+            expected="a call only on ranks of the group",
+            fix="skip the call on ranks where new_group() returned GroupMember.NON_GROUP_MEMBER",
         )
     raise GroupKindError(
         f"{group!r} is not a group of meshdist",
@@ -508,12 +506,12 @@ def resolve_group(group: object) -> ProcessGroup:
 
 
 def _instead_of(group: object) -> str | None:
-    """Return the advice for an argument that is no group of ours; None if there is none."""
+    """Return a fix for an argument that is not a meshdist group, or None."""
     names = group if isinstance(group, (tuple, list)) else [group]
     if all(isinstance(name, str) for name in names):
-        return f"name the axis on its mesh: group=mesh[{group!r}]"
+        return f"pass the axis of its mesh: group=mesh[{group!r}]"
     if isinstance(group, TorchGroup):
-        return "make ours of the same ranks: meshdist.distributed.new_group(ranks)"
+        return "create a meshdist group of the same ranks: meshdist.distributed.new_group(ranks)"
     if type(group).__module__ == "torch.distributed.device_mesh":
-        return "make ours of it: DeviceMesh.from_torch(mesh)"
+        return "convert it: DeviceMesh.from_torch(mesh)"
     return None

@@ -30,7 +30,7 @@ _OF_ANOTHER = re.compile(
     AbortedError:                                   # usually caused by another rank
     | \bfailed\ first,\ in\                         # a timeout or failure that quotes the first
     | \bwas\ interrupted\ by\b
-    | :\ gives\ no\ answer:\ it\ has\ ended | give\ no\ answer:\ they\ have\ ended
+    | :\ does\ not\ respond:\ it\ has\ exited | do\ not\ respond:\ they\ have\ exited
     | \bfound:\ +rank\ \d+\ (has\ ended|ended\ by)\b
     | StoreError: | \bstore\ (is|was)\ lost\b | \bprocess\ that\ hosts\ the\ store\ has\ ended\b
     | Connection\ (closed|reset)\ by\ peer          # Gloo

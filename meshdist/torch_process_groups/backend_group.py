@@ -1,9 +1,8 @@
-"""Torch's process groups over one of our backends: the collectives are those of our own groups.
+"""Implement torch process groups on a meshdist backend.
 
-``GroupMethods`` has the methods, in the forms in which torch's front end, its C++ and its older
-versions call them; what each collective does is described in ``torch.distributed``. Collectives
-that their callers wait for run in the caller's thread. What torch's C++ starts, and messages, go on
-in the background. Tensors of a device that the backend does not serve go by a group of torch's own.
+``GroupMethods`` defines the methods in every call form of torch's Python, C++ and older versions.
+Synchronous collectives run in the caller's thread; messages and collectives that torch's C++ starts
+run in the background. Tensors of other devices use a process group of torch.
 """
 
 from __future__ import annotations
@@ -52,19 +51,18 @@ _TorchsGroup: Any = torch_distributed.ProcessGroup
 
 
 class _BackendForHooks(Backend):
-    """A backend that carries nothing, for the hooks that torch attaches to a group's backend."""
+    """A no-op backend for the hooks that torch attaches to a group's backend."""
 
     # Torch 2.15 attaches a flight recorder to each group's default backend, and a group that is a
     # process group itself has none. The recorder stays empty: torch's dispatcher feeds it, which
     # our collectives do not pass. Our own recorder notes them.
     def getBackendName(self) -> str:
-        """Return "meshdist", the name of the backend in torch's errors."""
+        """Return "meshdist", which torch shows in its errors."""
         return "meshdist"
 
 
 def _for_its_backend(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap collective ``name``: torch runs it for devices that the backend lacks, dispatch modes
-    see it."""
+    """Wrap collective ``name``: use torch for other devices and show it to dispatch modes."""
 
     @wraps(method)
     def called(self: BackendGroup, *given: Any, **named: Any) -> Any:
@@ -88,10 +86,10 @@ def _for_its_backend(name: str, method: Callable[..., Any]) -> Callable[..., Any
 
 
 class BackendGroup(_TorchsGroup):  # type: ignore[misc]
-    """A process group of torch's over a backend of ours; to make it is collective over its members.
+    """A torch process group on a meshdist backend; its creation is collective.
 
     Args:
-        kept: an object that the opening's store needs, dropped at the group's end.
+        kept: An object that the store needs; released when the group ends.
     """
 
     supports_splitting = False
@@ -124,7 +122,7 @@ class BackendGroup(_TorchsGroup):  # type: ignore[misc]
     name = getBackendName
 
     def getGroupName(self) -> str:
-        """Return torch's name of the group, which torch keeps in its own backends alone."""
+        """Return torch's name of the group."""
         return self._group_name
 
     def setGroupName(self, name: str) -> None:
@@ -141,7 +139,7 @@ class BackendGroup(_TorchsGroup):  # type: ignore[misc]
         return [torch.device(kind) for kind in kinds]
 
     def _get_backend(self, device: torch.device) -> Any:
-        """Return this group, or torch's backend for a device that the backend does not serve."""
+        """Return this group, or torch's backend for a device that this backend does not support."""
         kind = torch.device(device).type
         if kind in self._backend.device_types:
             return self
@@ -149,11 +147,11 @@ class BackendGroup(_TorchsGroup):  # type: ignore[misc]
 
     @property
     def options(self) -> Any:
-        """Return the options that torch asks a backend for: the name and the timeout."""
+        """The backend options that torch reads: name and timeout."""
         return Backend.Options(self._backend.name, self.inner.timeout)
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
-        """Return False: the group has no memory of its own for tensors."""
+        """Return False: the group allocates no tensors."""
         return False
 
     def set_timeout(self, timeout: timedelta) -> None:
@@ -165,14 +163,14 @@ class BackendGroup(_TorchsGroup):  # type: ignore[misc]
     _set_default_timeout = set_timeout
 
     def _set_sequence_number_for_group(self) -> None:
-        """Do nothing: members count from the beginning."""
+        """Do nothing: members count calls from the start."""
 
     def _get_sequence_number_for_group(self) -> int:
         return self.inner.recorder.sequence
 
     @cached_property
     def _shown(self) -> Any:
-        """A group of torch's that carries nothing, for modes: its calls pass torch's dispatcher."""
+        """A no-op torch group whose calls pass through torch's dispatcher, for dispatch modes."""
         # A Python group overrides the C++ methods that call the dispatcher. Behind the dispatcher
         # only a C++ backend can follow.
         place = self.rank(), self.size()
@@ -199,12 +197,12 @@ class BackendGroup(_TorchsGroup):  # type: ignore[misc]
     def monitored_barrier(
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False
     ) -> None:
-        """Wait for all members; raise and name the first that is absent, or all.
+        """Wait for all members; raise an error that names the first missing member, or all.
 
         Args:
-            wait_all_ranks: whether all absent members are named.
+            wait_all_ranks: Whether to name all missing members.
         """
-        # It goes through the store, and breaks nothing.
+        # It uses the store, so the group stays usable after a timeout.
         inner, ranks = self.inner, self._opening.ranks
         inner.check_usable()
         rank, limit = inner.world.rank, inner.timeout if timeout is None else timeout
@@ -215,7 +213,7 @@ class BackendGroup(_TorchsGroup):  # type: ignore[misc]
             terms = ranks, rank, number, limit, wait_all_ranks
             failure = MonitoredBarrier(self._opening.store, "matching", *terms).wait().failure
             expected = "every member to call it"
-            fix = "look at what that rank did instead; the group can be used afterwards"
+            fix = "check what that rank did instead; the group stays usable"
         if failure:
             where, found = f"{inner.here}, {inner.name}", None if fix else f"{limit}"
             raise CollectiveTimeoutError(
@@ -225,7 +223,7 @@ class BackendGroup(_TorchsGroup):  # type: ignore[misc]
     # -- its end ---------------------------------------------------------------------------------
 
     def abort(self) -> None:
-        """Free every wait in the group, here and on the other members, and end its use."""
+        """Abort every wait in the group on all members; the group can no longer be used."""
         if self.inner.is_over:
             return
         for group in self.other_groups.values():
@@ -233,7 +231,7 @@ class BackendGroup(_TorchsGroup):  # type: ignore[misc]
         self.inner.abort()
 
     def shutdown(self) -> None:
-        """End this member's part; a second call does nothing."""
+        """Close the group on this rank; a second call does nothing."""
         if self.inner.is_over:
             return
         self._completer.end()
@@ -273,13 +271,12 @@ class BackendGroup(_TorchsGroup):  # type: ignore[misc]
         op_name: str = "",
         num_blocks: int = 0,
     ) -> TorchWork:
-        """Start a collective, wait for it unless the call is asynchronous, and return its Work for
-        torch.
+        """Start a collective, wait for it unless it is asynchronous, and return its Work.
 
         Args:
-            noted: the tensors that a profile shows, some in lists.
+            noted: The tensors that a profile shows, some in lists.
             result: the result of the Work.
-            op_name: the name of the collective in a profile, in place of ``operation``.
+            op_name: The name in a profile, instead of ``operation``.
             num_blocks: as in ``TorchWork``.
         """
         is_recorded = profiler._is_profiler_enabled
@@ -358,7 +355,7 @@ class BackendGroup(_TorchsGroup):  # type: ignore[misc]
     # -- other devices ---------------------------------------------------------------------------
 
     def _other(self, kind: str) -> Any:
-        """Return torch's own group of the same members for device type ``kind``, made once."""
+        """Return the torch group of the same members for device type ``kind``, created once."""
         # Of a text such as ``cpu:shm,cuda:nccl`` torch gives the whole group to a backend that is a
         # process group itself, and drops the other half. So that half is opened here.
         if kind in self.other_groups:
@@ -368,13 +365,13 @@ class BackendGroup(_TorchsGroup):  # type: ignore[misc]
         has_nccl = torch_distributed.is_nccl_available() and torch.cuda.is_available()
         if kind != "cuda" or not has_nccl:
             raise BackendError(
-                f"{inner.name} cannot carry {kind} tensors",
+                f"{inner.name} does not support {kind} tensors",
                 where=inner.here,
                 expected=f"tensors that the backend {self._backend.name!r} serves, or CUDA "
                 f"tensors by "
                 "NCCL",
                 found="a torch without NCCL, or no GPU" if kind == "cuda" else f"a {kind} tensor",
-                fix="move the tensor to the CPU, or make a group of another backend for it",
+                fix="move the tensor to the CPU, or create a group with another backend for it",
             )
         store = PrefixStore(kind, self._opening.make_torch_store())
         ranks, place, size = inner.ranks, inner.rank(), inner.size()
@@ -403,14 +400,14 @@ for _name, _method in {**vars(GroupMethods), **_coalesced}.items():
 
 @atexit.register
 def _leave_all() -> None:
-    """Tell members that still wait for this process that it ends in good order."""
+    """Announce to waiting members that this process exits normally."""
     for group in list(_open):
         with suppress(Exception):  # it may be broken already
             group.inner.leave()
 
 
 def _bare(given: Any) -> Any:
-    """Return ``given`` with tensors, in lists too, as ``.data``, which autograd does not see."""
+    """Return ``given`` with its tensors replaced by ``.data``, which autograd does not track."""
     # As torch's own groups do, ours let a program write where autograd has saved values: FSDP
     # gathers parameters again into the memory where a forward has seen them.
     if isinstance(given, torch.Tensor):
@@ -419,20 +416,20 @@ def _bare(given: Any) -> Any:
 
 
 def _copied(given: Any) -> Any:
-    """Return ``given`` with copies of the tensors in it, which may be in lists."""
+    """Return ``given`` with its tensors cloned."""
     if isinstance(given, torch.Tensor):
         return given.detach().clone()
     return list(map(_copied, given)) if isinstance(given, (list, tuple)) else given
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """Return ``tensor`` as a view of one dim if it is contiguous, else as it is."""
+    """Return ``tensor`` as a 1-D view if it is contiguous, else unchanged."""
     # Of blocks torch compares the numbers of elements alone.
     return tensor.view(-1) if tensor.dim() != 1 and tensor.is_contiguous() else tensor
 
 
 class _TorchTensorLayout(NamedTuple):
-    """The facts by which torch's groups call a collective of ours.
+    """Facts by which torch's groups call a meshdist collective.
 
     Args:
         run: the collective, without its marks: no fast path, which is for one thread, no record of

@@ -1,4 +1,4 @@
-"""Our backends under their names in torch.distributed, opened when a program asks for them.
+"""Register the meshdist backends with torch.distributed, loaded on first use.
 
 Imports nothing of ours or torch's: torch calls ``offer_at_import`` at the end of every ``import
 torch`` where the package is installed, also while the package, or this module, imports torch.
@@ -62,7 +62,7 @@ def _meet_simulated(url: str, **terms: Any) -> Any:
 
 
 class _Mpi:
-    """A stand-in for the class of torch's that opens groups over MPI."""
+    """Replaces torch's class that opens groups over MPI."""
 
     @staticmethod
     def create(ranks: list[int]) -> Any:

@@ -1,4 +1,4 @@
-"""Opens a group over our backend as torch describes it."""
+"""Open process groups on meshdist backends for torch."""
 
 from __future__ import annotations
 
@@ -62,8 +62,7 @@ def open_group(backend: str, options: Any, backend_options: Any) -> BackendGroup
 
 @never_nested
 def open_mpi_group(ranks: list[int]) -> BackendGroup:
-    """Open the MPI backend for these global ranks, or for all ranks of mpiexec if there are
-    none."""
+    """Open the MPI backend for these global ranks, or for all ranks of mpiexec if empty."""
     backend = get_backend("mpi")
     joined = _joined_under_mpi()  # torch gives no store, rank or size
     members = tuple(ranks) or tuple(range(joined.size))
@@ -93,7 +92,7 @@ def open_simulated_group(options: Any) -> BackendGroup:
     """Open a group of simulated ranks; waits for no other member."""
     if find_rank_here() is None:
         raise BackendError(
-            "torch's backend 'simulated' serves simulated ranks, and this is a process",
+            "torch's backend 'simulated' works only on simulated ranks, but this is a process",
             expected="a program that meshdist.simulate runs",
             fix="call meshdist.simulate(program, 4), or name another backend, such as 'shm'",
         )
@@ -122,7 +121,7 @@ def meet_simulated(url: str, **_: Any) -> Iterator[tuple[Store, int, int]]:
     world = find_world()
     if world is None or not world.is_simulated:
         raise WorldError(
-            f"{url!r} names the world of a simulated rank, and this is a process",
+            f"{url!r} works only on simulated ranks, but this is a process",
             expected="a program that meshdist.simulate runs",
             fix="call meshdist.simulate(program, 4), or name another init_method, such as 'env://'",
         )
@@ -130,9 +129,9 @@ def meet_simulated(url: str, **_: Any) -> Iterator[tuple[Store, int, int]]:
         given = parse_qs(urlsplit(url).query).get(name, [])  # as torch hands over its arguments
         if given not in ([], ["-1"], [str(value)]):
             raise WorldError(
-                f"a simulated rank has its place already, and {name}={given[0]} was given",
+                f"this simulated rank has {name} {value}, not {given[0]}",
                 expected=f"{name}={value}, or none",
-                fix='write init_process_group("simulated", init_method="simulated://")',
+                fix='call init_process_group("simulated", init_method="simulated://")',
             )
     yield PrefixStore("torch", world.make_torch_store()), world.rank, world.size
 

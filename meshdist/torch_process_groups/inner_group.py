@@ -1,9 +1,9 @@
-"""The members of one of torch's groups as a group of ours: the collectives of torch's run on it.
+"""Represent a torch process group as a meshdist group, which runs its collectives.
 
-On a backend that does not compare calls by itself, as in meshdist's own groups the members on one
-host write a header of each collective where the others can read it. Of two members whose calls
-differ the later sees it at once, the earlier while it waits, or at its next call. No thread answers
-questions of other members; but as all see that calls differ, each writes its own into the store.
+If the backend does not compare calls, members on one host write the fingerprint of each collective
+to shared memory. If two calls differ, the later member detects it immediately, the earlier one
+while it waits or at its next call. There is no control thread; instead each member writes its own
+call to the store when it detects a mismatch.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ..checking.calls import CallRecord, GroupFacts
 from ..checking.fingerprint_table import WINDOW, FingerprintTable
 from ..checking.recorder import FORGOTTEN, Recorder
 from ..checking.shared_flags import words_of_process
-from ..error_text import grouped_text, ranks_text
+from ..error_text import UNUSABLE_GROUP, grouped_text, ranks_text
 from ..errors import AbortedError
 from ..groups.communicators import OpenCommunicator
 from ..groups.control_messages import Endings, collect
@@ -46,7 +46,7 @@ _ABORT = "abort"
 
 
 class InnerGroup(ProcessGroup):
-    """A group of torch's as a group of ours; to make it opens the backend, collectively."""
+    """A torch group as a meshdist group; its creation opens the backend and is collective."""
 
     def __init__(self, backend: BackendType, opening: Opening) -> None:
         ranks, timeout, label = opening.ranks, opening.timeout, opening.name
@@ -102,11 +102,11 @@ class InnerGroup(ProcessGroup):
                 f"{self.name} cannot be used after a failure",
                 where=self.here,
                 found=self._aborts[self._label]["reason"],
-                fix="make a new group on the ranks that are left",
+                fix="create a new group with the remaining ranks",
             )
 
     def break_here(self, reason: str) -> None:
-        """Reject all later calls, giving ``reason``, and end every wait."""
+        """Make all later calls raise with ``reason``, and end every wait."""
         # After a timeout the members may be out of step: a late member would meet another call than
         # its own. Where the backend does not compare calls, it has started those of some members.
         self._aborts.setdefault(self._label, {"reason": reason})
@@ -124,7 +124,7 @@ class InnerGroup(ProcessGroup):
             device_group.communicator.abort()
 
     def leave(self) -> None:
-        """Announce to the other members that this process ends in good order."""
+        """Announce to the other members that this process exits normally."""
         for device_group in () if self.is_over else self._device_groups.values():
             device_group.opened.leave()
 
@@ -163,7 +163,7 @@ class _SharedDeviceGroup(DeviceGroup):
 
 @dataclass
 class TorchGroupPeers(PeerStatus):
-    """The other members of a group of torch's.
+    """The other members of a torch group.
 
     Args:
         table: in which members write their calls; None where these are not compared, or the backend
@@ -224,7 +224,7 @@ class TorchGroupPeers(PeerStatus):
                 where += "; no data was moved"
             else:
                 where += "; this member's tensors may have been written"
-                fix += "; the group is broken now"
+                fix += f"; {UNUSABLE_GROUP}"
                 self.break_here(disagreement["summary"])
         found = "\n".join(filter(None, (disagreement["found"], found)))
         return {**disagreement, "where": where, "found": found, "fix": fix}

@@ -1,9 +1,8 @@
-"""Torch's kind of Work over ours: torch's own code waits for it and chains futures on it.
+"""Implement torch's Work and futures on meshdist's Work.
 
-Torch's reducer waits for futures in C++, which calls no method of ours. So a thread of the group
-waits for the collectives in turn, in the order in which the members started them. Each future
-is completed by a thread of its own, since that runs the callbacks, and a callback may wait for the
-future of another collective.
+Torch's reducer waits for futures in C++, which cannot call our methods. So a thread of the group
+waits for the collectives in the order in which they were started. A separate thread completes each
+future, because a callback may wait for the future of another collective.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _completing: WeakSet[threading.Thread] = WeakSet()
 
 
 class TorchWork(torch_distributed.Work):
-    """A Work of torch's for any number of collectives in flight; without ``works`` all is done.
+    """A torch Work for any number of running collectives; without ``works``, it is done.
 
     Args:
         recordings: the threads that end records of the profiler, which a wait waits for, too.
@@ -67,8 +66,7 @@ class TorchWork(torch_distributed.Work):
         return cls(works, [x for part in parts for x in part._blocks()], completer, recordings)
 
     def wait(self, timeout: timedelta = _UNSET) -> bool:
-        """Return True when all is done; each collective may take ``timeout``, or the group's for
-        zero."""
+        """Wait for all collectives, each up to ``timeout`` or, for zero, the group's timeout."""
         try:
             for work in self._works:
                 work.wait(timeout)
@@ -78,8 +76,7 @@ class TorchWork(torch_distributed.Work):
                 thread.join()
 
     def end_with(self, records: list[Any], is_async: bool) -> None:
-        """End the profiler's ``records`` with the collective; of an async call maybe at its
-        start."""
+        """End the profiler's ``records`` with the collective, or at the start of an async call."""
         # Another thread ends it, and holds it last: so the profiler sees that the collective went
         # on in the background. torch 2.11 drops such a record: it ends with an async call's start
         # there. A simulated rank has one thread.
@@ -165,7 +162,7 @@ class TorchWork(torch_distributed.Work):
 
 @atexit.register
 def _await_callbacks() -> None:
-    """Let callbacks end before the interpreter does, which their threads would not survive."""
+    """Wait for callbacks before the interpreter exits, which would end their threads."""
     for thread in list(_completing):
         thread.join(_PATIENCE_S)
 
@@ -179,13 +176,13 @@ def begin_record(op_name: str, given: Sequence[Any]) -> list[Any]:
 
 def end_records(records: list[Any]) -> None:
     """End the profiler's ``records`` from ``begin_record`` that have not ended, and drop them."""
-    # A record that ends behind its profiler, as a traceback drops it, writes into freed memory.
+    # If a record outlives its profiler (a traceback can keep it alive), it writes to freed memory.
     while records:
         records.pop().__exit__(None, None, None)
 
 
 def tensors_of(given: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """Yield the tensors among arguments, some of which may be lists, also of lists."""
+    """Yield the tensors among arguments and nested lists."""
     for argument in given:
         if isinstance(argument, torch.Tensor):
             yield argument

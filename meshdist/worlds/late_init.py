@@ -1,4 +1,4 @@
-"""A world that began at its first touch, and an ``init_process_group`` that comes after it."""
+"""Check ``init_process_group`` arguments against a lazily initialized world."""
 
 from __future__ import annotations
 
@@ -24,11 +24,10 @@ def take_over(
     options: Any,
     device: torch.device | None,
 ) -> None:
-    """Accept ``world``, made at a first touch, for these arguments; raise if they differ.
+    """Accept the lazily initialized ``world`` for these arguments; raise if they differ.
 
     Args:
-        timeout: stands in place of that of ``init_arguments``: None where the program has named
-            none.
+        timeout: Replaces the timeout of ``init_arguments``; None if the program passed none.
     """
     defaults = {get_backend(name).default_timeout for name in world.backends.values()}
     is_default = world.timeout is None and defaults == {timeout}
@@ -36,7 +35,7 @@ def take_over(
     rank, world_size, store = init_arguments.rank, init_arguments.world_size, init_arguments.store
     init_method, group_name = init_arguments.init_method, init_arguments.group_name
     is_from_env = init_method == "env://" and world.origin.startswith("env://")
-    # What is said, whether it agrees, what it says, and what the world has.
+    # Name, whether it matches, the argument, and the value of the world.
     table = (
         ("backend", *_compared_backends(world, backends)),
         ("rank", rank in (-1, world.rank), rank, world.rank),
@@ -51,13 +50,13 @@ def take_over(
     wrong = [(name, given, there) for name, agrees, given, there in table if not agrees]
     if wrong:
         raise WorldError(
-            "init_process_group came after the first touch, and says otherwise than the world that "
-            "this process joined then",
-            where=f"rank {world.rank} of {world.size}, joined by {world.first_touch}",
+            "init_process_group() was called after meshdist initialized itself, "
+            "with different arguments",
+            where=f"rank {world.rank} of {world.size}, initialized by {world.first_touch}",
             expected=", ".join(f"{name}={there}" for name, _, there in wrong),
             found=", ".join(f"{name}={given}" for name, given, _ in wrong),
-            fix="call init_process_group before the first collective and the first mesh, or "
-            "leave out " + " and ".join(name for name, _, _ in wrong),
+            fix="call init_process_group before the first collective and the first mesh, "
+            "or leave out " + " and ".join(name for name, _, _ in wrong),
         )
     world.first_touch = ""
 

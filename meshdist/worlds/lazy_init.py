@@ -1,5 +1,4 @@
-"""The one rule for beginning: a process that a launcher started joins at its first collective or
-mesh."""
+"""Initialize lazily: a launched process joins its world at its first collective or mesh."""
 
 from __future__ import annotations
 
@@ -19,11 +18,11 @@ from ..runtime.fork_safe_locks import ForkSafeLock
 from .initialization import end_orphan, init_process_group
 
 _joining = ForkSafeLock(threading.RLock)
-"""Lets one thread join; others that touch the world meanwhile find it made."""
+"""Lets one thread initialize while others wait."""
 
 
 def begin_for_mesh(timeout: timedelta | None, *, is_alone: bool) -> None:
-    """Make the world at a first mesh, if there is none; ``is_alone``: the mesh has rank 0 alone."""
+    """Initialize for a first mesh; with ``is_alone``, the mesh has rank 0 only."""
     with _joining.current:
         end_orphan()
         if find_world() is not None:
@@ -37,18 +36,18 @@ def begin_for_mesh(timeout: timedelta | None, *, is_alone: bool) -> None:
 
 
 def _join_for_operation() -> None:
-    """Join the ranks that a launcher has started, if it has; do nothing otherwise."""
+    """Initialize if a launcher started this process; else do nothing."""
     with _joining.current:
-        # A world of torch's is not adopted here: only the program knows whether all of its ranks
-        # will come to this collective.
+        # Do not reuse torch's world here: only the program knows whether all of its ranks
+        # will reach this collective.
         if torch_distributed.is_initialized() or find_unjoined_place() is None:
             return
-        if get_worker_info() is not None:  # it has its parent's variables
+        if get_worker_info() is not None:  # it inherits its parent's variables
             raise WorldError(
-                "a worker of a DataLoader cannot join in the place of its rank",
+                "a DataLoader worker cannot join the process group in place of its rank",
                 where=f"process {os.getpid()}, called at {show_site(call_site())}",
                 expected="collectives in the process that the launcher started",
-                fix="let a worker only read get_rank() and get_world_size()",
+                fix="call only get_rank() and get_world_size() in a worker",
             )
         init_process_group()
         _note("a collective")

@@ -1,4 +1,4 @@
-"""Questions about the process's world, its groups and their backends: torch's names."""
+"""Query the process's world, its groups and their backends, with torch's names."""
 
 from __future__ import annotations
 
@@ -35,26 +35,29 @@ __all__ = [
 
 
 def is_available() -> bool:
-    """Return whether this package can be used: always."""
+    """Return True: meshdist is always available."""
     return True
 
 
 def is_initialized() -> bool:
-    """Return whether there is a world: made by ``init_process_group``, or of simulated ranks."""
+    """Return whether the default process group is initialized; True on simulated ranks."""
     world = find_world()
     return world is not None and not world.is_closed and not world.is_orphan
 
 
 @untraced
 def get_rank(group: GroupLike = None) -> int:
-    """Return this rank's number in ``group`` (None: the world); -1 outside the group.
+    """Return this process's rank in ``group``, or -1 if it is not a member.
 
-    Answers in a forked child too. Before this process has joined its world the launcher's variables
-    answer, or torch's world that is there to adopt; nothing is sent.
+    Works in forked children, too. Before initialization, the rank comes from torch.distributed or
+    the launcher's variables, without communication.
+
+    Args:
+        group: The group; None means the world.
 
     Raises:
-        NotInitializedError: there is no world, and no launcher.
-        GroupClosedError: the group was destroyed.
+        NotInitializedError: Nothing is initialized and no launcher started this process.
+        GroupClosedError: The group was destroyed.
     """
     if group is None:
         place = find_unjoined_place()
@@ -68,13 +71,16 @@ def get_rank(group: GroupLike = None) -> int:
 
 @untraced
 def get_world_size(group: GroupLike = None) -> int:
-    """Return the number of ranks in ``group`` (None: the world); -1 outside the group.
+    """Return the number of ranks in ``group``, or -1 if this process is not a member.
 
-    Answers in a forked child too. Before this process has joined its world the launcher's variables
-    answer, or torch's world that is there to adopt; nothing is sent.
+    Works in forked children, too. Before initialization, the size comes from torch.distributed or
+    the launcher's variables, without communication.
+
+    Args:
+        group: The group; None means the world.
 
     Raises:
-        NotInitializedError: there is no world, and no launcher.
+        NotInitializedError: Nothing is initialized and no launcher started this process.
     """
     if group is None:
         place = find_unjoined_place()
@@ -83,13 +89,16 @@ def get_world_size(group: GroupLike = None) -> int:
 
 
 def get_backend(group: GroupLike = None) -> Backend:
-    """Return the name of the backend of ``group`` (None: the world).
+    """Return the name of the backend of ``group``.
 
-    Where several backends serve it, by device type: the backend that AxisOptions named for the
-    mesh's; the accelerator's if there is any and no pairs were named; else the pairs as text.
+    If the group has different backends for different device types, return the backend
+    that AxisOptions named, else the accelerator's if the backends are defaults, else the pairs.
+
+    Args:
+        group: The group; None means the world.
 
     Raises:
-        GroupClosedError: the group was destroyed.
+        GroupClosedError: The group was destroyed.
     """
     target = world_group() if group is None else resolve_group(group)
     target.check_open()
@@ -107,21 +116,25 @@ def get_backend(group: GroupLike = None) -> Backend:
 
 
 def get_backend_config(group: GroupLike = None) -> str:
-    """Return the backend for each device type in ``group``, as in "cpu:gloo,cuda:nccl"."""
+    """Return the backend of each device type in ``group``, for example "cpu:gloo,cuda:nccl"."""
     target = world_group() if group is None else resolve_group(group)
     return backends_text(target.backends)
 
 
 def get_default_backend_for_device(device: str | torch.device) -> str:
-    """Return the name of the backend that serves ``device`` where none is named.
+    """Return the name of the default backend for ``device``.
 
     Raises:
-        ArgumentError: no such device, or none that has a backend.
+        ArgumentError: The device does not exist or has no backend.
     """
     try:
         kind = device.type if isinstance(device, torch.device) else torch.device(device).type
     except RuntimeError as error:
-        raise ArgumentError(f"{device!r} is no device", found=first_line(error)) from None
+        raise ArgumentError(
+            f"{device!r} is not a device",
+            found=first_line(error),
+            fix="pass a device type, for example 'cpu' or 'cuda'",
+        ) from None
     found_types = default_backends()
     if kind not in found_types:
         raise ArgumentError(
@@ -133,10 +146,13 @@ def get_default_backend_for_device(device: str | torch.device) -> str:
 
 
 def get_node_local_rank(fallback_rank: int | None = None) -> int:
-    """Return this rank's number on its host: LOCAL_RANK, else the fallback, else the world's.
+    """Return this process's rank on its host.
+
+    The value comes from LOCAL_RANK, else ``fallback_rank``, else the world.
 
     Raises:
-        WorldError: none of the three is there. RendezvousError: LOCAL_RANK is no number.
+        WorldError: None of the three is available.
+        RendezvousError: LOCAL_RANK is not a number.
     """
     world = find_world()
     if world is not None and world.is_simulated:
@@ -148,15 +164,14 @@ def get_node_local_rank(fallback_rank: int | None = None) -> int:
     if world is not None:
         return world.local_rank
     raise WorldError(
-        "nothing tells the rank on this host",
-        expected="LOCAL_RANK in the environment, a world, or fallback_rank",
+        "cannot determine this rank's number on its host",
+        expected="LOCAL_RANK in the environment, an initialized process group, or fallback_rank",
         fix="start with `meshdist run -n 4 script.py`, or pass get_node_local_rank(0)",
     )
 
 
 def is_backend_available(backend: str) -> bool:
-    """Return whether every backend that ``backend`` names is there and can be used on this
-    machine."""
+    """Return whether this machine can use every backend that ``backend`` names."""
     found_types = [find_backend(name) for name in set(parse_backends(backend).values())]
     return all(found is not None and found.is_available() for found in found_types)
 
@@ -192,5 +207,5 @@ def is_torchelastic_launched() -> bool:
 
 
 def is_outsider(group: object) -> bool:
-    """Return whether ``group`` is the value that ``new_group`` returns to ranks outside of it."""
+    """Return whether ``group`` is ``NON_GROUP_MEMBER``."""
     return isinstance(group, int) and group == NON_GROUP_MEMBER

@@ -1,10 +1,9 @@
-"""Processes started from Python: ``spawn(fn, args, nprocs)`` returns what each rank returned.
+"""Run a function in a new process for each rank and return the results.
 
-Each rank is a fresh interpreter with the environment that ``meshdist run`` would give it. It
-imports the main module under another name than ``__main__``, as the start method "spawn" of
-multiprocessing does, so that functions and classes of a script mean the same in every process; what
-is defined in no file (a notebook's cells) travels by cloudpickle. A pipe carries back the result
-or the exception.
+Each rank is a new interpreter with the environment of ``meshdist run``. Like multiprocessing's
+"spawn", it imports the main module under a name other than ``__main__``, so that a script's
+functions and classes resolve in every process. cloudpickle sends definitions without a file, such
+as notebook cells. A pipe returns the result or the exception.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ T = TypeVar("T")
 _COMMAND = """
 import sys
 given, sys.path = sys.path, [place for place in sys.path if place] + [{root!r}]
-from meshdist.worlds.spawn_child import serve_rank  # not one that lies in the current folder
+from meshdist.worlds.spawn_child import serve_rank  # not a module of the current folder
 sys.path = [*given, {root!r}]
 serve_rank({call}, {answer}, {parent})
 """
@@ -70,25 +69,26 @@ def spawn(
 ) -> list[T]:
     """Call ``fn(*args)`` in each of ``nprocs`` new processes and return the results by rank.
 
-    A rank finds itself in the environment that ``meshdist run`` sets: ``init_process_group()`` and
-    ``init_device_mesh(...)`` need no arguments about it. When one rank fails, the others are
-    stopped within five seconds; none outlives this call, or this process.
+    Each process has the environment of ``meshdist run``, so ``init_process_group()`` and
+    ``init_device_mesh(...)`` find the rank and the world size. If one rank fails, the others are
+    stopped within five seconds. No process outlives this call or this process.
 
     Args:
-        fn: a function of a module, of the script that runs, or of a notebook's cell. A script must
-            guard its main part with ``if __name__ == "__main__":``, since every process imports it.
-        args: its arguments; each process gets a copy.
-        nprocs: how many processes.
-        timeout: how long all of them may take together; None means for ever.
+        fn: A function of a module, the running script or a notebook cell. A script must guard its
+            main part with ``if __name__ == "__main__":``, because every process imports it.
+        args: The arguments of ``fn``. Each process gets a copy.
+        nprocs: The number of processes.
+        timeout: The time limit for all processes together; None means no limit.
 
-    Returns:  what ``fn`` returned, by rank; sent by pickle.
+    Returns:
+        The results of ``fn`` by rank, sent with pickle.
 
     Raises:
-        ArgumentError, KindError: bad arguments, before any process starts.
-        RankFailedError: a rank raised, or its process ended; the first is in ``rank``. The cause
-            is its exception, and the text holds its traceback.
-        CollectiveTimeoutError: not all ranks have returned in time.
-        WorldError: called while a spawned process imports the main module.
+        ArgumentError, KindError: An argument is invalid; no process has started.
+        RankFailedError: A rank raised or its process exited. ``rank`` is the first such rank, the
+            cause is its exception, and the text contains its traceback.
+        CollectiveTimeoutError: Some ranks did not return in time.
+        WorldError: A spawned process called this while it imported the main module.
 
     Example:
         >>> import meshdist as md
@@ -125,21 +125,21 @@ def _check(fn: object, args: object, timeout: object) -> None:
     if is_loading_main():
         raise WorldError(
             "spawn was called while a spawned process imports the module that calls it",
-            where=f"process {os.getpid()}, which was about to load the function it shall call",
-            expected="spawn called by the program, not by the import of its module",
+            where=f"process {os.getpid()}, which was loading the function to call",
+            expected="spawn() called by the program, not when its module is imported",
             fix='put the main part of the script under: if __name__ == "__main__":',
         )
     if not callable(fn):
         raise KindError(
             "spawn needs a function",
             found=f"{fn!r}",
-            fix="pass the function itself, its arguments as args: spawn(fn, args=(x,), nprocs=4)",
+            fix="pass the function and its arguments: spawn(fn, args=(x,), nprocs=4)",
         )
     if not isinstance(args, (tuple, list)):
         raise KindError(
             "args must be a tuple",
             found=f"{args!r}",
-            fix="for one argument write args=(x,)",
+            fix="pass args=(x,) for one argument",
         )
     check_timeout(timeout)
 
@@ -148,7 +148,7 @@ def _check(fn: object, args: object, timeout: object) -> None:
 
 
 def _preparation() -> dict[str, Any]:
-    """Return multiprocessing's data by which a new process finds this program's modules."""
+    """Return the data with which multiprocessing finds the program's modules in a new process."""
     main = sys.modules["__main__"]
     data: dict[str, Any] = {
         "sys_path": [path or os.getcwd() for path in sys.path],
@@ -168,7 +168,7 @@ def _preparation() -> dict[str, Any]:
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Pickler that sends only the names of what the ranks find in the main module they import."""
+    """Pickler that sends objects of an importable main module by name."""
 
     def __init__(self, file: BinaryIO, has_main: bool) -> None:
         super().__init__(file)
@@ -183,7 +183,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
 
 def _call_file(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """Return an open file without a name that holds the call, for every rank to read."""
+    """Return an unnamed open file with the call, which every rank reads."""
     data = _preparation()
     has_main = "init_main_from_name" in data or "init_main_from_path" in data
     buffer = io.BytesIO()
@@ -193,9 +193,9 @@ def _call_file(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         raise ArgumentError(
             "the function and its arguments cannot be sent to other processes",
             where=f"fn={fn!r}",
-            expected="what cloudpickle can write",
+            expected="objects that cloudpickle can serialize",
             found=f"{type(failure).__name__}: {failure}",
-            fix="make the object inside fn; or run simulated ranks, which share this process: "
+            fix="create the object inside fn, or simulate the ranks in this process: "
             "meshdist.simulate(fn, nprocs, args)",
         ) from failure
     file = tempfile.TemporaryFile()  # noqa: SIM115 - the caller closes it
@@ -217,7 +217,7 @@ class _RankResult:
         self.is_whole = False
 
     def read(self) -> bool:
-        """Read the bytes that have come; return False at the pipe's end."""
+        """Read the available bytes; return False at the end of the pipe."""
         part = os.read(self.descriptor, 1 << 20)
         self._data += part
         self.is_whole = not part
@@ -225,11 +225,11 @@ class _RankResult:
 
     @property
     def is_missing(self) -> bool:
-        """Return whether the rank has closed its pipe without an answer."""
+        """Return whether the rank closed its pipe without an answer."""
         return self.is_whole and not self._data
 
     def find(self) -> tuple[str, Any]:
-        """Return the answer: its kind and its value; kind "none" as long as it is incomplete."""
+        """Return the kind and the value of the answer; the kind is "none" until it is complete."""
         if not self.is_whole or not self._data:
             return "none", None
         try:
@@ -241,7 +241,7 @@ class _RankResult:
 
 
 class _Team:
-    """The ranks of one call of spawn."""
+    """The ranks of one spawn() call."""
 
     def __init__(self, launch: Launch) -> None:
         self._launch = launch
@@ -251,7 +251,7 @@ class _Team:
     def start(
         self, rank: int, environment: dict[str, str], call: int, listener: socket.socket | None
     ) -> None:
-        """Start a rank, which inherits ``listener``; it reads the call from the file ``call``."""
+        """Start a rank that inherits ``listener`` and reads the call from descriptor ``call``."""
         reader, writer = os.pipe()
         answer = self._answers[rank] = _RankResult(reader)
         # The interpreter with its options, as multiprocessing would call it.
@@ -285,13 +285,13 @@ class _Team:
             self._raise_first_failure()
         mute = self._find_mute()
         if mute is not None:
-            summary = f"rank {mute} ended with exit code 0, and without an answer"
-            fix = "let the function return: os._exit ends a process before it answers"
+            summary = f"rank {mute} exited with code 0 without returning a result"
+            fix = "return from the function instead of calling os._exit()"
             self._raise_failure(mute, None, summary, "", fix)
         return [self._result(rank) for rank in sorted(self._answers)]
 
     def _show_places(self) -> None:
-        """Show where the ranks are, and end them by the interrupt that this process has got."""
+        """Print the stacks of the ranks and interrupt them."""
         places = self._launch.ask_where()
         self._launch.stop(((signal.SIGINT, 1.0), (signal.SIGTERM, 1.0)))
         for rank, answer in self._answers.items():  # a rank without a world has its traceback
@@ -301,7 +301,7 @@ class _Team:
         show(sys.stderr, places_text(places))
 
     def _find_mute(self) -> int | None:
-        """Return the first rank that has ended without an answer, if any."""
+        """Return the first rank that exited without an answer, or None."""
         mute = (rank for rank in self._endings if self._answers[rank].is_missing)
         return next(mute, None)
 
@@ -310,7 +310,7 @@ class _Team:
             self._endings[ending.rank] = ending
 
     def _collect_followers(self) -> None:
-        """Read answers that are on their way, for seconds, and note other ranks that end."""
+        """Briefly read further answers and record other ranks that exit."""
         grace = Deadline(_FOLLOWERS_S)
         while not grace.is_over:
             are_whole = all(answer.is_whole for answer in self._answers.values())
@@ -331,7 +331,7 @@ class _Team:
         raise CollectiveTimeoutError(
             f"{ranks_text(late)} did not return within {timeout.total_seconds():g} s",
             where=f"spawn of {len(self._answers)} processes",
-            fix="look for what they wait for, or give them more time: spawn(..., timeout=...)",
+            fix="check what these ranks wait for, or pass a longer timeout to spawn(timeout=...)",
         )
 
     def _raise_first_failure(self) -> NoReturn:
@@ -355,8 +355,8 @@ class _Team:
         if is_loading:
             summary = f"rank {rank} could not load the function: {summary.partition(' raised ')[2]}"
             fix = (
-                "define the function where every process can import it, or run simulated ranks, "
-                "which share this process: meshdist.simulate(fn, nprocs, args)"
+                "define the function where every process can import it, or simulate the ranks in "
+                "this process: meshdist.simulate(fn, nprocs, args)"
             )
         self._raise_failure(rank, exception, summary, text, fix)
 
@@ -378,7 +378,7 @@ class _Team:
         raise error from exception
 
     def close(self) -> None:
-        """End every process, and close the pipes from them."""
+        """Stop every process and close its pipe."""
         self._launch.stop(((signal.SIGTERM, 1.0),))
         for answer in self._answers.values():
             os.close(answer.descriptor)

@@ -1,6 +1,6 @@
-"""The other side of ``spawn``: the whole life of a process that it started.
+"""Run one rank of ``spawn``: load the call, run it and send the result.
 
-Imports neither torch nor numpy, which the function to call may not need.
+Imports neither torch nor numpy, because the function may need neither.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _is_loading = False
 
 
 def is_loading_main() -> bool:
-    """Return whether this process was spawned and is importing its parent's main module now."""
+    """Return whether this spawned process is importing its parent's main module."""
     return _is_loading
 
 
 def serve_rank(call: int, answer: int, parent: int) -> None:
-    """Load the call from descriptor ``call``, run it, write to ``answer``; die with ``parent``."""
+    """Run the call from descriptor ``call`` and write to ``answer``; exit with ``parent``."""
     end_with_parent(parent)
     for descriptor in (call, answer):
         os.set_inheritable(descriptor, False)
@@ -58,14 +58,14 @@ def serve_rank(call: int, answer: int, parent: int) -> None:
     with open(answer, "wb") as pipe:
         pipe.write(data)
     if code:
-        sys.last_value = message[1]  # so that nothing at exit takes this for an end in good order
+        sys.last_value = message[1]  # so that exit handlers do not take this for a normal exit
     gc.freeze()  # else the interpreter looks for cycles among all of torch's objects: half a second
     sys.exit(code)
 
 
 def _load(call: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     global _is_loading
-    # All ranks share one file, hence one position: it is read from a place of one's own.
+    # All ranks share the file and its position, so read it without moving the position.
     file = io.BytesIO(os.pread(call, os.fstat(call).st_size, 0))
     os.close(call)
     _is_loading = True

@@ -218,7 +218,7 @@ def test_a_late_work_is_told_by_its_own_call_whatever_was_called_since(pool) -> 
         return text
 
     text = pool.run(program, 2)[0]
-    assert text.startswith("irecv on group of ranks 0-1 was not finished within 1 s\n")
+    assert text.startswith("irecv on group of ranks 0-1 timed out after 1 s\n")
     assert "where:    rank 0, irecv((2,) float32, from rank 1, tag 3) on group of ranks" in text
     assert "expected: rank 1 to send (2,) float32 to this rank with tag 3\n" in text
 

@@ -366,9 +366,10 @@ def test_a_world_of_torch_s_fake_backend_raises_an_error_that_names_it(pool: Poo
     for text in pool.call(program, 1)[0]:
         *lines, found, fix = text.splitlines()
         assert lines == [
-            "a world of torch's fake backend has no other ranks to join",
+            "cannot reuse the process group of torch.distributed: its backend 'fake' has no "
+            "other ranks",
             "  where:    rank 1 of 4",
-            "  expected: a world of torch.distributed with a process for each rank",
+            "  expected: a torch.distributed process group with one process per rank",
         ]
         assert found.startswith("  found:    backend 'cpu:fake")
         assert fix == (
@@ -399,7 +400,7 @@ def test_a_world_of_torch_is_adopted(pool: Pool, tmp_path: Path) -> None:
         dist.destroy_process_group()
         return *answer, text
 
-    text = "torch.distributed has a world already, with world_size 2, not 3"
+    text = "torch.distributed is already initialized with world_size 2, not 3"
     first, second = pool.call(program, 2)
     assert first[0], second[0] == (1, 0)
     for found in (first, second):

@@ -118,7 +118,7 @@ def test_rank_0_is_absent(pool: Pool) -> None:
             f"rank {rank} successfully reached monitoredBarrier, but received errors while waiting "
             "for send/recv from rank 0\n"
         )
-        assert "rank 0: runs, and has called no collective" in text
+        assert "rank 0: is running and has called no collective" in text
         assert "fix:      check why rank 0 did not make this call, or pass a longer timeout" in text
 
 
@@ -150,7 +150,7 @@ def test_a_rank_that_ended_is_named(pool: Pool) -> None:
     leader, lost = pool.outcomes(program, 2)
     assert isinstance(lost, Failure)
     assert "Rank 1 failed to pass monitoredBarrier in 400 ms" in leader[1]
-    assert "found:    rank 1: gives no answer: it has ended or is stopped" in leader[1]
+    assert "found:    rank 1: does not respond: it has exited or is stopped" in leader[1]
 
 
 def test_a_barrier_against_a_collective_tells_both(pool: Pool) -> None:
@@ -178,8 +178,9 @@ def test_a_collective_against_a_barrier_tells_both(pool: Pool) -> None:
         return text
 
     _, told = pool.run(program, 2)
-    assert "all_reduce on group of ranks 0-1 was not finished within 0.4 s" in told
-    assert "rank 0: did not arrive; last call 1 on the world: monitored_barrier() at" in told
+    assert "all_reduce on group of ranks 0-1 timed out after 0.4 s" in told
+    last = "last call 1 on the world: monitored_barrier() at"
+    assert f"rank 0: did not reach this call; {last}" in told
 
 
 def test_groups_have_barriers_of_their_own(pool: Pool) -> None:

@@ -75,9 +75,10 @@ def test_objects_met_by_another_kind_of_message_are_told_on_both(on_ranks, sends
             if not text:  # simulated sends are done at once
                 assert rank == 0 and not sends_objects and text is first
                 continue
-            assert text.startswith("a message does not fit the tensor that receives it\n")
+            assert text.startswith("message mismatch: a send does not match its receive\n")
             assert (
-                "expected: equal dtype and number of elements on both sides, and objects " in text
+                "expected: the same dtype and number of elements on both sides, and objects "
+                in text
             )
             assert f"found:    rank 0: {sent}" in text and f"rank 1: {taken}" in text
 
@@ -126,6 +127,6 @@ def test_a_receiver_that_does_not_come_is_told_with_the_collective(pool: Pool) -
         return str(caught.value)
 
     text = pool.run(program, 2)[0]
-    assert text.startswith("send_object_list on group of ranks 0-1 was not finished within 1 s")
+    assert text.startswith("send_object_list on group of ranks 0-1 timed out after 1 s")
     assert "rank 0, send_object_list((3,) uint64, to rank 1) on group of ranks 0-1 at " in text
     assert "expected: rank 1 in recv_object_list, with this rank as its peer\n" in text

@@ -283,7 +283,7 @@ def test_a_message_that_does_not_fit_over_gloo_is_one_error_on_both_sides(
         assert isinstance(outcome, Failure)
         assert isinstance(outcome.exception, md.MismatchError)
         text = str(outcome.exception)
-        assert text.startswith("a message does not fit the tensor that receives it\n")
+        assert text.startswith("message mismatch: a send does not match its receive\n")
         assert "rank 0: send((4,) float32, to rank 1) at " in text
         assert f"rank 1: recv({tuple(given.shape)} {dtype}, from rank 0) at " in text
 

@@ -402,10 +402,10 @@ def test_a_second_profiler_of_simulated_ranks_is_rejected(which: str, is_around:
     with PROFILERS[which]() if is_around else nullcontext():
         first, second = md.simulate(program, 2)
     assert second == (
-        "simulated rank 1 begins a profiler while another one is on\n"
-        "  expected: one at a time for all simulated ranks: torch has one in a process\n"
+        "simulated rank 1 cannot start a profiler because another one runs\n"
+        "  expected: one profiler at a time for all simulated ranks, as torch has one a process\n"
         "  fix:      profile one rank, `with profile() if md.get_rank() == 0 else nullcontext():`; "
-        "or all of them, by one profiler around simulate; or run processes: md.spawn"
+        "or put one profiler around simulate(); or run processes with md.spawn"
     )
     expected = second.replace("rank 1", "rank 0", 1)
     assert first == (expected if is_around else "meshdist::barrier the world 0 bytes")

@@ -581,7 +581,7 @@ def uneven(in_context: bool, then_calls: bool) -> str:
 @pytest.mark.parametrize("then_calls", [False, True])
 def test_uneven_data_without_a_join_context_between_processes(pool: Pool, then_calls: bool) -> None:
     _, fix = pool.run(uneven, 2, False, then_calls)
-    how = "make every member call" if then_calls else "look at the rank that ended"
+    how = "call the same collectives" if then_calls else "resolve the error of the rank that exited"
     assert fix.startswith(f"{JOIN}; else {how}")
     assert pool.run(uneven, 2, True, then_calls) == ["", ""]
 
@@ -622,7 +622,7 @@ def test_eval_of_a_synchronised_norm_on_one_rank_is_told_on_all() -> None:
             model.eval()
         train(model, Sgd(model))
 
-    with pytest.raises(MismatchError, match="the members of a group disagree about their call"):
+    with pytest.raises(MismatchError, match="collective mismatch: ranks made different calls"):
         md.simulate(program, 2)
 
 
@@ -633,7 +633,7 @@ def test_a_hook_on_one_rank_alone_is_told_on_all() -> None:
             model.register_comm_hook(None, md.comm_hooks.bf16_compress_hook)
         train(model, Sgd(model))
 
-    with pytest.raises(MismatchError, match="the members of a group disagree about their call"):
+    with pytest.raises(MismatchError, match="collective mismatch: ranks made different calls"):
         md.simulate(program, 2)
 
 

@@ -219,7 +219,7 @@ def test_without_any_gradient_nothing_changes_and_it_warns() -> None:
         ((True,), KindError, "True, a bool"),
         ((2.0,), KindError, "2.0, a float"),
         ((2, -1), ArgumentError, "warmup_steps is -1"),
-        ((2, 0, "dp"), KindError, "name the axis on its mesh: group=mesh['dp']"),
+        ((2, 0, "dp"), KindError, "pass the axis of its mesh: group=mesh['dp']"),
         ((2, 0, -100), NotInGroupError, "this rank is not a member of the group"),
     ],
     ids=str,

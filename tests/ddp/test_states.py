@@ -260,7 +260,7 @@ OVERLAPPING = "a backward began before the previous one ended"
 INTERRUPTED = "the gradients of this step are wrong: a backward was interrupted"
 UNEXPECTED = "unexpected gradients: the gradients of this step are dropped"
 CHECKED = "cannot check gradients while a backward runs"
-DIFFERENT = "the members of a group disagree about their call 16"
+DIFFERENT = "collective mismatch: ranks made different calls as call 16"
 LEFT = "deadlock: no simulated rank can continue"
 UNSERVED = (
     "a rank that joined does not make this call, because no joinable of the context has a hook for "

@@ -481,7 +481,7 @@ def test_what_is_no_group_is_rejected_at_once() -> None:
             md.SyncBatchNorm(1, process_group="dp")
         return str(caught.value)
 
-    assert "name the axis on its mesh: group=mesh['dp']" in md.simulate(program, 1)[0]
+    assert "pass the axis of its mesh: group=mesh['dp']" in md.simulate(program, 1)[0]
 
 
 def test_inputs_that_do_not_fit_are_rejected_before_anything_is_sent() -> None:

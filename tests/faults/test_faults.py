@@ -292,7 +292,7 @@ def test_numbers_are_wrong_between_hosts_only_until_that_is_told() -> None:
     silent = outcome_with(WRONG, {"what": "end"}, kind_of_end=0)
     silent.ends[1] = told.ends[1]
     assert kinds_of(silent, over_hosts("other collective", "AB")) == ["wrong numbers"]
-    silent.said["0"] = "MismatchError: the members of a group disagree about their call 2"
+    silent.said["0"] = "MismatchError: collective mismatch: ranks made different calls as call 2"
     assert kinds_of(silent, over_hosts("other collective", "AB")) == []
     assert over_hosts("other collective", "AB").is_compared_late((0, 1))
     assert not over_hosts("other collective", "AA").is_compared_late((0, 1))

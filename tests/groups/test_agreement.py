@@ -74,10 +74,11 @@ def test_every_member_raises_and_shows_what_differs() -> None:
         assert str(error) == (
             "the ranks do not define the same mesh\n"
             f"  where:    rank {rank}, among ranks 0-2\n"
-            "  expected: one and the same mesh on every rank\n"
+            "  expected: the same mesh on every rank\n"
             "  found:    rank 0: a mesh (sizes [4])\n"
             "            ranks 1-2: a mesh (sizes [2, 2])\n"
-            "  fix:      make the mesh from equal arguments on all of its ranks, in the same order"
+            "  fix:      create the mesh with the same arguments on all of its ranks, in the same "
+            "order"
         )
 
 
@@ -90,8 +91,8 @@ def test_a_member_that_does_not_come_is_named() -> None:
         if rank == 1:
             continue
         assert isinstance(error, md.CollectiveTimeoutError) and isinstance(error, TimeoutError)
-        assert "rank 1 did not come within 0.5 s to make a group" in str(error)
-        assert "rank 1: gives no answer" in str(error)
+        assert "rank 1 did not arrive within 0.5 s to create a group" in str(error)
+        assert "rank 1: does not respond" in str(error)
 
 
 def test_a_rank_that_is_late_is_waited_for_though_it_makes_another_mesh_first() -> None:
@@ -113,11 +114,11 @@ def test_whoever_comes_after_the_others_gave_up_is_told_at_once() -> None:
 
     early, late = together(2, body)
     assert isinstance(early, md.CollectiveTimeoutError)
-    assert "rank 1 did not come within 1 s to make a mesh" in str(early)
+    assert "rank 1 did not arrive within 1 s to create a mesh" in str(early)
     assert isinstance(late, md.CollectiveTimeoutError)
-    assert "others gave up to wait before rank 1 came to make a mesh" in str(late)
+    assert "the other ranks timed out before rank 1 started to create a mesh" in str(late)
     assert "found:    rank 0 waited 1 s for a mesh" in str(late)
-    assert "fix:      look at what kept rank 1, or raise the timeout" in str(late)
+    assert "fix:      check what delayed rank 1, or pass a longer timeout" in str(late)
 
 
 class Interrupting(Endings):
@@ -151,11 +152,11 @@ def test_an_interrupted_rank_is_not_agreed_with() -> None:
             assert isinstance(error, InterruptedError)
             continue
         assert str(error) == (
-            "rank 1 has given up to make a mesh\n"
+            "rank 1 was interrupted while creating a mesh\n"
             f"  where:    rank {rank}, a mesh, for ranks 0-2\n"
             "  expected: the same call on ranks 0-2\n"
             "  found:    rank 1 was interrupted by InterruptedError: stop\n"
-            "  fix:      look at what interrupted rank 1; make it again on all of them"
+            "  fix:      check what interrupted rank 1, and create it again on all ranks"
         )
     assert time.monotonic() - began < LONG.total_seconds() / 2
 

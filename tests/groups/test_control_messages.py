@@ -109,7 +109,7 @@ def test_a_signal_that_no_rank_has_posted_is_told_and_passed_over(
     post(World(1, 2, store, {}), {"kind": "abort", "reason": "enough"})
     try:
         assert until(lambda: aborted == ["enough"])
-        assert "rank 0 ignores signal 1" in caplog.text
+        assert "rank 0 ignores control message 1" in caplog.text
     finally:
         thread.stop()
 

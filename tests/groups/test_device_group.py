@@ -145,9 +145,9 @@ def test_every_way_to_differ_is_told_on_both_members(
             assert "test_device_group.py:" in lines[rank]
         is_message = case.startswith("message")
         summary = (
-            "a message does not fit the tensor that receives it"
+            "message mismatch: a send does not match its receive"
             if is_message
-            else "the members of a group disagree about their call 1"
+            else "collective mismatch: ranks made different calls as call 1"
         )
         text = results[0][0][1]
         assert text.startswith(summary)
@@ -166,9 +166,9 @@ def test_what_is_expected_is_said(pool: Pool) -> None:
             "expected: the same collective, dtype, number of elements, op and root on every rank"
         )
         assert common in size
-        assert "fix:      make every member call the same collectives in the same order" in size
+        assert "fix:      call the same collectives in the same order" in size
         assert "the same sizes on both sides" in splits
-        assert "expected: equal dtype and number of elements on both sides" in message
+        assert "expected: the same dtype and number of elements on both sides" in message
         assert "fix:      receive into a tensor like the one that is sent" in message
 
 
@@ -191,7 +191,7 @@ def test_one_of_several_differs_and_all_tell_the_same(pool: Pool, size: int) -> 
         assert {result[0] for result in results} == {"MismatchError"}
         assert len({result[2] for result in results}) == 1
         assert max(result[3] for result in results) < SOON_S
-        assert "disagree about their call 2" in results[0][1]
+        assert "made different calls as call 2" in results[0][1]
         others = [rank for rank in range(size) if rank != odd]
         odd_line = f"rank {odd}: all_reduce((6,) float32, SUM)"
         assert odd_line in results[0][2]
@@ -239,7 +239,7 @@ def test_meshes_that_share_a_communicator_count_their_calls_together(pool: Pool)
 
     for kind, text, _, _ in pool.run(program, 2):
         assert kind == "MismatchError"
-        assert "disagree about their call 7" in text
+        assert "made different calls as call 7" in text
 
 
 def test_overlapping_groups_in_one_order_work_and_in_two_orders_are_told(pool: Pool) -> None:
@@ -266,7 +266,7 @@ def test_overlapping_groups_in_one_order_work_and_in_two_orders_are_told(pool: P
     assert [total for total, _ in outcomes] == [100.0, 140.0, 100.0]
     assert {result[0] for _, result in outcomes} == {"MismatchError"}
     assert len({result[2] for _, result in outcomes}) == 1
-    assert "disagree about their call 21" in outcomes[0][1][1]
+    assert "made different calls as call 21" in outcomes[0][1][1]
 
 
 def test_async_calls_that_differ_raise_where_the_later_one_starts(pool: Pool) -> None:
@@ -287,7 +287,7 @@ def test_async_calls_that_differ_raise_where_the_later_one_starts(pool: Pool) ->
     first, second = pool.run(program, 2)
     assert first[0] == second[0] == "MismatchError"
     assert first[2] == second[2]
-    assert "their call 6" in first[1]
+    assert "different calls as call 6" in first[1]
 
 
 def test_a_rank_outside_the_group_raises_alone(pool: Pool) -> None:
@@ -335,8 +335,8 @@ def test_a_root_far_ahead_of_one_that_never_comes_times_out(pool: Pool) -> None:
 
     kind, text, found, took = pool.run(program, 2)[0]
     assert kind == "CollectiveTimeoutError"
-    assert "broadcast on group of ranks 0-1 was not finished within 1 s" in text
-    assert "rank 1: did not arrive; last call 1 on the world: barrier() at " in found
+    assert "broadcast on group of ranks 0-1 timed out after 1 s" in text
+    assert "rank 1: did not reach this call; last call 1 on the world: barrier() at " in found
     assert took > 0.9
     assert is_within(took, 1 + SOON_S)
 
@@ -389,7 +389,7 @@ def test_without_shared_memory_everything_works_and_a_timeout_still_tells(pool: 
     assert "CollectiveTimeoutError" in kinds <= {"CollectiveTimeoutError", "BackendError"}
     if first[0] == "CollectiveTimeoutError":
         gone_on = r"recv\(.*\) on group of ranks 0-1|call 1 on the world: barrier\("
-        assert re.search(rf"rank 1: did not arrive; last ({gone_on})", first[2])
+        assert re.search(rf"rank 1: did not reach this call; last ({gone_on})", first[2])
     if second[0] == "CollectiveTimeoutError":
         gone_on = r"2 on group of ranks 0-1: all_reduce|1 on the world: barrier"
         assert re.search(rf"rank 0: last call ({gone_on})\(", second[2])
@@ -573,7 +573,8 @@ def test_across_hosts_a_timeout_tells_who_called_what(pool: Pool, tmp_path: Path
     kind, text, found, _ = on_hosts(pool, tmp_path / "store", "AB", body)[0]
     assert kind == "CollectiveTimeoutError"
     assert "rank 0, call 2 on group of ranks 0-1: all_reduce((2, 2) float32, SUM) at " in text
-    assert found.startswith("rank 1: did not arrive; last call 1 on the world: barrier() at ")
+    last = "last call 1 on the world: barrier() at "
+    assert found.startswith(f"rank 1: did not reach this call; {last}")
     assert "test_device_group.py" in found
 
 

@@ -272,11 +272,12 @@ del group
     for rank, said in enumerate(pool.run(warnings_of, 2, text)):
         mesh, group = said
         assert mesh == (
-            "axis 'dp' of DeviceMesh(dp=1, tp=2) was dropped, and not closed\n"
+            "axis 'dp' of DeviceMesh(dp=1, tp=2) was dropped without being closed\n"
             f"  where:    rank {rank}, made at train.py:4\n"
-            "  found:    its communicator, open until all its ranks have dropped it and make "
-            "another\n"
-            "  fix:      call mesh.close() or destroy_process_group(group), or keep it"
+            "  found:    its communicator, which stays open until all ranks have dropped the group "
+            "and create another\n"
+            "  fix:      call mesh.close() or destroy_process_group(group), or keep a reference "
+            "to it"
         )
         assert "made at train.py:7" in group
 

@@ -94,13 +94,13 @@ def explained(
 
 def test_a_timeout_tells_what_the_others_do_before_the_group_breaks() -> None:
     error, others = explained(
-        BackendTimeout("late"), report="rank 6: did not arrive", first="it was"
+        BackendTimeout("late"), report="rank 6: did not reach this call", first="it was"
     )
     assert isinstance(error, md.CollectiveTimeoutError)
-    assert error.summary == "all_reduce on a group was not finished within 9 s"
+    assert error.summary == "all_reduce on a group timed out after 9 s"
     assert error.where.startswith("rank 4, call 1 on a group: all_reduce((2,) float32) at ")
     assert error.expected == "the same call on ranks 4, 6"
-    assert error.found == "rank 6: did not arrive\nit was"
+    assert error.found == "rank 6: did not reach this call\nit was"
     # That it is the first comes before the questions, which take time.
     assert others.asked == ["first: late", "report", "all_reduce failed before: late"]
 
@@ -109,28 +109,28 @@ def test_a_timeout_has_the_callers_limit_and_some_reason() -> None:
     failure = BackendTimeout("late")
     failure.limit = timedelta(seconds=2)
     error, _ = explained(failure, report=STORE_LOST, first=STORE_LOST)
-    assert "within 2 s" in error.summary and error.found == STORE_LOST
+    assert "timed out after 2 s" in error.summary and error.found == STORE_LOST
     error, _ = explained(BackendTimeout("late"), "recv")
     assert error.found == "late"
     assert error.expected == "rank 6 to send (2,) float32 to this rank with tag 5"
-    assert "a message meets a receive of its tag" in error.fix
+    assert "pass the same tag" in error.fix
 
 
 def test_a_failure_tells_which_members_are_silent() -> None:
-    error, others = explained(BackendFailure("reset"), silent="rank 6: gives no answer")
+    error, others = explained(BackendFailure("reset"), silent="rank 6: does not respond")
     assert isinstance(error, md.BackendError)
     assert error.summary == "all_reduce on a group failed on backend 'gloo'"
-    assert error.found == "reset\nrank 6: gives no answer"
+    assert error.found == "reset\nrank 6: does not respond"
     assert others.asked == [
         "silent",
-        "first: reset; rank 6: gives no answer",
+        "first: reset; rank 6: does not respond",
         "all_reduce failed before: reset",
     ]
 
 
 def test_a_failure_that_names_nobody_tells_what_the_others_do() -> None:
-    error, others = explained(BackendFailure("reset"), report="rank 6: did not arrive")
-    assert error.found == "reset\nrank 6: did not arrive"
+    error, others = explained(BackendFailure("reset"), report="rank 6: did not reach this call")
+    assert error.found == "reset\nrank 6: did not reach this call"
     assert others.asked == ["silent", "first: reset", "report", "all_reduce failed before: reset"]
 
 
@@ -144,9 +144,9 @@ def test_a_member_that_left_in_good_order_may_not_be_the_one_that_lacks() -> Non
     error, others = explained(
         MemberLost("has ended", 1),
         ending="destroyed its process group",
-        report="rank 8: gives no answer",
+        report="rank 8: does not respond",
     )
-    assert error.found == "rank 6 destroyed its process group\nrank 8: gives no answer"
+    assert error.found == "rank 6 destroyed its process group\nrank 8: does not respond"
     assert "report without 1" in others.asked
     error, others = explained(MemberLost("has ended", 1), ending="ended by ValueError: no data")
     assert error.found == "rank 6 ended by ValueError: no data"
@@ -187,12 +187,12 @@ def test_an_abort_gives_its_reason(answers: dict[str, Any], found: str) -> None:
     error, _ = explained(BackendAborted("freed"), **answers)
     assert isinstance(error, md.AbortedError)
     assert (error.summary, error.found) == ("all_reduce on a group was aborted", found)
-    assert error.fix == "make a new group or mesh on the ranks that are left"
+    assert error.fix == "create a new group or mesh with the remaining ranks"
 
 
 def test_an_abort_without_a_store_says_how_to_end_in_order() -> None:
     error, _ = explained(BackendAborted("freed"), first=STORE_LOST, report=STORE_LOST)
-    assert error.found == STORE_LOST and "end last" in error.fix
+    assert error.found == STORE_LOST and "keep the rank that hosts the store running" in error.fix
 
 
 def test_any_failure_of_an_aborted_group_is_its_abort() -> None:
@@ -206,14 +206,14 @@ def test_any_failure_of_an_aborted_group_is_its_abort() -> None:
 
 def test_a_group_closed_by_another_thread_is_not_broken() -> None:
     error, others = explained(BackendFailure("closed"), is_closed=True)
-    assert "let the calls of all threads end" in error.fix
+    assert "wait for the calls of all threads" in error.fix
     assert others.asked == []
 
 
 def test_calls_that_differ_are_agreed_upon() -> None:
     error, others = explained(RanksMismatch("other collective", None))
     assert isinstance(error, md.MismatchError)
-    assert error.summary == "the members of a group disagree about their call 1"
+    assert error.summary == "collective mismatch: ranks made different calls as call 1"
     assert error.found == "both calls" and "\nraised on rank 4, call 1" in error.where
     ((mine, about),) = others.asked
     assert mine.call.operation == "all_reduce" and about == {"sequence": 1}
@@ -226,7 +226,7 @@ def test_calls_whose_tensors_lie_differently_are_told_how_they_may_lie() -> None
     recorder.note(FACTS, get_call("all_reduce", torch.ones(2), layouts=(((2,), (3,)),)))
     failure = RanksMismatch("other layout", None)
     error: Any = FailureDiagnosis(FACTS, recorder, Others()).explain(failure)
-    assert error.expected.endswith("one layout in memory: x.contiguous() gives the usual one")
+    assert error.expected.endswith("the same memory layout (x.contiguous() gives the default one)")
     assert "layout" not in explained(failure)[0].expected
 
 
@@ -249,7 +249,7 @@ def test_messages_that_differ_ask_their_peer(
     failure: BackendFailure, about: dict[str, Any]
 ) -> None:
     error, others = explained(failure, "recv")
-    assert error.summary == "a message does not fit the tensor that receives it"
+    assert error.summary == "message mismatch: a send does not match its receive"
     assert error.where.startswith("a group, tag 5\nraised on rank 4, recv(")
     assert error.found == (str(failure) or "both calls")
     ((mine, asked),) = others.asked

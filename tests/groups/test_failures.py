@@ -52,9 +52,9 @@ def test_a_rank_that_never_comes_to_the_mesh_is_named(pool: Pool) -> None:
 
     told = pool.run(program, 3)
     for rank in (0, 2):
-        assert told[rank].startswith("CollectiveTimeoutError: rank 1 did not come within 1 s")
+        assert told[rank].startswith("CollectiveTimeoutError: rank 1 did not arrive within 1 s")
         assert f"rank {rank}, DeviceMesh(3), for ranks 0-2" in told[rank]
-        assert "rank 1: runs, and has called no collective" in told[rank]
+        assert "rank 1: is running and has called no collective" in told[rank]
 
 
 def test_a_collective_that_one_rank_does_not_call_tells_who_and_where(pool: Pool) -> None:
@@ -75,7 +75,7 @@ def test_a_collective_that_one_rank_does_not_call_tells_who_and_where(pool: Pool
     text = "".join(told)
     assert "CollectiveTimeoutError: all_reduce on axis 'dp' of DeviceMesh(dp=3)" in text
     assert "call 2 on axis 'dp' of DeviceMesh(dp=3): all_reduce((2, 3) float32, SUM) at " in text
-    assert "rank 1: did not arrive; last call 1 on axis 'dp'" in text
+    assert "rank 1: did not reach this call; last call 1 on axis 'dp'" in text
     assert "test_failures.py" in text
 
 
@@ -135,12 +135,12 @@ def test_ranks_that_wait_in_different_agreements_are_shown_at_the_timeout(pool: 
     found = pool.run(program, 3)
     for rank, (here, there) in enumerate((("mesh", "group"), ("group", "mesh"))):
         other, (text, _) = 1 - rank, found[rank]
-        summary = f"rank {other} did not come within 3 s to make a {here}"
+        summary = f"rank {other} did not arrive within 3 s to create a {here}"
         place = rf"rank {other}: .*; now at .*test_failures.py:\d+ in .*make_a_{there}"
         assert is_late(text, summary, "for ranks 0-1", place), text
     for rank, (_, text) in enumerate(found):
         size, others = ("3", "rank 0") if rank else ("2", "rank 1")
-        summary = f"{others} did not come within 3 s to make a mesh"
+        summary = f"{others} did not arrive within 3 s to create a mesh"
         place = f"{others}: .*; now at .*in .*make_a_mesh"
         where = f"rank {rank}, DeviceMesh({size}), for ranks 0-{int(size) - 1}"
         assert is_late(text, summary, where, place), text
@@ -176,7 +176,7 @@ def test_a_wait_for_others_goes_on_though_a_third_looks_how_it_does(pool: Pool) 
         pool.start(BY_WAY_OF_A_THIRD, places(3), has_teardown=False)[1:], 1
     ):
         awaited = "ranks 0, 2 did" if rank == 1 else "rank 0 did"
-        start = f"CollectiveTimeoutError {awaited} not come within 3 s to make a"
+        start = f"CollectiveTimeoutError {awaited} not arrive within 3 s to create a"
         assert ended.stdout.startswith(start), ended.stdout + ended.stderr
 
 
@@ -270,7 +270,7 @@ def test_a_killed_rank_frees_the_others(pool: Pool) -> None:
         survivor, victim = pool.outcomes(program, 2, operation, grace_s=20)
         assert is_within(time.monotonic() - start, 20)
         assert f"BackendError: {operation} on the world failed on backend 'gloo'" in survivor
-        assert "look at the rank that ended or failed first" in survivor
+        assert "resolve the error of the rank that exited or failed first" in survivor
         assert not isinstance(victim, str)
 
 
@@ -291,10 +291,10 @@ def test_a_rank_that_has_ended_is_not_waited_for_where_a_mesh_is_made(pool: Pool
     assert is_within(time.monotonic() - start, 15)
     ended = {"kill": "has ended", "destroy": "destroyed its process group"}.get(how, "")
     for rank in (0, 2):
-        assert told[rank].startswith("BackendError: rank 1 cannot come to make a mesh\n")
+        assert told[rank].startswith("BackendError: rank 1 left before creating a mesh\n")
         assert f"rank {rank}, DeviceMesh(3), for ranks 0-2" in told[rank]
         assert f"found:    rank 1 {ended}" in told[rank]
-        assert "make it on the ranks that are left" in told[rank]
+        assert "check why rank 1 left, or create it with the remaining ranks" in told[rank]
 
 
 @pytest.mark.parametrize(
@@ -471,9 +471,9 @@ def test_two_groups_called_in_two_orders_tell_where_each_rank_is(pool: Pool) -> 
     first, second = pool.run(program, 2)
     # A root may be done before its receivers come: Gloo then lets it go, and it waits elsewhere.
     assert first.startswith(
-        "CollectiveTimeoutError: all_reduce on axis 'a' of DeviceMesh(a=2, b=1) was not finished"
+        "CollectiveTimeoutError: all_reduce on axis 'a' of DeviceMesh(a=2, b=1) timed out"
     )
-    assert "rank 1: did not arrive; last call " in first
+    assert "rank 1: did not reach this call; last call " in first
     assert not second or second.startswith("CollectiveTimeoutError: broadcast on group of")
 
 
@@ -496,13 +496,13 @@ def test_two_groups_called_in_two_orders_by_collectives_that_wait(pool: Pool) ->
 
     first, second = pool.run(program, 2)
     axis, other = "axis 'a' of DeviceMesh(a=2, b=1)", "group of ranks 0-1"
-    assert first.startswith(f"CollectiveTimeoutError: all_reduce on {axis} was not finished")
-    assert second.startswith(f"CollectiveTimeoutError: all_reduce on {other} was not finished")
+    assert first.startswith(f"CollectiveTimeoutError: all_reduce on {axis} timed out")
+    assert second.startswith(f"CollectiveTimeoutError: all_reduce on {other} timed out")
     call = "all_reduce((2,) float32, SUM) at "
     assert f"rank 0, call 1 on {axis}: {call}" in first
-    assert f"rank 1: did not arrive; last call 2 on {other}: {call}" in first
+    assert f"rank 1: did not reach this call; last call 2 on {other}: {call}" in first
     assert f"rank 1, call 2 on {other}: {call}" in second
-    assert f"rank 0: did not arrive; last call 1 on {axis}: {call}" in second
+    assert f"rank 0: did not reach this call; last call 1 on {axis}: {call}" in second
     for text in (first, second):
         assert text.count("test_failures.py:") in (2, 3)  # the other may have gone on
 
@@ -521,8 +521,8 @@ def test_the_first_failure_is_quoted_by_the_later_ones(pool: Pool) -> None:
     outcomes = pool.run(program, 3)
     assert [y for _, _, y in outcomes] == [3.0] * 3
     first, last = outcomes[0][0], outcomes[2][0]
-    assert first.startswith("CollectiveTimeoutError: recv on group of ranks 0-2 was not finished")
-    assert "fix:      a message meets a receive of its tag, dtype and number of elements" in first
+    assert first.startswith("CollectiveTimeoutError: recv on group of ranks 0-2 timed out")
+    assert "fix:      pass the same tag, dtype and number of elements to send and recv" in first
     assert "expected: rank 1 to send (2,) float32 to this rank with tag 0\n" in first
     assert "where:    rank 0, recv((2,) float32, from rank 1) on group of ranks 0-2 at " in first
     # Rank 0 breaks the connection; where rank 2 is quicker to tell, rank 0 quotes it instead.
@@ -550,7 +550,7 @@ def test_a_rank_late_to_open_a_group_is_named_with_what_it_does(pool: Pool) -> N
 
     told = pool.run(program, 3)
     for rank in (0, 2):
-        assert "rank 1 did not come within 1 s to make a group" in told[rank]
+        assert "rank 1 did not arrive within 1 s to create a group" in told[rank]
         assert "rank 1: call 1 on the world: all_reduce((1,) float32, SUM) at " in told[rank]
 
 

@@ -240,7 +240,7 @@ def test_rejected(case: int) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="counts CUDA devices where there are some")
 def test_new_subgroups_without_size_or_gpu() -> None:
-    with pytest.raises(ValueError, match="no group_size, and there is no CUDA device to count"):
+    with pytest.raises(ValueError, match="needs group_size because there is no CUDA device"):
         md.simulate(lambda: md.new_subgroups(), 2)
 
 

@@ -16,7 +16,7 @@ from torch.distributed import HashStore
 
 import meshdist as md
 from meshdist.checking.calls import Call, CallRecord, GroupFacts
-from meshdist.error_text import ranks_text
+from meshdist.error_text import UNUSABLE_GROUP, ranks_text
 from meshdist.groups import peer_status
 from meshdist.groups.control_messages import Endings, last_call_text
 from meshdist.groups.failure_diagnosis import STORE_LOST
@@ -80,8 +80,8 @@ def members(
 
 
 def test_the_last_call_of_a_rank() -> None:
-    assert last_call_text(None) == "gives no answer: it has ended or is stopped"
-    assert last_call_text(answer()) == "runs, and has called no collective"  # type: ignore[arg-type]
+    assert last_call_text(None) == "does not respond: it has exited or is stopped"
+    assert last_call_text(answer()) == "is running and has called no collective"  # type: ignore[arg-type]
     two: Any = answer(("a", 1), ("b", 2))
     assert last_call_text(two) == "last call 2 on b"
     assert last_call_text({**two, "now": "x.py:3 in f"}) == "last call 2 on b; now at x.py:3 in f"
@@ -90,12 +90,13 @@ def test_the_last_call_of_a_rank() -> None:
 def test_a_report_says_which_members_have_arrived(asked: Asked) -> None:
     asked.answers = {1: answer(("label", 3), ("other", 9))}
     assert members().report(CALL) == (
-        "rank 1: arrived; last call 9 on other\nrank 2: gives no answer: it has ended or is stopped"
+        "rank 1: reached this call; last call 9 on other\n"
+        "rank 2: does not respond: it has exited or is stopped"
     )
     asked.answers = {1: answer(("label", 2)), 2: answer()}
     assert members().report(CALL) == (
-        "rank 1: did not arrive; last call 2 on label\nrank 2: did not arrive; has called no "
-        "collective"
+        "rank 1: did not reach this call; last call 2 on label\n"
+        "rank 2: did not reach this call; has called no collective"
     )
     message = CALL._replace(call=replace(CALL.call, peer=1, tag=0), number=1)
     assert members().report(message).splitlines()[1] == "rank 2: has called no collective"
@@ -126,8 +127,8 @@ def test_of_ranks_that_give_up_together_one_asks(size: int, asked: Asked) -> Non
     assert [call[0] for call in asked.calls] == [ranks]
     for rank, report in enumerate(reports):
         here = ranks_text([one for one in ranks[1:] if one != rank])
-        lines = ["rank 0: gives no answer: it has ended or is stopped"] if rank else []
-        assert report.splitlines() == [*lines, f"{here}: arrived; last call 3 on label"]
+        lines = ["rank 0: does not respond: it has exited or is stopped"] if rank else []
+        assert report.splitlines() == [*lines, f"{here}: reached this call; last call 3 on label"]
     fields = {**FIELDS, "found": ""}
     with ThreadPoolExecutor(size) as threads:
         agreed = list(threads.map(lambda one: one.agree_on_error(fields, CALL, ABOUT), others))
@@ -142,7 +143,7 @@ def test_a_report_of_many_ranks_is_short(asked: Asked) -> None:
     asked.answers = {rank: answer(("label", 3)) for rank in ranks[100:]}
     asked.answers |= {rank: answer(("label", 1), ("other", rank)) for rank in ranks[:100]}
     lines = members(store, 7, ranks=ranks).report(CALL).splitlines()
-    assert lines[0] == "rank 0: did not arrive; last call 0 on other"
+    assert lines[0] == "rank 0: did not reach this call; last call 0 on other"
     assert lines[-1] == "ranks 50-16383: ... (other texts)"
     assert len(lines) == 50
     assert members(store, 60, ranks=ranks).report(CALL).splitlines()[-1] == (
@@ -158,16 +159,16 @@ def test_where_the_first_that_gives_up_ends_another_one_asks(
     store = HashStore()
     store.set("label/late/3/by", "1")
     asked.answers = {rank: answer(("label", 2)) for rank in range(3)}
-    assert "ranks 1-2: did not arrive" in members(store).report(CALL)
+    assert "ranks 1-2: did not reach this call" in members(store).report(CALL)
 
 
 def test_silent_ranks_are_named(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(0, 3, HashStore(), {})
     assert silent_ranks(world, (0, 1, 2)) == (
-        "ranks 1-2: give no answer: they have ended or are stopped"
+        "ranks 1-2: do not respond: they have exited or are stopped"
     )
     asked.answers = {2: answer()}
-    assert members().silent() == "rank 1: gives no answer: it has ended or is stopped"
+    assert members().silent() == "rank 1: does not respond: it has exited or is stopped"
     asked.answers = {1: answer(), 2: answer()}
     monkeypatch.setattr(peer_status, "LEAVING_S", 0.0)
     assert silent_ranks(world, (0, 1, 2)) == ""
@@ -199,9 +200,9 @@ def test_ranks_that_are_seen_to_be_stopped_are_not_asked(
 ) -> None:
     monkeypatch.setattr(Endings, "is_stopped", lambda self, rank: rank == 2)
     asked.answers = {1: answer()}
-    told = "is stopped, by SIGSTOP or a debugger"
+    told = "is stopped by SIGSTOP or a debugger"
     assert members().report(CALL) == (
-        f"rank 1: did not arrive; has called no collective\nrank 2: {told}"
+        f"rank 1: did not reach this call; has called no collective\nrank 2: {told}"
     )
     assert [call[0] for call in asked.calls] == [(0, 1)]  # one member asks for all
     assert members().silent() == f"rank 2 {told}"
@@ -255,9 +256,9 @@ def test_the_first_to_see_a_disagreement_ends_the_group(registry: mock.Mock, ask
     store = HashStore()
     asked.answers = {1: answer(about=CALL.text), 2: answer()}
     fields = members(store).agree_on_error(FIELDS, CALL, ABOUT)
-    assert fields["found"] == f"ranks 0-1: {CALL.text}\nrank 2: has not come there yet"
-    assert fields["where"] == "a group, ranks 0-2; rank 0 saw it before it sent any data"
-    assert fields["fix"] == "mend; the group is broken now"
+    assert fields["found"] == f"ranks 0-1: {CALL.text}\nrank 2: has not reached this call"
+    assert fields["where"] == "a group, ranks 0-2; rank 0 detected it before it sent any data"
+    assert fields["fix"] == f"mend; {UNUSABLE_GROUP}"
     assert asked.calls == [((1, 2), {"label": "label", **ABOUT})]
     ((labels, message), _) = registry.abort.call_args
     assert labels == ["label"] and message["disagreement"] == fields
@@ -272,7 +273,7 @@ def test_what_is_seen_after_the_call_that_differs_says_so(
     registry: mock.Mock, asked: Asked
 ) -> None:
     fields = members().agree_on_error(FIELDS, CALL, {"sequence": 3})
-    told = "rank 0 saw it at call 4; results since may be wrong"
+    told = "rank 0 detected it at call 4; results since then may be wrong"
     assert fields["where"] == f"a group, ranks 0-2; {told}"
 
 
@@ -283,7 +284,7 @@ def test_the_peer_of_a_message_alone_is_asked(registry: mock.Mock, asked: Asked)
     assert fields["where"] == "a group"
     assert fields["found"] == (
         "too long\nrank 0: its call is no longer known\n"
-        "rank 2: gives no answer: it has ended or is stopped"
+        "rank 2: does not respond: it has exited or is stopped"
     )
 
 
@@ -291,7 +292,8 @@ def test_without_the_store_the_others_calls_stay_unknown(registry: mock.Mock, as
     asked.answers = LOST
     fields = members().agree_on_error(FIELDS, CALL, {"sequence": 3})
     assert (
-        fields["found"] == f"rank 0: {CALL.text}\nthe others: unknown, since rank 0 does not answer"
+        fields["found"]
+        == f"rank 0: {CALL.text}\nother ranks: unknown, because rank 0 does not answer"
     )
     assert registry.break_here.call_args.kwargs == {"disagreement": fields}
     registry.abort.assert_not_called()

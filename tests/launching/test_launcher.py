@@ -342,11 +342,11 @@ TOGETHER = """
 import os, time
 rank = int(os.environ["RANK"])
 def call(operation):
-    raise ValueError(f"the members of a group disagree about their call 1\\n"
-        f"  where:    the world, ranks 0-3; rank {first} saw it before it sent any data\\n"
+    raise ValueError(f"collective mismatch: ranks made different calls as call 1\\n"
+        f"  where:    the world, ranks 0-3; rank {first} detected it before it sent any data\\n"
         f"            raised on rank {rank}, call 1 on the world: {operation}\\n"
         "  found:    rank 0: send\\n            ranks 1-3: recv\\n"
-        "  fix:      make every member call the same collectives")
+        "  fix:      call the same collectives in the same order")
 first = 2
 time.sleep(0.2)
 if rank == 0:

@@ -126,8 +126,8 @@ def test_a_shard_tells_its_whole(data: st.DataObject) -> None:
             "into 4, 4, larger parts first\n"
             "  found:    a shard of shape (6, 4)\n"
             "  fix:      pass the global size of the dim on every rank: sizes={'b': ...}, the sum "
-            "of all parts; for other parts, pass a sharding instead of the pattern: md.NamedSharding(mesh, "
-            "P('dp', None), shard_sizes={0: sizes})",
+            "of all parts; for other parts, pass a sharding instead of the pattern: "
+            "md.NamedSharding(mesh, P('dp', None), shard_sizes={0: sizes})",
         ),
         (
             ShapeError,  # 7 is right, and the larger part comes first

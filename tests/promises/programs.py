@@ -124,8 +124,10 @@ def timeouts_name() -> str:
 
 
 def is_told_of_a_timeout(found: list[str]) -> bool:
-    is_late = found[0].startswith("CollectiveTimeoutError: all_reduce on group of ranks 0-1 was")
-    return is_late and "rank 1: did not arrive; last call " in found[0]
+    is_late = found[0].startswith(
+        "CollectiveTimeoutError: all_reduce on group of ranks 0-1 timed out"
+    )
+    return is_late and "rank 1: did not reach this call; last call " in found[0]
 
 
 def left_ranks_are_named() -> str:
@@ -158,7 +160,7 @@ def mismatches_move_nothing() -> str:
     is_one = told[0].startswith("MismatchError") and "rank 2: all_reduce((4,)" in told[0]
     is_broken = bool(told[1])
     stays = is_between_hosts or md.get_backend(group) in ("shm", "simulated")
-    stays |= f"rank {rank} saw it before it sent any data" in told[0]
+    stays |= f"rank {rank} detected it before it sent any data" in told[0]
     is_kept = not stays or bool((x == rank).all())
     return unless(is_one and is_broken and is_kept, f"{told}, {x}")
 

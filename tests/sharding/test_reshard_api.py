@@ -294,7 +294,7 @@ def test_uneven_parts_need_the_size_of_the_whole(
         assert "of shape (6, 4)" in text and "of shape (8, 4)" in text
         assert (
             "  fix:      if the parts are uneven, pass the global size, the sum of all parts, "
-            "on every rank: b=...; else make every member call the same collectives" in text
+            "on every rank: b=...; else call the same collectives in the same order" in text
         )
     # That size, where the larger part comes first, is right; and 7 is told to be cut so.
     assert on_two_ranks(given_size, 4, 7, operation) == [""] * 2
@@ -312,7 +312,7 @@ def test_uneven_parts_in_any_order_lie_by_a_sharding(
 ) -> None:
     assert on_two_ranks(by_sharding) == [""] * 2
     for fix in on_two_ranks(different_patterns):
-        assert fix.startswith("make every member call the same collectives")
+        assert fix.startswith("call the same collectives in the same order")
 
 
 # -- what is rejected ------------------------------------------------------------------------------

@@ -53,7 +53,7 @@ def test_calls_that_differ_are_told_on_every_rank(pool: Pool) -> None:
         line = program.__code__.co_firstlineno + 2
         where = f" at {__file__}:{line} in <lambda>"
         assert text == (
-            "the members of a group disagree about their call 1\n"
+            "collective mismatch: ranks made different calls as call 1\n"
             "  where:    group '0' (ranks 0-2); no data was moved\n"
             f"            raised on rank {rank}, call 1 on group '0' (ranks 0-2): "
             f"all_reduce(({count},) float32, SUM){where}\n"
@@ -61,8 +61,8 @@ def test_calls_that_differ_are_told_on_every_rank(pool: Pool) -> None:
             "rank\n"
             f"  found:    ranks 0-1: all_reduce((3,) float32, SUM){where}\n"
             f"            rank 2: all_reduce((4,) float32, SUM){where}\n"
-            "  fix:      make every member call the same collectives in the same order, on fitting "
-            "tensors"
+            "  fix:      call the same collectives in the same order, with matching tensors, "
+            "on every rank"
         )
         assert after == 3.0
 
@@ -126,7 +126,7 @@ def test_a_message_that_does_not_fit(pool: Pool) -> None:
         return text
 
     _, text = on_torch(pool, program, 2)
-    assert text.startswith("a message does not fit the tensor that receives it\n")
+    assert text.startswith("message mismatch: a send does not match its receive\n")
     assert "raised on rank 1, recv((2,) float32, from rank 0, tag 4) on group '0'" in text
 
 
@@ -179,13 +179,13 @@ def test_who_does_not_come_is_waited_for_no_longer_than_the_timeout(pool: Pool) 
         return text, after
 
     text, after = on_torch(pool, program, 2, seconds=4.0)[0]
-    assert text.startswith("all_reduce on group '0' (ranks 0-1) was not finished within 4 s\n")
+    assert text.startswith("all_reduce on group '0' (ranks 0-1) timed out after 4 s\n")
     assert "expected: the same call on ranks 0-1" in text
     assert after == (
         "group '0' (ranks 0-1) cannot be used after a failure\n"
         "  where:    rank 0\n"
         "  found:    all_reduce failed before: its timeout has passed\n"
-        "  fix:      make a new group on the ranks that are left"
+        "  fix:      create a new group with the remaining ranks"
     )
 
 
@@ -213,11 +213,11 @@ def test_the_timeout_of_a_wait(pool: Pool) -> None:
         text = caught(md.CollectiveTimeoutError, lambda: work.wait(timedelta(milliseconds=100)))
         assert work.is_completed() and not work.is_success()
         assert isinstance(work.exception(), md.CollectiveTimeoutError)
-        with pytest.raises(RuntimeError, match=r"was not finished within 0\.1 s"):
+        with pytest.raises(RuntimeError, match=r"timed out after 0\.1 s"):
             work.get_future().wait()
         return text
 
-    assert "was not finished within 0.1 s" in on_torch(pool, program, 2)[0]
+    assert "timed out after 0.1 s" in on_torch(pool, program, 2)[0]
 
 
 def test_abort_frees_whoever_waits(pool: Pool) -> None:
@@ -322,7 +322,7 @@ def test_a_forked_child_says_nothing_for_its_parent(pool: Pool) -> None:
         (
             lambda: dist.all_reduce(torch.ones(2, device="meta")),
             md.BackendError,
-            "group '0' (ranks 0-1) cannot carry meta tensors",
+            "group '0' (ranks 0-1) does not support meta tensors",
         ),
         (
             lambda: dist.group.WORLD.allreduce([torch.ones(1), torch.ones(1)]),

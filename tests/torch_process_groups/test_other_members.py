@@ -10,6 +10,7 @@ import torch
 from torch.distributed import HashStore
 
 from meshdist.checking.calls import Call, CallRecord, GroupFacts
+from meshdist.error_text import UNUSABLE_GROUP
 from meshdist.torch_process_groups import inner_group
 from meshdist.torch_process_groups.inner_group import TorchGroupPeers
 from tests.inner import Recorder
@@ -77,6 +78,6 @@ def test_calls_that_were_compared_after_their_start_end_the_group(monkeypatch: A
     others = TorchGroupPeers(facts(0), HashStore(), Recorder(), table, inner)
     fields = others.agree_on_error(FIELDS, None, {"sequence": 3})
     assert fields["where"] == "a group; this member's tensors may have been written"
-    assert fields["fix"] == "mend; the group is broken now"
+    assert fields["fix"] == f"mend; {UNUSABLE_GROUP}"
     assert "rank 4: its call is no longer known" in fields["found"]
     inner().break_here.assert_called_once_with("they differ")

@@ -404,7 +404,7 @@ def test_processes_have_no_simulated_world(tmp_path: Path) -> None:
     with pytest.raises(WorldError) as caught:
         begin()
     assert str(caught.value) == (
-        "'simulated://' names the world of a simulated rank, and this is a process\n"
+        "'simulated://' works only on simulated ranks, but this is a process\n"
         "  expected: a program that meshdist.simulate runs\n"
         "  fix:      call meshdist.simulate(program, 4), or name another init_method, such as "
         "'env://'"
@@ -413,7 +413,7 @@ def test_processes_have_no_simulated_world(tmp_path: Path) -> None:
     with pytest.raises(BackendError) as rejected:
         dist.init_process_group("simulated", init_method=method, rank=0, world_size=1)
     assert str(rejected.value) == (
-        "torch's backend 'simulated' serves simulated ranks, and this is a process\n"
+        "torch's backend 'simulated' works only on simulated ranks, but this is a process\n"
         "  expected: a program that meshdist.simulate runs\n"
         "  fix:      call meshdist.simulate(program, 4), or name another backend, such as 'shm'"
     )
@@ -504,9 +504,9 @@ def test_another_place_than_the_ranks_is_rejected() -> None:
 
     for text in md.simulate(program, 2):
         assert text == (
-            "a simulated rank has its place already, and world_size=3 was given\n"
+            "this simulated rank has world_size 2, not 3\n"
             "  expected: world_size=2, or none\n"
-            '  fix:      write init_process_group("simulated", init_method="simulated://")'
+            '  fix:      call init_process_group("simulated", init_method="simulated://")'
         )
 
 

@@ -157,7 +157,7 @@ def test_default_backends() -> None:
     assert md.get_default_backend_for_device("xpu") == "xccl"
     with pytest.raises(ValueError, match="no backend is known for device type 'meta'"):
         md.get_default_backend_for_device("meta")
-    with pytest.raises(ValueError, match="'abacus' is no device"):
+    with pytest.raises(ValueError, match="'abacus' is not a device"):
         md.get_default_backend_for_device("abacus")
 
 
@@ -206,7 +206,7 @@ def test_node_local_rank(monkeypatch: pytest.MonkeyPatch, pool: Pool) -> None:
         md.get_node_local_rank()
     monkeypatch.delenv("LOCAL_RANK")
     assert md.get_node_local_rank(5) == 5
-    with pytest.raises(RuntimeError, match="nothing tells the rank on this host"):
+    with pytest.raises(RuntimeError, match="cannot determine this rank's number on its host"):
         md.get_node_local_rank()
 
     def program() -> int:
@@ -244,7 +244,7 @@ def test_arguments_are_checked_before_anything_is_sent() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_accelerators_that_are_not_there() -> None:
-    with pytest.raises(md.ArgumentError, match="device_id=0 names an accelerator, and torch has"):
+    with pytest.raises(md.ArgumentError, match="device_id=0 needs an accelerator, but torch finds"):
         alone(device_id=0)
     with pytest.raises(md.ArgumentError, match="device_id=cuda:0 is not a device of this machine"):
         alone(device_id=torch.device("cuda", 0))
@@ -562,7 +562,7 @@ def test_a_second_init_in_a_simulated_rank() -> None:
         md.init_process_group()
         md.init_process_group()
 
-    with pytest.raises(md.WorldError, match="the process group is initialized already"):
+    with pytest.raises(md.WorldError, match="the process group is already initialized"):
         md.simulate(program, 2)
 
 

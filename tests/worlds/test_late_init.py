@@ -71,14 +71,13 @@ def test_what_disagrees_is_rejected_and_both_are_shown(
     with pytest.raises(md.WorldError) as caught:
         md.init_process_group(**given)
     assert str(caught.value) == (
-        "init_process_group came after the first touch, and says otherwise than the world that "
-        "this process joined then\n"
-        "  where:    rank 1 of 2, joined by a collective at train.py:3\n"
+        "init_process_group() was called after meshdist initialized itself, "
+        "with different arguments\n"
+        "  where:    rank 1 of 2, initialized by a collective at train.py:3\n"
         f"  expected: {expected}\n"
         f"  found:    {found}\n"
-        "  fix:      call init_process_group before the first collective and the first mesh, or "
-        "leave "
-        f"out {' and '.join(given)}"
+        "  fix:      call init_process_group before the first collective and the first mesh, "
+        f"or leave out {' and '.join(given)}"
     )
     md.init_process_group()  # the world is as it was
     assert find_world() is joined

@@ -118,8 +118,10 @@ say(*next(iter(torch.utils.data.DataLoader(Data(), batch_size=None, num_workers=
 """
     (((rank, kind, rejected),),) = said(pool, text, 1)
     assert (rank, kind) == (0, "WorldError")
-    assert rejected.startswith("a worker of a DataLoader cannot join in the place of its rank")
-    assert "let a worker only read get_rank() and get_world_size()" in rejected
+    assert rejected.startswith(
+        "a DataLoader worker cannot join the process group in place of its rank"
+    )
+    assert "call only get_rank() and get_world_size() in a worker" in rejected
 
 
 def test_a_world_of_torch_is_adopted_by_the_program_alone(pool: Pool, tmp_path: Path) -> None:

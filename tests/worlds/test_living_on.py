@@ -163,9 +163,9 @@ def test_a_line_says_which_backend_an_adopted_world_takes(pool: Pool) -> None:
     name, line = first
     assert second == [name] == ["cpu:gloo"]
     assert line == (
-        "meshdist: CPU tensors go over 'gloo', as in the world of torch.distributed that was "
-        "adopted; shared memory is faster on this host, and md.init_process_group('cpu:shm') "
-        "before the first mesh takes it"
+        "meshdist: CPU tensors use backend 'gloo', as in the torch.distributed process group that "
+        "meshdist reuses; shared memory is faster on this host: call "
+        "md.init_process_group('cpu:shm') before the first mesh"
     )
     for named in ("cpu:shm", "cpu:gloo"):
         assert pool.call(backend_told, 2, named, free_port()) == [[named]] * 2

@@ -123,9 +123,9 @@ def test_arguments_that_cannot_be_copied_are_told() -> None:
     with pytest.raises(ArgumentError) as caught:
         md.simulate(lambda x: None, 2, (x,))
     text = str(caught.value)
-    assert text.startswith("the arguments of simulate cannot be copied for rank 0 of 2\n")
+    assert text.startswith("simulate() cannot copy its arguments for rank 0 of 2\n")
     assert "found:    RuntimeError: Only Tensors created explicitly by the user" in text
-    assert text.endswith("or close over what all ranks may share")
+    assert text.endswith("or use a closure for objects that all ranks may share")
 
 
 # ---- exceptions --------------------------------------------------------------------------------
@@ -564,7 +564,7 @@ def test_inside_hypothesis(values: list[int]) -> None:
 
 @pytest.mark.parametrize("wrong", [3, "ab", torch.ones(2)])
 def test_args_are_a_tuple(wrong: object) -> None:
-    with pytest.raises(md.KindError, match=r"args must be a tuple\n(.|\n)*write args=\(x,\)"):
+    with pytest.raises(md.KindError, match=r"args must be a tuple\n(.|\n)*pass args=\(x,\)"):
         md.simulate(print, 2, wrong)
 
 
@@ -601,8 +601,9 @@ def test_ranks_beside_others_are_rejected() -> None:
     assert told == [
         "another thread simulates ranks in this process\n"
         "  where:    thread 'beside'\n"
-        "  expected: one call of simulate at a time: its ranks take the process's generators\n"
-        "  fix:      call simulate when the other has returned, inside one of its ranks, or in a "
-        "process of its own"
+        "  expected: one simulate() call at a time, because its ranks use the process's random "
+        "generators\n"
+        "  fix:      call simulate() after the other call has returned, inside one of its ranks, "
+        "or in another process"
     ]
     assert md.simulate(md.get_rank, 2) == [0, 1]

@@ -213,8 +213,8 @@ def test_a_rank_that_leaves_without_an_answer_stops_the_others() -> None:
     with pytest.raises(md.RankFailedError) as caught:
         md.spawn(leave, (1,), nprocs=2)
     assert caught.value.rank == 1
-    assert caught.value.summary == "rank 1 ended with exit code 0, and without an answer"
-    assert "os._exit ends a process before it answers" in str(caught.value)
+    assert caught.value.summary == "rank 1 exited with code 0 without returning a result"
+    assert "return from the function instead of calling os._exit()" in str(caught.value)
     assert is_within(time.monotonic() - start, 60.0)
 
 
@@ -300,7 +300,7 @@ def test_arguments_that_cannot_be_sent_point_to_simulate() -> None:
     ("arguments", "kind", "text"),
     [
         ((3,), md.KindError, "spawn needs a function"),
-        ((print, "text"), md.KindError, r"for one argument write args=\(x,\)"),
+        ((print, "text"), md.KindError, r"pass args=\(x,\) for one argument"),
         ((print, (), "2"), md.KindError, "nprocs must be an integer"),
         ((print, (), True), md.KindError, "nprocs must be an integer"),
         ((print, (), 0), md.ArgumentError, "nprocs is 0"),

@@ -23,7 +23,7 @@ from typing import TypeAlias
 import torch
 
 from ...checking.calls import CallRecord, likeness
-from ...error_text import grouped_text, ranks_text
+from ...error_text import UNUSABLE_GROUP, grouped_text, ranks_text
 from ...errors import MismatchError
 from ...operation_table import BACKEND_OPERATIONS, FOR_EACH, BackendOperation, TensorLayout
 from ...reduce_ops import ReduceKind, ReduceOp
@@ -123,7 +123,7 @@ def _writes(operation: BackendOperation, round_: MemberData) -> Writes:
     return [*chain(*map(_paired, outputs, results))]
 
 
-_BROKEN = "; the group is broken now"
+_THEN = f"; {UNUSABLE_GROUP}"
 
 
 @dataclass(eq=False)
@@ -222,13 +222,14 @@ class PendingReceive(PendingCall):
         ranks = self.matching.ranks
         is_mine = message.source == self.member
         failure = MismatchError(
-            "a message does not fit the tensor that receives it",
+            "message mismatch: a send does not match its receive",
             where=f"tag {self.tag} over {self.matching.op_name}",
-            expected="equal dtype and number of elements on both sides, and objects met by objects",
+            expected="the same dtype and number of elements on both sides, "
+            "and objects received as objects",
             found=f"rank {ranks[message.source]}: {message.note.text}\n"
             f"rank {ranks[self.member]}: {self.note.text}",
-            fix="receive into a tensor like the one that is sent, or give messages of "
-            f"different kinds different tags{'' if is_mine else _BROKEN}",
+            fix="receive into a tensor like the one that is sent, or pass a different tag for each "
+            f"kind of message{'' if is_mine else _THEN}",
         )
         self.end(failure)
         if not is_mine:  # a message of a rank to itself concerns no other member
@@ -314,24 +315,24 @@ class Matching:
         if not fits:
             expected = likeness(started.note)
             fix = (
-                "make every member call the same collectives in the same order, on fitting tensors"
+                "call the same collectives in the same order, with matching tensors, on every rank"
             )
         elif mismatch := find_mismatch(started.member, notes, self.ranks):
-            expected = "each rank receives as many elements as the other rank sends to it"
+            expected = "input sizes that match the output sizes of the receiving rank"
             fix = (
-                "give each output as many elements as its source sends; if a rank cannot know "
-                "these sizes, exchange them first"
+                "give each output as many elements as its source sends; if a rank cannot know the "
+                "sizes, exchange them first"
             )
         else:
             return None
-        texts = dict.fromkeys(self.ranks, "has not made this call")
+        texts = dict.fromkeys(self.ranks, "has not reached this call")
         texts |= {self.ranks[member]: note.text for member, note in notes.items()}
         return MismatchError(
-            f"the members of a group disagree about their call {started.note.sequence}",
+            f"collective mismatch: ranks made different calls as call {started.note.sequence}",
             where=f"{self.op_name}; no data was moved",
             expected=expected,
             found="\n".join(filter(None, (mismatch, grouped_text(texts.items())))),
-            fix=f"{fix}{_BROKEN}",
+            fix=f"{fix}{_THEN}",
         )
 
     def send(self, message: SentMessage, to: int) -> None:

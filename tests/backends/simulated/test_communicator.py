@@ -512,7 +512,7 @@ def test_a_chain_fails_as_its_part_does() -> None:
     def program() -> None:
         group = open_group()
         chain = Chain([Direct(group).barrier(), Direct(group).broadcast(torch.ones(1), group.rank)])
-        with pytest.raises(MismatchError, match="disagree about their call 2"):
+        with pytest.raises(MismatchError, match="made different calls as call 2"):
             chain.finish(T)
 
     simulate(program, 2)

@@ -128,13 +128,15 @@ def test_a_message_that_does_not_fit_is_told_to_both() -> None:
     text, *others = {*first, *second}
     assert not others
     assert text == (
-        "a message does not fit the tensor that receives it\n"
+        "message mismatch: a send does not match its receive\n"
         "  where:    tag 4 over ranks 0-1\n"
-        "  expected: equal dtype and number of elements on both sides, and objects met by objects\n"
+        "  expected: the same dtype and number of elements on both sides, and objects received "
+        "as objects\n"
         "  found:    rank 0: send((3,) float32, to rank 1, tag 4) at LINE\n"
         "            rank 1: recv((2,) int64, from rank 0, tag 4) at LINE\n"
-        "  fix:      receive into a tensor like the one that is sent, or give messages of "
-        "different kinds different tags; the group is broken now"
+        "  fix:      receive into a tensor like the one that is sent, or pass a different tag for "
+        "each kind of message"
+        "; this group can no longer be used: create a new one with new_group(), or re-initialize"
     )
 
 
@@ -237,15 +239,16 @@ def test_members_that_disagree_all_raise_the_same() -> None:
     texts = simulate(program, 4)
     assert texts == [texts[0]] * 4
     assert texts[0] == (
-        "the members of a group disagree about their call 1\n"
+        "collective mismatch: ranks made different calls as call 1\n"
         "  where:    ranks 0-3; no data was moved\n"
         "  expected: the same collective, dtype, number of elements, op and root on every rank\n"
         f"  found:    ranks 0-1: all_reduce((4,) float32, SUM) at {line_of(program, 8)} in call\n"
         "            rank 2: broadcast((4,) float32, root rank 0) at "
         f"{line_of(program, 6)} in call\n"
-        "            rank 3: has not made this call\n"
-        "  fix:      make every member call the same collectives in the same order, on fitting "
-        "tensors; the group is broken now"
+        "            rank 3: has not reached this call\n"
+        "  fix:      call the same collectives in the same order, with matching tensors, "
+        "on every rank"
+        "; this group can no longer be used: create a new one with new_group(), or re-initialize"
     )
 
 
@@ -266,7 +269,7 @@ def test_what_waits_when_members_disagree_fails_with_them() -> None:
 
     texts = simulate(program, 3)
     assert texts == [texts[0]] * 3
-    assert texts[0].startswith("the members of a group disagree about their call 2\n")
+    assert texts[0].startswith("collective mismatch: ranks made different calls as call 2\n")
 
 
 @pytest.mark.parametrize(
@@ -424,14 +427,15 @@ def test_sizes_that_disagree_as_a_whole() -> None:
     assert kept == [[-1.0] * 2, [-1.0] * 3]
     assert text == other
     assert text == (
-        "the members of a group disagree about their call 1\n"
+        "collective mismatch: ranks made different calls as call 1\n"
         "  where:    axis 'tp' (ranks 0-1); no data was moved\n"
-        "  expected: what a member sends to another is what that one takes from it\n"
+        "  expected: input sizes that match the output sizes of the receiving rank\n"
         "  found:    rank 1 sends 2 to rank 0, which takes 3\n"
         "            ranks 0-1: all_to_all([(2,) float32, (2,) float32], sending [2, 2], receiving "
         f"[2, 3] elements) at {line} in program\n"
         "  fix:      give each output as many elements as its source sends; if a rank cannot know "
-        "these sizes, exchange them first; the group is broken now"
+        "the sizes, exchange them first"
+        "; this group can no longer be used: create a new one with new_group(), or re-initialize"
     )
 
 
