@@ -17,7 +17,7 @@ from __future__ import annotations
 import sys
 from types import SimpleNamespace
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 if sys.platform == "win32":
     raise ImportError(

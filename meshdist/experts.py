@@ -8,7 +8,7 @@ Nothing is dropped or padded: each expert gets one row for each token that selec
 of a layer has three exchanges, one of counts and two of rows; its backward has two. The router, its
 losses, a capacity (-1 drops an entry) and shared experts belong to your model.
 
-Drawn case: 3 experts on 2 ranks; rank 0 has experts 0 and 1. Each token selects 2 experts.
+Worked example: 3 experts on 2 ranks; rank 0 has experts 0 and 1. Each token selects 2 experts.
 
                  rank 0                 rank 1
     tokens       a        b             c        d

@@ -42,7 +42,7 @@ Status Collectives::all_reduce(Job& job) {
 }
 
 Status Collectives::reduce_whole(Job& job) {
-  // Drawn case: 3 members sum 2 numbers of 4 bytes in round g, then 12 numbers in round g + 1.
+  // Worked example: 3 members sum 2 numbers of 4 bytes in round g, then 12 numbers in round g + 1.
   //
   //   round g      line g % 4 of the member       as soon as it sees all flags, each member
   //   member 0     flag g + 1, bytes 1 2          adds up its own tensor and the others' bytes,
@@ -133,7 +133,7 @@ bool Collectives::is_halved(const Job& job) const {
 // Each fetches its half of the other's data and reduces it into its own; then it fetches the half
 // that the other has reduced.
 Status Collectives::reduce_by_halves(Job& job) {
-  // Drawn case: 2 members sum 48 floats, a and b: 3 cache lines, of which member 0 reduces two and
+  // Worked example: 2 members sum 48 floats, a and b: 3 cache lines, of which member 0 reduces two and
   // member 1 the last. A block that is fetched has 16 floats.
   //
   //                0:16    16:32    32:48

@@ -72,7 +72,7 @@ OPERATION: Edits = {
         (
             "def reduce(backend: ComposingCommunicator",
             textwrap.dedent("""\
-                def total(backend: ComposingCommunicator, prepared: OperationArgs) -> Operation:
+                def total(backend: ComposingCommunicator, prepared: OperationArgs) -> Request:
                     (x,), op = prepared.outputs, prepared.op
                     return backend.start(prepared.by("all_reduce", [x], [x], op))
 
@@ -83,9 +83,9 @@ OPERATION: Edits = {
     ],
     "backends/shm/communicator.py": [
         (
-            "        if Form.EACH in forms:  # sizes",
+            "        if TensorLayout.EACH in forms:  # sizes",
             '        name = "all_reduce" if way == "total" else name\n'
-            "        if Form.EACH in forms:  # sizes",
+            "        if TensorLayout.EACH in forms:  # sizes",
         )
     ],
 }

@@ -57,7 +57,7 @@ def test_the_capability_table_is_that_of_the_code() -> None:
 def test_a_page_is_written_between_its_marks_alone() -> None:
     begin, end = "<!-- capabilities: begin -->", "<!-- capabilities: end -->"
     written = table_page(f"before\n{begin}\nold\n{end}\nafter\n")
-    assert written.startswith(f"before\n{begin}\n| collective | gloo: cpu |")
+    assert written.startswith(f"before\n{begin}\n| operation | gloo: cpu |")
     assert written.endswith(f"|\n{end}\nafter\n") and "old" not in written
     assert table_page(written) == written
 

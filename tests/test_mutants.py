@@ -57,7 +57,7 @@ def changed(source: str) -> list[tuple[str, str]]:
     return [(site.kind, site.now) for site in sites(FILE, source)]
 
 
-def test_the_drawn_case() -> None:
+def test_the_worked_example() -> None:
     result = doctest.testmod(mutations)
     assert result.attempted >= 2 and result.failed == 0
 

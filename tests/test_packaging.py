@@ -109,7 +109,7 @@ def test_a_clones_sources_without_a_core_say_so_once(tmp_path: Path) -> None:
         == 1
     )
     assert f"found:    {tmp_path / 'meshdist'}\n" in done.stderr
-    assert "fix:      build it by `pip install -e .`" in done.stderr
+    assert "fix:      build it with `pip install -e .`" in done.stderr
     (tmp_path / "CMakeLists.txt").unlink()  # an installed package without a core says nothing
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert (done.stdout, done.stderr) == ("[0, 1]\n", "")

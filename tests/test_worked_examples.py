@@ -1,4 +1,4 @@
-"""Hard bodies have drawn cases, which are short and executed."""
+"""Hard bodies have worked examples, which are short and executed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-HEADING = "Drawn case:"
+HEADING = "Worked example:"
 MOST_LINES = 25
 HARD_BODIES = [
     "meshdist/checking/fingerprint_table.py",
@@ -38,7 +38,7 @@ MODULES = [
 ]
 
 
-def test_hard_bodies_have_a_drawn_case() -> None:
+def test_hard_bodies_have_a_worked_example() -> None:
     assert set(HARD_BODIES) <= {*MODULES}
 
 
@@ -60,5 +60,5 @@ def test_a_case_begins_a_native_body_and_a_test_executes_it(
     lines = source.partition(f"::{name}(Job& job) {{\n")[2].splitlines()
     case = [*takewhile(lambda line: line.startswith("  //"), lines)]
     assert case[0].startswith(f"  // {HEADING} ") and len(case) <= MOST_LINES
-    tests = (ROOT / "tests" / "native" / "test_drawn_cases.py").read_text(encoding="utf-8")
+    tests = (ROOT / "tests" / "native" / "test_worked_examples.py").read_text(encoding="utf-8")
     assert f"def {executed_by}(" in tests

@@ -14,6 +14,7 @@ import socket
 import stat
 import sys
 import threading
+import time
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -54,7 +55,8 @@ _SOUND = "sound"
 _MOST_DIGITS = 18  # that fit in 64 bits
 CLOSING = "meshdist/closing"
 """The key that a server sets before it closes a store without clients."""
-_MOST_TRIES = 3  # to connect to a server that closes
+_MOST_RESETS = 3  # of connections to a server that has just closed
+_PAUSE_S = 0.02  # until the next try to connect to a closing server
 _ANSWER_S = 30.0
 """How long a server that has accepted a connection may take to respond as a store."""
 
@@ -212,21 +214,44 @@ def _check_reached(store: TCPStore, address: str, port: int, timeout: timedelta)
         )
 
 
-def connect_store(address: str, port: int, timeout: timedelta, try_number: int = 1) -> TCPStore:
-    """Return a client of the store at ``address`` once it listens; retry if it is closing."""
-    host, deadline = numeric_loopback(address), Deadline(timeout)
-    _wait_for_listener(host, port, timeout)
+def connect_store(address: str, port: int, timeout: timedelta) -> TCPStore:
+    """Return a client of the store at ``address`` once it listens and is not about to close."""
+    host, deadline, num_resets = numeric_loopback(address), Deadline(timeout), 0
+    while True:
+        _wait_for_listener(host, port, deadline.left)
+        found = _try_to_connect(host, port, timeout)
+        if isinstance(found, TCPStore):
+            return found
+        num_resets += isinstance(found, DistNetworkError)
+        can_retry = isinstance(found, _Closing) or 0 < num_resets < _MOST_RESETS
+        if not can_retry or deadline.is_over:
+            break
+        time.sleep(_PAUSE_S)
+    raise RendezvousError(
+        f"the service at {address}, port {port} does not respond as a store",
+        where=f"host {socket.gethostname()}, process {os.getpid()}",
+        expected="the store of rank 0",
+        found=first_line(found),
+        fix="use a port that no other service uses (MASTER_PORT, or the one in the URL), and "
+        "check that rank 0 is running",
+    )
+
+
+class _Closing(RuntimeError):
+    """The server is about to close its store, which no process uses."""
+
+
+def _try_to_connect(host: str, port: int, timeout: timedelta) -> TCPStore | RuntimeError:
+    """Return a client of the listening store, or the reason why there is none."""
     outcome: list[TCPStore | RuntimeError] = []
-    is_closing: list[bool] = []
 
     def connect() -> None:
         try:
             patience = max(timeout, LEAST_STORE_TIMEOUT)
             found = TCPStore(host, port, None, False, patience, wait_for_workers=False)
-            is_closing.append(found.check([CLOSING]))
-            outcome.append(found)
+            is_closing = found.check([CLOSING])
+            outcome.append(_Closing("it keeps closing") if is_closing else found)
         except RuntimeError as error:
-            is_closing.append(isinstance(error, DistNetworkError))
             outcome.append(error)
 
     # Torch waits for the first answer without a timeout, so connect in a thread that can be
@@ -235,22 +260,8 @@ def connect_store(address: str, port: int, timeout: timedelta, try_number: int =
     client.start()
     limit_s = min(_ANSWER_S, timeout.total_seconds())
     client.join(limit_s)
-    found = outcome[0] if outcome else None
-    if found is not None and is_closing[0] and try_number < _MOST_TRIES and not deadline.is_over:
-        del found, outcome[:]
-        return connect_store(address, port, timedelta(seconds=deadline.left_s), try_number + 1)
-    if isinstance(found, TCPStore):
-        return found
-    reason = "" if found is None else f": {first_line(found)}"
     silent = f"no response in {limit_s:g} s: it is another service, or rank 0 is stopped"
-    raise RendezvousError(
-        f"the service at {address}, port {port} does not respond as a store{reason}",
-        where=f"host {socket.gethostname()}, process {os.getpid()}",
-        expected="the store of rank 0",
-        found="" if found is not None else silent,
-        fix="use a port that no other service uses (MASTER_PORT, or the one in the URL), and "
-        "check that rank 0 is running",
-    )
+    return outcome[0] if outcome else RuntimeError(silent)
 
 
 def open_file(path: str, timeout: timedelta, num_users: int = -1) -> FileStore:

@@ -17,7 +17,7 @@ Tensors whose bits differ may still count as equal, because equal computations m
 order. Then half of a floating dtype's digits agree, measured by the tensor's largest value. Other
 dtypes must agree wholly. NaN equals NaN, and infinity equals infinity of its sign.
 
-Drawn case: rank 2 of 3 has another value of "step", lacks "lr", and has "eps".
+Worked example: rank 2 of 3 has another value of "step", lacks "lr", and has "eps".
 
                       rank 0                   rank 1     rank 2
     texts             step: 1, lr: 0.1         as 0       step: 2, eps: 0

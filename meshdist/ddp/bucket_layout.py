@@ -145,7 +145,7 @@ class ReductionOptions:
             >>> options = ReductionOptions(caps=(1 << 20,), delayed=frozenset({1}))
             >>> shared = options.shared(["head", "tail"])
             >>> shared["bucket_cap_mb"], shared["delay_all_reduce_named_params"]
-            ([1.0], ['status_flags'])
+            ([1.0], ['tail'])
         """
         after = self.delayed_after
         return {

@@ -8,7 +8,7 @@ requests of each other member does not depend on the number of members. Members 
 other in different agreements time out; each error shows the definition and the missing ranks'
 source lines.
 
-Drawn case: ranks 0 and 2 create a mesh of size 3; rank 1 passes size 4 by mistake. Their
+Worked example: ranks 0 and 2 create a mesh of size 3; rank 1 passes size 4 by mistake. Their
 definitions have the digests A and B. Keys have the agreement's name as prefix; time runs downwards:
 
     rank 0                     rank 1                     rank 2

@@ -5,7 +5,7 @@ that each call is compared as it is made. Between hosts they all-gather the fing
 calls since the last such round (``HostComparison``), at calls 1, 2, 4, 8, ... 256 and every 256th
 after. As all members count the same calls, all start a round before the same call.
 
-Drawn case: member 2 passes MAX to call 6, the others SUM. The round before call 8 gathers
+Worked example: member 2 passes MAX to call 6, the others SUM. The round before call 8 gathers
 
     call        5    6    7    8
     member 0    a    b    a    c

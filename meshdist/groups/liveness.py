@@ -4,7 +4,7 @@ Members count themselves in the store (``bootstrap/arrival_counters``); the last
 the others wait for. It may be killed before it sets the key, so waiting members also check the
 count.
 
-Drawn case: rank 1 of three is killed after it was counted, as the last.
+Worked example: rank 1 of three is killed after it was counted, as the last.
 
     rank 0                        rank 1                 rank 2
     0.0 += 0b001: 001                                    0.0 += 0b100: 101

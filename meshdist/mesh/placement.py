@@ -6,7 +6,7 @@ says along which axes ranks hold partial sums. Axes are indices into the sizes o
 here knows names, ranks or tensors. Both are keys of caches, so hashes are kept and comparing is
 cheap.
 
-Drawn case: a dim of size 10 is cut along axis 0, of size 2, then along axis 1, of size 3.
+Worked example: a dim of size 10 is cut along axis 0, of size 2, then along axis 1, of size 3.
 
     element     0   1   2   3   4   5   6   7   8   9
     axis 0    |---------- 0 ------|---------- 1 ------|      10 = 5 + 5

@@ -8,7 +8,7 @@ walked down to its leaves, where a wrapper averages along an axis that the text 
 collective
 of ours along the axis ends the walk: what it gives is no parameter in another form.
 
-Drawn case: on 2 ranks along dp, over which a wrapper averages the gradients of w and v.
+Worked example: on 2 ranks along dp, over which a wrapper averages the gradients of w and v.
 
     operand           graph, down to the leaves    its gradient over dp
     w.T               T: w                         a partial sum, as w's is

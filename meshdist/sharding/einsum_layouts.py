@@ -9,7 +9,7 @@ together forward, then backward, then the result's own layout, then the order of
 result's dims first. All ranks choose alike. A dim that several axes cut takes the result's order,
 else the first operand's. Integers alone: nothing here sends, or knows tensors.
 
-Drawn case: the second layer of a Megatron block, on 2 ranks along tp.
+Worked example: the second layer of a Megatron block, on 2 ranks along tp.
 
     text       b f@tp        ,  f@tp d        ->  b d
     work       b f@tp           f@tp d            b d {U:tp}     the result lacks f: partial sums

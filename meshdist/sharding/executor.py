@@ -4,7 +4,7 @@ Parts of local arrays go to flat buffers and back, each by one strided copy, or 
 made here is made once for a plan; its methods then take few steps of Python. A method that returns
 a view of what it is given says so.
 
-Drawn case: two boxes of a 3 x 4 array, A for one member and B for another, are packed.
+Worked example: two boxes of a 3 x 4 array, A for one member and B for another, are packed.
 
                                          x in memory    0 1 2 3 4 5 6 7 8 9 10 11
      0   1  [ 2   3 ]  A: rows 0:2,                         A A     A A B B B

@@ -12,7 +12,7 @@ Estimates, and choices between equal bytes, read how fast an axis is, as constan
 mesh must choose alike, so nothing that one rank measures may enter: a link follows from the backend
 of the axis and from whether some group along it spans hosts.
 
-Drawn case: each of 4 ranks holds a partial sum of 8 numbers, and all shall have the sum.
+Worked example: each of 4 ranks holds a partial sum of 8 numbers, and all shall have the sum.
 
     rank 0    aaaaaaaa      AA......      AAAAAAAA    A: a sum; each rank makes 2 of the 8
     rank 1    bbbbbbbb      ..AA....      AAAAAAAA    first arrow: a reduce-scatter

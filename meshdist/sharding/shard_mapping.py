@@ -1,6 +1,6 @@
 """Map a function of shards to a function of global arrays: ``md.shard_map``, as in JAX.
 
-Drawn case: two ranks along axis 'i' map ``f(x, w) = x * w``; x has three elements.
+Worked example: two ranks along axis 'i' map ``f(x, w) = x * w``; x has three elements.
 
                  rank 0            rank 1
     the call     x, w              x, w            wholes, equal on both ranks: nothing is sent

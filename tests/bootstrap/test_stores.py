@@ -430,6 +430,32 @@ def test_connecting_to_something_else_is_an_error(pool: Pool) -> None:
     assert "does not respond as a store\n" in done.stderr
 
 
+def test_a_client_waits_while_the_server_closes(pool: Pool) -> None:
+    """The server may need long to close: its process may not get the CPU."""
+    code = (
+        "import threading, time\n"
+        "from datetime import timedelta\n"
+        "from meshdist.bootstrap.stores import CLOSING, bind_listener, connect_store, serve_store\n"
+        "limit, host = timedelta(seconds=60), '127.0.0.1'\n"
+        "listener = bind_listener(host, 0)\n"
+        "port = listener.getsockname()[1]\n"
+        "servers = [serve_store(listener, host, port, limit)]\n"
+        "servers[0].set(CLOSING, '')\n"
+        "def serve_again():\n"
+        "    time.sleep(0.5)\n"
+        "    del servers[0]\n"
+        "    servers.append(serve_store(bind_listener(host, port), host, port, limit))\n"
+        "    servers[0].set('is new', '1')\n"
+        "thread = threading.Thread(target=serve_again)\n"
+        "thread.start()\n"
+        "client = connect_store(host, port, limit)\n"
+        "print(client.get('is new'))\n"
+        "thread.join()\n"
+    )
+    (done,) = pool.start(code)
+    assert done.stdout == "b'1'\n", done.stderr
+
+
 def test_a_client_waits_until_the_server_is_there() -> None:
     reserved = socket.socket()
     reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -557,7 +557,7 @@ def test_uneven_data_without_a_join_context_deadlock() -> None:
     with pytest.raises(md.DeadlockError) as error:
         md.simulate(program, 2)
     assert "rank 0: returned" in str(error.value)
-    assert error.value.fix.startswith(f"{JOIN}; else make every member call the same collectives")
+    assert error.value.fix.startswith(f"{JOIN}; else call the same collectives")
 
 
 JOIN = "if ranks have unequal numbers of batches, loop over md.uneven, or use `with ddp.join():`"

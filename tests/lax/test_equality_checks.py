@@ -60,7 +60,7 @@ def test_the_whole_text() -> None:
     assert lines[0] == (
         "assert_equal: values are not the same on every rank over axis 'tp' of DeviceMesh(tp=3)"
     )
-    assert "test_asserting.py:" in lines[1] and lines[1].startswith("  where:")
+    assert "test_equality_checks.py:" in lines[1] and lines[1].startswith("  where:")
     assert lines[2:4] == [
         "  expected: equal leaves; for floating dtypes, equal in half of the digits",
         "  found:    tree['weight'], shape (2,), float32: rank 1 differs from ranks 0, 2, by up to "

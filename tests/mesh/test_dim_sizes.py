@@ -188,7 +188,7 @@ def test_a_shard_tells_its_whole(data: st.DataObject) -> None:
         (
             KindError,
             lambda: NamedSharding.from_pattern("b", MESH, 8),  # type: ignore[arg-type]
-            "NamedSharding.from_pattern: shape is that of the whole array",
+            "NamedSharding.from_pattern: shape must be the global shape",
         ),
         (
             KindError,

@@ -298,7 +298,9 @@ def test_a_message_of_another_size_raises_where_it_arrives(
     name: str, count: int, pool: Pool
 ) -> None:
     error = BACKENDS[name](pool, another, 2, torch.ones(count), torch.ones(96), 0, False)[0]
-    assert error.startswith("MismatchError: a message does not fit the tensor"), error
+    assert error.startswith("MismatchError: message mismatch: a send does not match its receive"), (
+        error
+    )
     assert "(96,)" in error
 
 

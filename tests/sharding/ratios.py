@@ -42,7 +42,7 @@ def received(source: Placement, target: Placement) -> int:
     return sum(make_plan(source, target, rank).bytes_received(1) for rank in ranks)
 
 
-def drawn_cases(seed: int, count: int) -> Iterator[tuple[Placement, Placement]]:
+def random_cases(seed: int, count: int) -> Iterator[tuple[Placement, Placement]]:
     """Random pairs with a sum, of even and of uneven sizes."""
     drawn = random.Random(seed)
     while count:
@@ -70,7 +70,7 @@ def drawn_placement(
 def ratios(seed: int, count: int) -> dict[str, list[float]]:
     """Received elements over the bound, by kind of transition."""
     found: dict[str, list[float]] = {kind: [] for kind in KINDS}
-    for source, target in drawn_cases(seed, count):
+    for source, target in random_cases(seed, count):
         bound = fewest_received(source, target)
         ratio = received(source, target) / bound if bound else 1.0
         found[kind_of(source, target)].append(ratio)

@@ -185,8 +185,16 @@ def test_process_local_data() -> None:
 @pytest.mark.parametrize(
     ("call", "kind", "words"),
     [
-        (lambda rows: md.zeros("4", sharding=rows), KindError, ["zeros: shape is", "'4'"]),
-        (lambda rows: md.zeros((4, 2.5), sharding=rows), KindError, ["zeros: shape is"]),
+        (
+            lambda rows: md.zeros("4", sharding=rows),
+            KindError,
+            ["zeros: shape must be the global shape", "'4'"],
+        ),
+        (
+            lambda rows: md.zeros((4, 2.5), sharding=rows),
+            KindError,
+            ["zeros: shape must be the global shape"],
+        ),
         (lambda rows: md.zeros((), sharding=rows), ShapeError, ["entries for 1 dims"]),
         (
             lambda rows: md.zeros(-1, sharding=rows),

@@ -384,7 +384,7 @@ def test_arrays_that_do_not_fit_the_pattern() -> None:
 
 def test_shapes_that_are_none() -> None:
     text = refusal(KindError, lambda mesh: md.reshard(X, "s@a d -> s d", mesh, shape=8))
-    assert "reshard: shape is that of the whole array" in text and "found:    8" in text
+    assert "reshard: shape must be the global shape" in text and "found:    8" in text
     text = refusal(ShapeError, lambda mesh: md.unshard(X, "s@a d", mesh, shape=(8, -4)))
     assert "unshard: no dim has a size below 0" in text
 

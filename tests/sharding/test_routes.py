@@ -21,11 +21,11 @@ from meshdist.sharding.routes import (
 from meshdist.sharding.steps import CollectiveStep
 from tests.sharding.cases import placed
 from tests.sharding.interpreter import coordinates
-from tests.sharding.ratios import CASES, KINDS, TABLE, drawn_cases, ratios, written
+from tests.sharding.ratios import CASES, KINDS, TABLE, random_cases, ratios, written
 
 
 def test_the_price_of_a_route_is_what_its_steps_receive() -> None:
-    for source, target in drawn_cases(3, 150):
+    for source, target in random_cases(3, 150):
         links = (DEFAULT_LINK,) * len(source.mesh_sizes)
         if any(axis in source.free_axes for axis in target.unreduced):
             continue  # ranks beyond coordinate 0 of such an axis do nothing
@@ -43,7 +43,7 @@ def test_partial_sums_are_priced_by_their_cheapest_sum() -> None:
 
 
 def test_the_best_route_is_no_worse_than_the_simple_ones() -> None:
-    for source, target in drawn_cases(4, 60):
+    for source, target in random_cases(4, 60):
         mesh = source.mesh_sizes
         here, there = bare(source), bare(target)
         if any(axis in here.free_axes for axis in there.unreduced):

@@ -134,16 +134,16 @@ def test_a_backend_registered_with_torch_works_by_its_name(pool: Pool, tmp_path:
         def make(store: Any, rank: int, size: int, timeout: Any) -> Any:
             return ProcessGroupGloo(store, rank, size, timeout)
 
-        Backend.register_backend("executor", make, devices=["cpu"])
-        assert md.is_backend_available("executor")
-        md.init_process_group("CARRIER", f"file://{tmp_path}/meeting", rank=rank, world_size=2)
+        Backend.register_backend("courier", make, devices=["cpu"])
+        assert md.is_backend_available("courier")
+        md.init_process_group("COURIER", f"file://{tmp_path}/meeting", rank=rank, world_size=2)
         x = torch.ones(2)
         md.all_reduce(x)
         answer = md.get_backend(), md.get_backend_config(), x.tolist()
         md.destroy_process_group()
         return answer
 
-    assert pool.call(program, 2) == [("executor", "cpu:executor", [2.0, 2.0])] * 2
+    assert pool.call(program, 2) == [("courier", "cpu:courier", [2.0, 2.0])] * 2
 
 
 def test_a_backend_registered_with_torch_for_an_options_object(pool: Pool) -> None:

@@ -351,14 +351,14 @@ def test_every_part_of_a_call_is_compared(calls: Callable[[Any], Any], shown: st
     [
         (
             lambda g: Direct(g).all_to_all(ones(2, 2, 2), ones(2, 2, 3 if g.rank == 1 else 2)),
-            "rank 1 sends 3 to rank 2, which takes 2",
+            "rank 1 sends 3 to rank 2, which receives 2",
             "(3,) float32], sending [2, 2, 3], receiving [2, 2, 2] elements)",
         ),
         (
             lambda g: Direct(g).all_to_all_single(
                 *ones(6, 6), [2, 2, 2], [1, 2, 3] if g.rank == 0 else [2, 2, 2]
             ),
-            "rank 0 sends 1 to itself, and takes 2",
+            "rank 0 sends 1 to itself, and receives 2",
             "rank 0: all_to_all_single((6,) float32, sending [1, 2, 3], "
             "receiving [2, 2, 2] elements)",
         ),
@@ -366,7 +366,7 @@ def test_every_part_of_a_call_is_compared(calls: Callable[[Any], Any], shown: st
             lambda g: Direct(g).all_gather_list(
                 ones(1, 2, 4 if g.rank == 0 else 3), ones(g.rank + 1)[0]
             ),
-            "rank 2 sends 3 to rank 0, which takes 4",
+            "rank 2 sends 3 to rank 0, which receives 4",
             "rank 0: all_gather_list((1,) float32, sending [1, 1, 1], "
             "receiving [1, 2, 4] elements)",
         ),
@@ -374,17 +374,17 @@ def test_every_part_of_a_call_is_compared(calls: Callable[[Any], Any], shown: st
             lambda g: Direct(g).reduce_scatter_list(
                 ones(g.rank)[0], ones(0, 1, 5 if g.rank == 1 else 2), ReduceOp.SUM
             ),
-            "rank 1 sends 5 to rank 2, which takes 2",
+            "rank 1 sends 5 to rank 2, which receives 2",
             "((1,) float32, SUM, sending [0, 1, 5], receiving [1, 1, 1] elements)",
         ),
         (
             lambda g: Direct(g).gather(ones(2, 2, 1) if g.rank == 0 else [], ones(2)[0], 0),
-            "rank 2 sends 2 to rank 0, which takes 1",
+            "rank 2 sends 2 to rank 0, which receives 1",
             "((2,) float32, root rank 0, sending [2, 2, 2], receiving [2, 2, 1] elements)",
         ),
         (
             lambda g: Direct(g).scatter(ones(2)[0], ones(2, 3, 2) if g.rank == 0 else [], 0),
-            "rank 0 sends 3 to rank 1, which takes 2",
+            "rank 0 sends 3 to rank 1, which receives 2",
             "((2,) float32, root rank 0, sending [2, 3, 2], receiving [2, 2, 2] elements)",
         ),
     ],
@@ -430,7 +430,7 @@ def test_sizes_that_disagree_as_a_whole() -> None:
         "collective mismatch: ranks made different calls as call 1\n"
         "  where:    axis 'tp' (ranks 0-1); no data was moved\n"
         "  expected: input sizes that match the output sizes of the receiving rank\n"
-        "  found:    rank 1 sends 2 to rank 0, which takes 3\n"
+        "  found:    rank 1 sends 2 to rank 0, which receives 3\n"
         "            ranks 0-1: all_to_all([(2,) float32, (2,) float32], sending [2, 2], receiving "
         f"[2, 3] elements) at {line} in program\n"
         "  fix:      give each output as many elements as its source sends; if a rank cannot know "
