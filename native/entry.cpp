@@ -107,7 +107,7 @@ std::uint32_t Entry::enter(const Call& call, const Plain& plain, const Sizes* si
   const nb::object noted = is_uneven ? sizes_of(*sizes) : nb::object();
   const std::uint64_t sequence = notes_.keep_collective(group_, known.call, noted);
   compare(sequence, known.fingerprint, is_uneven ? &sizes->part : nullptr);
-  return call.title.is_valid() ? static_cast<std::uint32_t>(known.fingerprint) : 0;
+  return call.op_name.is_valid() ? static_cast<std::uint32_t>(known.fingerprint) : 0;
 }
 
 bool Entry::enter_even(nb::handle call, std::uint64_t fingerprint) {
@@ -141,11 +141,11 @@ void Entry::compare(const Message& message) {
 
 Known Entry::find(const Call& called, const Plain& plain, bool is_uneven) {
   const nb::handle data = plain.dtype.is_valid() ? nb::handle(plain.data) : nb::handle(Py_None);
-  const nb::handle title = called.title.is_valid() ? called.title : nb::handle(empty_);
-  const Key key{called.operation.ptr(), data.ptr(), title.ptr(), called.op, called.root, is_uneven};
+  const nb::handle op_name = called.op_name.is_valid() ? called.op_name : nb::handle(empty_);
+  const Key key{called.operation.ptr(), data.ptr(), op_name.ptr(), called.op, called.root, is_uneven};
   return find(key, plain.is_kept || data.is_none(), last_[2], [&] {
     const nb::object op = number_or_none(called.op), root = number_or_none(called.root);
-    return std::pair(tuple_of(called.operation, data, op, root, title, nb::bool_(is_uneven), nb::tuple()),
+    return std::pair(tuple_of(called.operation, data, op, root, op_name, nb::bool_(is_uneven), nb::tuple()),
                      nb::object());
   });
 }

@@ -56,11 +56,11 @@ class Entry {
         nb::object disagree, const Words* fingerprints, std::uint64_t check_every, nb::object get_level,
         std::uint64_t most_level, std::int32_t device_type);
 
-  // What is called, besides the data: the number of an op, -1 for none, as of a root, and `title` null
+  // What is called, besides the data: the number of an op, -1 for none, as of a root, and `op_name` null
   // where there is none.
   struct Call {
     nb::handle operation;
-    nb::handle title{};
+    nb::handle op_name{};
     std::int64_t op = -1;
     std::int64_t root = -1;
   };
@@ -96,7 +96,7 @@ class Entry {
 
   // Note a call and compare it with the others'; raises where one differs. Parts of several sizes are
   // compared by the backend alone. Returns what a backend that compares has to compare beside all else: the
-  // fingerprint of a call that has a title, else 0.
+  // fingerprint of a call that has an operation name, else 0.
   std::uint32_t enter(const Call& call, const Plain& plain, const Sizes* sizes = nullptr);
 
   // As `DeviceGroup.enter`, for an even call of Python's: false where there is something to wait for.
@@ -124,11 +124,11 @@ class Entry {
  private:
   // What is called, by addresses. Of a message `op` is the tag, and `root` the peer.
   struct Key {
-    PyObject *operation, *data, *title;
+    PyObject *operation, *data, *op_name;
     std::int64_t op, root;
     bool is_uneven;
     bool operator==(const Key& o) const {
-      return operation == o.operation && data == o.data && title == o.title && op == o.op && root == o.root &&
+      return operation == o.operation && data == o.data && op_name == o.op_name && op == o.op && root == o.root &&
              is_uneven == o.is_uneven;
     }
   };
@@ -136,7 +136,7 @@ class Entry {
     std::size_t operator()(const Key& key) const {
       return mixed(std::initializer_list<std::uint64_t>{
           reinterpret_cast<std::uint64_t>(key.operation), reinterpret_cast<std::uint64_t>(key.data),
-          reinterpret_cast<std::uint64_t>(key.title),
+          reinterpret_cast<std::uint64_t>(key.op_name),
           static_cast<std::uint64_t>((key.op * 64 + key.root) * 2 + key.is_uneven)});
     }
   };

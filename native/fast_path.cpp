@@ -56,25 +56,25 @@ class FastPath {
     }
   }
 
-  // Each is given the collective that a program has called; the title of a call is None where it has none.
-  bool all_reduce(nb::handle operation, nb::handle x, nb::handle op, nb::handle title) {
-    return run_in_place({OperationSpec::all_reduce, {operation, title_of(title)}}, x, op);
+  // Each is given the collective that a program has called; the operation name of a call is None where it has none.
+  bool all_reduce(nb::handle operation, nb::handle x, nb::handle op, nb::handle op_name) {
+    return run_in_place({OperationSpec::all_reduce, {operation, op_name_of(op_name)}}, x, op);
   }
 
   bool reduce(nb::handle operation, nb::handle x, nb::handle op, int root) {
     return run_in_place({OperationSpec::reduce, {operation}}, x, op, root);
   }
 
-  bool broadcast(nb::handle operation, nb::handle x, int root, nb::handle title) {
-    return run_in_place({OperationSpec::broadcast, {operation, title_of(title)}}, x, {}, root);
+  bool broadcast(nb::handle operation, nb::handle x, int root, nb::handle op_name) {
+    return run_in_place({OperationSpec::broadcast, {operation, op_name_of(op_name)}}, x, {}, root);
   }
 
-  bool gather_blocks(nb::handle operation, nb::handle out, nb::handle in, nb::handle title) {
-    return run_blocks({OperationSpec::all_gather, {operation, title_of(title)}}, out, in);
+  bool gather_blocks(nb::handle operation, nb::handle out, nb::handle in, nb::handle op_name) {
+    return run_blocks({OperationSpec::all_gather, {operation, op_name_of(op_name)}}, out, in);
   }
 
-  bool scatter_blocks(nb::handle operation, nb::handle out, nb::handle in, nb::handle op, nb::handle title) {
-    return run_blocks({OperationSpec::reduce_scatter, {operation, title_of(title)}}, out, in, op);
+  bool scatter_blocks(nb::handle operation, nb::handle out, nb::handle in, nb::handle op, nb::handle op_name) {
+    return run_blocks({OperationSpec::reduce_scatter, {operation, op_name_of(op_name)}}, out, in, op);
   }
 
   bool all_gather(nb::handle operation, nb::handle outs, nb::handle x) {
@@ -98,8 +98,8 @@ class FastPath {
   }
 
   bool all_to_all_single(nb::handle operation, nb::handle out, nb::handle in, nb::handle out_sizes,
-                         nb::handle in_sizes, nb::handle title) {
-    Collective call{OperationSpec::all_to_all, {operation, title_of(title)}};
+                         nb::handle in_sizes, nb::handle op_name) {
+    Collective call{OperationSpec::all_to_all, {operation, op_name_of(op_name)}};
     Plain output, input;
     const std::uint64_t size = entry_.size();
     if (!is_ready(true) || !entry_.read(out, output) || !entry_.read(in, input) || !output.is_like(input) ||
@@ -132,8 +132,8 @@ class FastPath {
     return exchange(call, input);
   }
 
-  bool all_to_all(nb::handle operation, nb::handle outs, nb::handle ins, nb::handle title) {
-    Collective call{OperationSpec::all_to_all, {operation, title_of(title)}};
+  bool all_to_all(nb::handle operation, nb::handle outs, nb::handle ins, nb::handle op_name) {
+    Collective call{OperationSpec::all_to_all, {operation, op_name_of(op_name)}};
     Plain first;
     if (!is_ready(true) || !entry_.read_list(ins, first, call.ins, call.read, &call.in_counts) ||
         !entry_.read_list(outs, first, call.outs, call.written, &call.out_counts) ||
@@ -218,7 +218,7 @@ class FastPath {
     return run(call, plain, plain);
   }
 
-  static nb::handle title_of(nb::handle given) { return given.is_none() ? nb::handle() : given; }
+  static nb::handle op_name_of(nb::handle given) { return given.is_none() ? nb::handle() : given; }
 
   // An all-to-all of parts that have counts, of tensors like `plain`, which is noted.
   bool exchange(Collective& call, const Plain& plain) {

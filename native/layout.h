@@ -69,7 +69,7 @@ struct Header {
   std::int32_t root = 0;    // for lists: a digest of the sizes
   std::uint64_t count = 0;
   std::uint32_t sequence = 0;  // its low bits
-  // Of a call of which the other fields do not show all, as of one that has a title; else 0.
+  // Of a call of which the other fields do not show all, as of a call with an operation name; else 0.
   std::uint32_t fingerprint = 0;
 
   bool operator==(const Header& other) const {

@@ -17,7 +17,7 @@ struct Collective {
   Address in = 0, out = 0;
   Addresses ins{}, outs{};
   Counts in_counts{}, out_counts{};  // of an all-to-all whose parts differ; `count` is 0 then
-  std::uint32_t fingerprint = 0;     // what members compare beside all else: of a title
+  std::uint32_t fingerprint = 0;     // what members compare in addition: of an operation name
   std::uint64_t note = 0;            // the number under which it is noted
   std::uint64_t sequence = 0;        // that of a collective that is started
   nb::object written{}, read{};      // the tensors: tuples, or one

@@ -37,7 +37,8 @@ OPERATION: Edits = {
     "operation_table.py": [
         (
             '        BackendOperation("barrier",',
-            '        BackendOperation("total", Form.IN_PLACE, Form.ONE, reduces=True),\n'
+            '        BackendOperation("total", TensorLayout.IN_PLACE, TensorLayout.ONE, '
+            "reduces=True),\n"
             '        BackendOperation("barrier",',
         ),
         (
@@ -51,7 +52,7 @@ OPERATION: Edits = {
         (
             "@collective(has_fast_path=True, stays_off_streams=",
             textwrap.dedent('''\
-                @operation()
+                @collective()
                 def total(
                     tensor: Any,
                     op: Reduction = ReduceOp.SUM,
@@ -62,7 +63,7 @@ OPERATION: Edits = {
                     return prepare("total", group, tensor, op).run(async_op)
 
 
-                @operation(has_fast_path=True, stays_off_streams='''),
+                @collective(has_fast_path=True, stays_off_streams='''),
         ),
     ],
     "distributed.pyi": [
@@ -141,18 +142,18 @@ FIELD: Edits = {
         ),
         ("is_uneven, layouts]", "is_uneven, layouts, purpose]"),
         ("(), peer, tag]", '(), "", peer, tag]'),
-        ("self.fingerprint if self.title else 0", "self.fingerprint"),
+        ("self.fingerprint if self.op_name else 0", "self.fingerprint"),
         (
-            "crc32(call.title.encode()) if call.title else 0",
-            "crc32((call.title + call.purpose).encode())",
+            "crc32(call.op_name.encode()) if call.op_name else 0",
+            "crc32((call.op_name + call.purpose).encode())",
         ),
         (
-            "f\"{self.collective}({', '.join(arguments)}){title}\"",
-            "f\"{self.collective}({', '.join(arguments)}){title} {self.purpose}\"",
+            "f\"{self.operation}({', '.join(arguments)}){op_name}\"",
+            "f\"{self.operation}({', '.join(arguments)}){op_name} {self.purpose}\"",
         ),
     ],
     "backends/operation_args.py": [
-        ('    title: str = ""\n', '    title: str = ""\n    purpose: str = ""\n')
+        ('    op_name: str = ""\n', '    op_name: str = ""\n    purpose: str = ""\n')
     ],
     "groups/device_group.py": [
         (

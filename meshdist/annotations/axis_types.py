@@ -16,7 +16,7 @@ Over each axis a value has one kind:
 The gradient of a value has the same kind as the value, except that the gradient of U is R and the
 gradient of R is U.
 
-Worked example: operands meet over axis 'tp' of 2 ranks. u is unreduced: 1 on rank 0 and 2 on rank 1,
+Worked example: operands meet over axis 'tp' of 2 ranks. u is unreduced: 1 on rank 0, 2 on rank 1,
 which means 3. i is invariant: 10. v varies. An operation takes u if the sum of what the ranks
 compute is what it computes of 3:
 

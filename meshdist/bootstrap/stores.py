@@ -218,7 +218,7 @@ def connect_store(address: str, port: int, timeout: timedelta) -> TCPStore:
     """Return a client of the store at ``address`` once it listens and is not about to close."""
     host, deadline, num_resets = numeric_loopback(address), Deadline(timeout), 0
     while True:
-        _wait_for_listener(host, port, deadline.left)
+        _wait_for_listener(host, port, timeout, deadline)
         found = _try_to_connect(host, port, timeout)
         if isinstance(found, TCPStore):
             return found
@@ -312,8 +312,7 @@ def _find_damage(path: str) -> str | None:
     return _SOUND if is_whole and are_counts else "it is damaged"
 
 
-def _wait_for_listener(host: str, port: int, timeout: timedelta) -> None:
-    deadline = Deadline(timeout)
+def _wait_for_listener(host: str, port: int, timeout: timedelta, deadline: Deadline) -> None:
     reason = ""
 
     def is_listening() -> bool:

@@ -9,7 +9,7 @@ messages in the order of their tags.
 
 A write is one aligned 64-bit store by the interpreter, long before the loads that follow it.
 
-Worked example: member 0 is in call 1026, member 1 in call 300. A word is the number of a call, a colon
+Worked example: member 0 is in call 1026, member 1 in call 300. A word is a call's number, a colon
 and its fingerprint. The word of call n has index n % 1024.
 
     index       0         1         2         3    ...  300      ...  1023

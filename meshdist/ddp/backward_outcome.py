@@ -13,19 +13,17 @@ Worked example: a model has parameters v and w; rank 1 of 2 may lack the gradien
 
 Both ranks read the average. No error flag is above 0, but "partial" is, so they read the map. Some
 rank had each gradient, so both averages are written to ``.grad`` on both ranks. As w had 0.5 * 2
-ranks, not 2, it is deferred from now on. If rank 1 had raised, "whole" and "interrupted" would be
-0.5, and both ranks would raise the same error.
+ranks, not 2, it is deferred from now on. If "interrupted" were above 0, both ranks would raise.
 
     >>> from types import SimpleNamespace as Fake
     >>> from .bucket_layout import ReductionOptions; from .status_flags import StatusFlags
-    >>> status_flags = StatusFlags(torch.empty(8), unit=1 / 2)
-    >>> other = StatusFlags(torch.empty(8), unit=1 / 2)
-    >>> status_flags.write(Ending.WHOLE, None); other.write(Ending.PARTIAL, [True, False])
-    >>> status_flags.numbers.add_(other.numbers).tolist()
+    >>> flags, other = (StatusFlags(torch.empty(8), unit=1 / 2) for _ in range(2))
+    >>> flags.write(Ending.WHOLE, None); other.write(Ending.PARTIAL, [True, False])
+    >>> flags.numbers.add_(other.numbers).tolist()
     [0.5, 0.5, 0.0, 0.0, 0.0, 0.0, 1.0, 0.5]
     >>> options, pair = ReductionOptions((8,), finds_unused=True), Fake(size=lambda: 2)
     >>> terms = Fake(options=options, extra_groups=Fake(all_ranks=pair))
-    >>> layout = Fake(status_flags=status_flags, terms=terms)
+    >>> layout = Fake(status_flags=flags, terms=terms)
     >>> outcome, expected_gradients = BackwardOutcome(layout, num_active=2), ExpectedGradients(2)
     >>> outcome.note_flags(), outcome.find_used(is_complete=True)
     (True, [True, True])

@@ -314,7 +314,7 @@ def _mesh_of_axes(axes: list[str], given_mesh: object) -> DeviceMesh:
     try:
         mesh.layout.axis_indices(axes)
     except AxisError as error:
-        fix = "pass the mesh that has these axes: process_group=mesh"
+        fix = "pass the mesh: process_group=mesh"
         raise with_hidden_mesh(error, given_mesh, fix) from None
     return mesh
 

@@ -287,7 +287,7 @@ def get_axes(
             mesh.layout.axis_indices(names)  # raises
         return mesh[names]
     except AxisError as error:
-        fix = f"pass the mesh that has the axis: {operation}(..., mesh=mesh)"
+        fix = f"pass the mesh: {operation}(..., mesh=mesh)"
         raise with_hidden_mesh(error, given_mesh, fix) from None
 
 

@@ -11,7 +11,7 @@ interval of the target meets some cells of the source; their products are the bo
 The sender of a box is the rank that holds its cell and has my own coordinates along all other axes.
 What I send is the same walk seen from the source. The cost is that of the peers.
 
-Worked example: rows on 2 ranks become columns. A 4 x 4 array is cut evenly, so one collective does it:
+Worked example: rows on 2 ranks become columns. A 4 x 4 array is cut evenly, into one collective:
 
               before     packed: a part for each    received: from rank 0, from rank 1
     rank 0    a b c d    for 0: a b   for 1: c d    a b           i j
@@ -19,7 +19,7 @@ Worked example: rows on 2 ranks become columns. A 4 x 4 array is cut evenly, so 
     rank 1    i j k l    for 0: i j   for 1: k l    c d           k l
               m n o p           m n          o p    g h           o p    (stacked: its columns)
 
-    >>> from ..mesh.placement import Placement, split_dim; from .placement_diff import change_between
+    >>> from .placement_diff import Placement, change_between, split_dim
     >>> def change(n):
     ...     rows = Placement((2,), (n, n), (split_dim(n, (0,), (2,)), split_dim(n, (), ())))
     ...     return change_between(rows, rows.permuted((1, 0)))

@@ -5,8 +5,8 @@ A layer holds this rank's part of the parameters, under torch's names, and the g
 copies, pickles and ``isinstance`` keep working. Its ``style`` says how input and
 output lie; its ``mesh`` stays this mesh in a copy, and is opened again where a pickle is loaded.
 
-Worked example: the styles ``column`` and ``row`` on an axis 'tp' of 2 ranks. Rank 0 has the first 8 of
-16 hidden features, so of ``up`` the first 8 rows, and of ``down`` the first 8 columns:
+Worked example: the styles ``column`` and ``row`` on an axis 'tp' of 2 ranks. Rank 0 has the first 8
+of 16 hidden features, so of ``up`` the first 8 rows, and of ``down`` the first 8 columns:
 
     x [n, 4], whole     up   [8, 4]     h [n, 8]    down [4, 8]    a partial sum    y [n, 4], whole
     the same on both -> its features -> its part -> its features -> of y      -> all-reduce

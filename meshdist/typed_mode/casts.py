@@ -19,7 +19,7 @@ The garbage collector frees leaves in reference cycles at different times on eac
 here depends on that: the slot of a freed leaf stays on all ranks and sends zeros, until several
 backwards have not used it.
 
-Worked example: leaves w, v and b of 2, 3 and 1 numbers meet x, which is 1 on rank 0 and 3 on rank 1.
+Worked example: leaves w, v and b of 2, 3 and 1 numbers meet x, which is 1 on rank 0, 3 on rank 1.
 
     1st context    each leaf is cast as it meets x: 3 casts, and 3 psums in the backward;
                    at the end the leaves become one group, in the order of their casts

@@ -5,7 +5,7 @@ annotations. So ``md.annotate(module, {...})`` also records the annotations in t
 each tensor, in a plain dict by name, which is copied and pickled with the module but is not part of
 its ``state_dict``. The owner keeps its tensors in dicts that annotate each new tensor.
 
-Worked example: torch copies a tensor without its annotation; in a module the copy is annotated again.
+Worked example: torch copies a tensor without its annotation; a module annotates the copy.
 
     module.up._noted_marks                 annotation_of(module.up.weight)
     {"weight": ("V:tp", "4@tp, 6")}        Annotation(kinds="V:tp", dims="4@tp, 6")

@@ -568,10 +568,10 @@ def test_refusals_of_dtensors() -> None:
         "  fix:      pass a mesh that has this axis: mesh=md.DeviceMesh.from_torch(...)",
     ]
     assert mixed == (
-        "clip_grad_norm_ of DTensors on several meshes, or mixed with plain tensors: no mesh "
-        "is in force\n"
-        "  expected: a mesh whose axes are named\n"
-        "  fix:      call it inside `with mesh:`, or name the mesh: clip_grad_norm_(..., "
+        "clip_grad_norm_ of DTensors on several meshes, or mixed with plain tensors: there "
+        "is no current mesh\n"
+        "  expected: a mesh with named axes\n"
+        "  fix:      call it inside `with mesh:`, or pass the mesh: clip_grad_norm_(..., "
         "mesh=mesh)"
     )
     assert theirs == (
@@ -697,9 +697,9 @@ def test_parameters_that_are_cut_without_a_mesh() -> None:
     with pytest.raises(MeshError) as caught:
         md.clip_grad_norm_([parameter], 1.0)
     assert str(caught.value) == (
-        "clip_grad_norm_ of a parameter that is sharded over 'tp': no mesh is in force\n"
-        "  expected: a mesh whose axes are named\n"
-        "  fix:      call it inside `with mesh:`, or name the mesh: clip_grad_norm_(..., "
+        "clip_grad_norm_ of a parameter that is sharded over 'tp': there is no current mesh\n"
+        "  expected: a mesh with named axes\n"
+        "  fix:      call it inside `with mesh:`, or pass the mesh: clip_grad_norm_(..., "
         "mesh=mesh)"
     )
 

@@ -1,4 +1,4 @@
-"""The worked examples in the comments of the core, with the same numbers, seen in the shared memory."""
+"""The worked examples in the comments of the core, with equal numbers, in the shared memory."""
 
 from __future__ import annotations
 

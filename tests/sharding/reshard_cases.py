@@ -1,4 +1,4 @@
-"""What tests of resharding share: shards cut by NumPy, one coordinate at a time; worked examples."""
+"""What tests of resharding share: shards cut by NumPy, one coordinate at a time; random cases."""
 
 from __future__ import annotations
 
