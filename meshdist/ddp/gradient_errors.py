@@ -98,8 +98,9 @@ class GradientErrors:
 
     def came_unlike_first(self, index: int, count: int, learned: int) -> str:
         """Return a line on a gradient computed ``count`` times, but ``learned`` in step 1."""
-        return f"{self.describe(index)}: computed {_times(count)}, in the first step "
-        f"{_times(learned)}"
+        return (
+            f"{self.describe(index)}: computed {_times(count)}, in the first step {_times(learned)}"
+        )
 
     def was_skipped(self, index: int) -> str:
         """Return a line on a gradient that the wrapper never sends."""

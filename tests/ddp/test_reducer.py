@@ -487,12 +487,12 @@ def test_as_many_arrivals_as_last_time_are_waited_for() -> None:
 @pytest.mark.parametrize(
     ("first", "then", "found"),
     [
-        (ALL, ([0, 1], []), "weights.2 (index 2): computed 0 times, in the first step "),
-        (([0, 1], []), ALL, "weights.2 (index 2): computed once, in the first step "),
+        (ALL, ([0, 1], []), "weights.2 (index 2): computed 0 times, in the first step once"),
+        (([0, 1], []), ALL, "weights.2 (index 2): computed once, in the first step 0 times"),
         (
             ALL,
             ([1, 2], [0, 0]),
-            "weights.0 (index 0): computed 2 times, in the first step ",
+            "weights.0 (index 0): computed 2 times, in the first step once",
         ),
     ],
 )

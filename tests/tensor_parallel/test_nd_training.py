@@ -83,7 +83,7 @@ def texts_of(case: Case, step: int, part: int) -> torch.Tensor:
 
 
 def together(case: Case) -> tuple[float, float]:
-    """The largest difference from one device: of parameters and gradients, and of norms."""
+    """The largest difference from one device: of parameters and gradients; of norms, relative."""
     return trained_together(case, "cpu", Trained(case), *alone(case))
 
 
@@ -110,7 +110,7 @@ def trained_together(
         norms.append(md.clip_grad_norm_(model.parameters(), 0.5, mesh=mesh).item())
         optimizer.step()
     return difference(model, whole, mesh), max(
-        abs(a - b) for a, b in zip(norms, wanted, strict=True)
+        abs(a - b) / b for a, b in zip(norms, wanted, strict=True)
     )
 
 
