@@ -183,7 +183,6 @@ def apart_from_all(
 
 
 def shape_text(shape: Sequence[int]) -> str:
-    """Return a shape for messages: ``(4, 8)``."""
     return str(tuple(shape))
 
 

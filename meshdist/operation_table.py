@@ -139,7 +139,6 @@ class OperationSpec:
 
     @property
     def reduces(self) -> bool:
-        """Return whether the operation reduces."""
         return not REDUCING_OPERATIONS.isdisjoint(self.backend_operations)
 
     @property

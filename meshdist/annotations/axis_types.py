@@ -294,7 +294,6 @@ class JoinedType:
 
     @cached_property
     def annotation(self) -> tuple[Any, ...]:
-        """Return the annotation of the results."""
         return type_alone(self.text)
 
     @cached_property

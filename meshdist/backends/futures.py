@@ -277,7 +277,6 @@ class Watcher:
 
 @cache
 def get_watcher() -> Watcher:
-    """Return the watcher of this process."""
     return Watcher()
 
 

@@ -209,7 +209,6 @@ class OperationArgs:
 
     @property
     def note(self) -> CallRecord | None:
-        """Return the record of this call, None without a recorder."""
         return None if self.recorder is None else self.recorder.find_note(self.number)
 
     def as_own(self, timeout: timedelta) -> OperationArgs:

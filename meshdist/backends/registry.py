@@ -194,7 +194,6 @@ def backend_names() -> tuple[str, ...]:
 
 
 def find_backend(name: str) -> BackendType | None:
-    """Return the backend called ``name``, or None."""
     return _backends.get(name.lower())
 
 

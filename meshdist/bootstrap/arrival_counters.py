@@ -80,7 +80,6 @@ class ArrivalCounter:
         return sorted(absent)
 
     def block_of(self, rank: int) -> ArrivalCounter:
-        """Return the block of ``rank``."""
         return next((part.block_of(rank) for part in self.parts if rank in part.ranks), self)
 
     def names(self) -> Iterator[str]:

@@ -147,7 +147,6 @@ class TimeoutStore(Store):
     # -- torch's methods ---------------------------------------------------------------------------
 
     def set(self, key: str, value: str | bytes) -> None:
-        """Set ``key`` to ``value``."""
         self.ask(lambda raw: raw.set(key, value))  # type: ignore[arg-type] # bytes work, too
 
     def get(self, key: str) -> bytes:
@@ -159,7 +158,6 @@ class TimeoutStore(Store):
         return int(self.ask(lambda raw: raw.add(key, amount)))
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Return whether all ``keys`` are set."""
         return bool(self.ask(lambda raw: raw.check(list(keys))))
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
@@ -235,7 +233,6 @@ class TimeoutStore(Store):
         return values
 
     def delete_key(self, key: str) -> bool:
-        """Delete ``key``; return whether it was set."""
         return bool(self.ask(lambda raw: raw.delete_key(key)))
 
     deleteKey = delete_key  # the name that torch's PrefixStore calls

@@ -274,7 +274,6 @@ def give_group(world: World, group: Closable) -> None:
 
 
 def find_world() -> World | None:
-    """Return the current world, or None."""
     return _of_context.get() or _of_process[0]
 
 

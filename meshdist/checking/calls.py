@@ -106,7 +106,6 @@ class Call:
 
     @property
     def op(self) -> ReduceKind | None:
-        """The reduction, or None."""
         return _OPS.get(self.op_number)
 
     @property

@@ -91,7 +91,6 @@ class Checkpoint:
 
     @property
     def names(self) -> list[str]:
-        """The names of the arrays."""
         return list(self._manifest.arrays)
 
     @property
@@ -100,11 +99,9 @@ class Checkpoint:
         return dict(self._manifest.leaves)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of an array."""
         return self._array(name).shape
 
     def dtype(self, name: str) -> torch.dtype:
-        """Return the dtype of an array."""
         return self._array(name).torch_dtype
 
     def read(

@@ -85,7 +85,6 @@ class Collective(OperationCall):
 
     @property
     def is_root(self) -> bool:
-        """Return whether this rank is the root."""
         return self.root == self.group.rank()
 
     @property

@@ -156,7 +156,7 @@ class DivergenceChecks:
         if len(states) > 1:  # ranks of other groups may have found none
             with torch.cuda.device_of(terms.parameters[0]):
                 everyone = gather_from_all(found, terms.extra_groups.all_ranks)
-            found = [*dict.fromkeys(one for each in everyone for one in each)]
+            found = [*dict.fromkeys(entry for entries in everyone for entry in entries)]
         if found:
             is_rounding = all(is_rounding for _, is_rounding, _ in found)
             group, comparison = terms.group, found[0][2]

@@ -82,7 +82,6 @@ class GradientErrors:
         )
 
     def unexpected(self, lines_by_rank: Mapping[int, Sequence[str]]) -> GradientError:
-        """Return the error for unexpected gradients, described by the lines."""
         return self._error(
             "unexpected gradients: the gradients of this step are dropped",
             expected="the same gradients, each as often, as in earlier backwards",
@@ -215,7 +214,6 @@ class GradientErrors:
         )
 
     def sparse(self, index: int, layout: torch.layout) -> GradientError:
-        """Return the error for a gradient that is not dense."""
         return self._error(
             f"{self.describe(index)} has a sparse gradient",
             expected="dense gradients",

@@ -55,7 +55,6 @@ def reject_marked_shards(
 
 
 def without_annotations(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the tensors without a type annotation."""
     return {name: tensor for name, tensor in tensors.items() if find_type(tensor) is None}
 
 

@@ -359,5 +359,4 @@ def _ending_key(rank: int) -> str:
 
 
 def process_info_key(rank: int) -> str:
-    """Return the key of the process information of ``rank``."""
     return f"process/{rank}"

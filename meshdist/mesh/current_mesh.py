@@ -10,7 +10,6 @@ __all__ = ["get_current_mesh"]
 
 
 def find_current_mesh() -> DeviceMesh | None:
-    """Return the current mesh (of the innermost ``with mesh:``), or None."""
     return next(reversed(meshes_in_force.get()), None)
 
 

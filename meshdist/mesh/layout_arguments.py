@@ -195,7 +195,6 @@ def _where_is(array: np.ndarray[Any, Any], rank: int) -> tuple[int, ...]:
 
 
 def num_ranks_text(count: int) -> str:
-    """Return a count with its noun: ``"1 rank"``, ``"4 ranks"``."""
     return f"{count} rank" if count == 1 else f"{count} ranks"
 
 

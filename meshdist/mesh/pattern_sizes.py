@@ -59,7 +59,6 @@ class Parts:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the array."""
         return tuple([dim.size for dim in self.dims])
 
 

@@ -20,7 +20,6 @@ AxisModes = tuple[Mode, ...]
 
 
 def size_of(axis: AxisModes) -> int:
-    """Return the size of an axis, the product of its modes' sizes."""
     return axis[0][0] if len(axis) == 1 else math.prod(size for size, _ in axis)
 
 

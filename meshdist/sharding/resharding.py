@@ -425,5 +425,4 @@ def check_spec(
 
 
 def _cut_dims(spec: PartitionSpec) -> dict[str, int]:
-    """Return the dim that each axis of a spec cuts."""
     return {axis: dim for dim, entry in enumerate(spec.partitions) for axis in axes_of(entry)}

@@ -98,7 +98,6 @@ def movable(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def all_movable(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return a list of ``tensors``, each as ``movable`` returns it."""
     return [movable(tensor) for tensor in tensors]
 
 
