@@ -121,7 +121,7 @@ class Timer:
     """A function to call once after a timeout, unless canceled."""
 
     # One thread makes all calls, up to 50 ms late. Setting and canceling a timer takes less than a
-    # microsecond, so that many short waits can each have one.
+    # microsecond, so each of many short waits can have a timer.
     __slots__ = ("_thread", "call", "deadline")
 
     def __init__(self, timeout: timedelta | float, call: Callable[[], object]) -> None:

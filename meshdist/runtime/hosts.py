@@ -120,7 +120,7 @@ def make_descriptor_room(num_needed: int) -> str:
         num_open = limit
     if limit - num_open < num_needed:
         wanted = num_open + num_needed if most == resource.RLIM_INFINITY else most
-        with suppress(OSError, ValueError):  # macOS shows no hard limit, and has a lower one
+        with suppress(OSError, ValueError):  # macOS shows no hard limit but enforces a lower limit
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     left = max(0, limit - num_open)

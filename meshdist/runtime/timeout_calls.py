@@ -47,7 +47,7 @@ class TimeoutCall:
                 calls.put(self._run)
 
     def _run(self) -> None:
-        call, self._call = self._call, None  # release what the call holds as soon as it returns
+        call, self._call = self._call, None  # Release the call's references as soon as it returns.
         assert call is not None
         try:
             self._result = call()
@@ -140,7 +140,7 @@ class _Threads:
     def _make(self, call: list[Callable[[], object]]) -> None:
         """Run the call in the list, and count it as returned."""
         try:
-            call.pop()()  # release what the call holds before reporting its end
+            call.pop()()  # Release the call's references before reporting its end.
         finally:
             with self._has_returned:
                 self._num_busy -= 1

@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..errors import BackendError
 
 _MAY_SERVE = frozenset({"simulated", "fake"})  # torch's fake backend never waits
-_torchs: Any = c10d  # its private names, and those of its C++
+_torchs: Any = c10d  # for private names, also in its C++ module
 _core: Any = _distributed_c10d
 _meshes: Any = DeviceMesh
 _ensure_device_guard: Any = getattr(torch._C, "_ensureCUDADeviceGuardSet", None)
