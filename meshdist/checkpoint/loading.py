@@ -1,10 +1,10 @@
 """Load a checkpoint so that each byte is read from disk once: ``md.checkpoint.load``.
 
-1. The first rank reads the manifest, or file headers if there is no manifest, and broadcasts it.
-2. All ranks check names, shapes, dtypes and files; nothing has changed yet if they differ.
+1. The first rank reads the manifest, or else file headers, and broadcasts it.
+2. All ranks check names, shapes, dtypes and files before they change anything.
 3. Arrays are loaded in batches: each rank reads its target's part. Processes of one host copy it
-   from memory-mapped files, whose pages they share. Between hosts, parts shared by replicas are
-   split further, and a reshard plan combines them. Small arrays are sent in one message.
+   from shared memory-mapped files. Between hosts, parts shared by replicas are split further, and a
+   reshard plan combines them. Small arrays are sent in one message.
 """
 
 from __future__ import annotations
@@ -58,26 +58,25 @@ def load(
 ) -> S:
     """Load a checkpoint into the arrays and leaves of a state; return the state.
 
-    Collective as ``save``. The mesh, the number of ranks and the specs may differ from those of the
-    save. Arrays are filled in place; leaves are replaced. It also reads files of torch's
-    HuggingFaceStorageWriter and of Hugging Face, and single safetensors files. It waits for a
-    running save and raises its failure, as the next save does.
+    Collective as ``save``. The mesh, the number of ranks and the specs may differ from the saved
+    ones. Arrays are filled in place; leaves are replaced. It also reads files of torch's
+    HuggingFaceStorageWriter and of Hugging Face, and single safetensors files. Like the next save,
+    it waits for a running save and raises its failure.
 
     Args:
-        state: as for ``save``; it determines the loaded names and the sharding of each array.
+        state: as for ``save``; it determines the loaded names and each array's sharding.
         path: the folder of a checkpoint, or a file.
         mesh: as for ``save``.
-        only: a name pattern, ``"model.*"``, or several; other names are not loaded.
+        only: one or more name patterns, such as ``"model.*"``; other names are not loaded.
         missing: "error", or "keep" to leave names unchanged that the checkpoint lacks.
-        verify: whether to compare all checksums first; each rank compares a share of them.
+        verify: whether to compare all checksums first; each rank compares a share.
 
     Returns:
         ``state``.
 
-    Cost: each byte is read from disk once per host, as long as memory caches it for the host's
-        other ranks. If replicas span hosts, each byte is read once: ranks gather global arrays and
-        receive (p - 1) / p of their bytes. Small arrays, of less than 64 KiB, are summed in
-        batches.
+    Cost: each byte is read from disk once per host, if memory caches it for the host's other ranks.
+        If replicas span hosts, each byte is read once: ranks gather global arrays and receive (p -
+        1) / p of their bytes. Arrays of less than 64 KiB are summed in batches.
 
     Raises:
         CheckpointError: the path has no checkpoint, or it is damaged; it lacks names; it has
@@ -135,7 +134,7 @@ def load(
 
 
 class _ArrayReader:
-    """Loads a state's arrays from the files of a checkpoint."""
+    """Loads a state's arrays from a checkpoint's files."""
 
     def __init__(
         self, members: Members, source: OpenArrays, entries: dict[str, StateArray]
@@ -264,7 +263,7 @@ class _ArrayReader:
             self._load_large(batch)
 
     def _load_small(self, batch: dict[str, StateArray]) -> None:
-        """Fill small arrays: each rank reads some, and an all-reduce shares them; collective."""
+        """Read some small arrays on each rank, and share them by an all-reduce; collective."""
         places, total = {}, 0
         for name, entry in batch.items():
             places[name] = total
@@ -369,7 +368,7 @@ def _batches(entries: Mapping[str, StateArray]) -> Iterator[dict[str, StateArray
 
 
 def _select(tree: Tree, only: str | Sequence[str] | None, call: str) -> None:
-    """Remove from ``tree`` names that no pattern of ``only`` matches; raise for bad patterns."""
+    """Remove names that match no pattern of ``only``; raise for bad patterns."""
     if only is None:
         return
     patterns = [only] if isinstance(only, str) else only
@@ -397,7 +396,7 @@ def _select(tree: Tree, only: str | Sequence[str] | None, call: str) -> None:
 
 
 def _leave_rows_of_others(tree: Tree, manifest: Manifest, members: Members) -> None:
-    """Remove per-rank arrays from ``tree`` that another mesh, or number of ranks, saved."""
+    """Remove per-rank arrays that another mesh, or number of ranks, saved."""
     here = None if members.mesh is None else axes_told(members.mesh)
     there = manifest.leaves.get("rng.mesh")
     is_other = None not in (here, there) and here != there

@@ -62,17 +62,17 @@ class Members:
         return self.mesh
 
     def all_do(self, step: Callable[[], Any]) -> Any:
-        """Return ``step()`` of this rank; raise on all ranks what any raises; collective."""
+        """Return ``step()`` of this rank; if it raises on any rank, raise on all; collective."""
         return self.all_agree(lambda: (step(), {}, {}))
 
     def all_agree(
         self, read: Callable[[], tuple[Any, Mapping[str, str], Mapping[str, torch.Tensor]]]
     ) -> Any:
-        """Return what ``read`` returns on this rank; raise on all ranks what it raises on any.
+        """Return the value of ``read()`` on this rank; if it raises on any rank, raise on all.
 
         Args:
-            read: returns a value, and texts and tensors by label; raises MismatchError if these are
-                not equal on all ranks.
+            read: returns a value, and texts and tensors by label; raises MismatchError if these
+                differ between ranks.
         """
         found: Any = (None, {"error": f"on rank {self.rank}"}, {})  # different from all other ranks
         error: Exception | None = None
@@ -103,7 +103,7 @@ class Members:
         )
 
     def first_does(self, step: Callable[[], Any]) -> Any:
-        """Return the first rank's ``step()`` on all ranks; raise its error on all; collective."""
+        """Return the first rank's ``step()``, or raise its error, on all ranks; collective."""
         box: list[Any] = [None]
         if self.is_first:
             try:
@@ -164,7 +164,7 @@ def told_error(error: Exception, call: str) -> dict[str, Any]:
 def told_again(
     failures: Sequence[tuple[int, dict[str, Any]]], ranks: Sequence[int]
 ) -> MeshdistError:
-    """Return the first error of ``failures``, (rank, error) pairs, with the ranks that had it."""
+    """Return the first error of (rank, error) pairs, with the ranks that had it."""
     _, told = failures[0]
     fields = dict(told["fields"])
     if len(ranks) > 1:

@@ -103,7 +103,7 @@ class Staging:
 def _host_copies(
     views: dict[str, torch.Tensor], slot: dict[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Return copies of ``views`` on the host, in the memory of ``slot`` if it fits."""
+    """Return host copies of ``views``, in the memory of ``slot`` if it fits."""
     copies, streams = {}, []
     for name, view in views.items():
         kept = slot.get(name)
@@ -125,7 +125,7 @@ def _host_copies(
 
 
 def staging_of(world: World | None) -> Staging:
-    """Return the asynchronous saves of ``world``; those of this process for None."""
+    """Return the asynchronous saves of ``world``, or of this process for None."""
     if world is None:
         return _staging_alone()
     if world.saves is None:

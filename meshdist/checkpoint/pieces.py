@@ -1,9 +1,8 @@
 """Assign parts of arrays to ranks for saving, and check that pieces cover an array.
 
-Replicas share the work. Their arrays, in sequence, form a line of bytes, which the replicas
-split evenly. Splits are between rows of an array's longest dimension, and a small array is never
-split. So each byte is saved once, replicas differ by at most one row, and most arrays have one
-piece per shard.
+Replicas share the work: they evenly split the bytes of their arrays, in sequence. Splits are
+between rows of an array's longest dimension, and never inside a small array. So each byte is saved
+once, replicas differ by at most one row, and most arrays need a single piece per shard.
 
 Worked example: two replicas save w of 6 rows, 60 bytes, and b of 20 bytes, which is small.
 
@@ -51,7 +50,7 @@ class Holding(NamedTuple):
 def holding_of(
     sharding: NamedSharding, shape: tuple[int, ...], itemsize: int, rank: int
 ) -> Holding:
-    """Return what ``rank`` holds of an array with this sharding, and its replicas."""
+    """Return the part that ``rank`` holds of an array with this sharding, and its replicas."""
     free = sharding.placement(shape).free_axes
     count = math.prod(sharding.layout.sizes[axis] for axis in free)
     replicas = sharding.layout, free
@@ -80,8 +79,8 @@ def own_parts(
     """Return the part of each box that a replica saves; None if other replicas save all of it.
 
     Args:
-        boxes: the boxes that all replicas hold, each with the size of an element in bytes.
-        small: a box of fewer bytes is saved by a single replica.
+        boxes: the boxes that all replicas hold, each with an element's size in bytes.
+        small: a single replica saves a box of fewer bytes.
     """
     sizes = [volume(box) * itemsize for box, itemsize in boxes]
     total = sum(sizes)
@@ -114,7 +113,7 @@ def whole_box(shape: Sequence[int]) -> Box:
 
 
 def intersect(first: Box, second: Box) -> Box | None:
-    """Return the elements that two boxes have in common, None if none.
+    """Return the common elements of two boxes, None if none.
 
     Example:
         >>> intersect(((0, 4), (0, 2)), ((3, 6), (1, 2))), intersect(((0, 4),), ((4, 6),))

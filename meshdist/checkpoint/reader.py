@@ -47,12 +47,12 @@ class OpenArrays:
         self._files = files.OpenFiles(folder)
 
     def check(self, name: str, box: Box) -> None:
-        """Raise CheckpointError unless the files have the pieces in ``box`` of the manifest."""
+        """Raise CheckpointError unless the files have the manifest's pieces in ``box``."""
         for piece, _ in self._pieces_in(name, box):
             self._files.check(piece, name, self.manifest.arrays[name].dtype)
 
     def fill(self, target: torch.Tensor, name: str, box: Box) -> None:
-        """Copy the part ``box`` of array ``name`` to ``target``, a tensor of the box's shape."""
+        """Copy the part ``box`` of an array to ``target``, a tensor of the box's shape."""
         for piece, common in self._pieces_in(name, box):
             found = self._files.get(piece.file).get_tensor(name)
             part = found[index_of(within(common, piece.box))]
@@ -110,7 +110,7 @@ class Checkpoint:
         """Return a global array on the CPU; or read only this rank's shard from disk.
 
         Args:
-            sharding: the sharding of the result; a ``PartitionSpec`` alone uses the current mesh.
+            sharding: the result's sharding; a ``PartitionSpec`` alone uses the current mesh.
         """
         shape, call = self._array(name).shape, "checkpoint.read"
         where = None if sharding is None else checked_sharding(sharding, call)
@@ -147,7 +147,7 @@ class Checkpoint:
 def open(path: str | os.PathLike[str]) -> Checkpoint:
     """Open a checkpoint for reading: ``names``, ``shape``, ``dtype``, ``leaves``, ``read``.
 
-    It needs no world, and reads the formats that ``load`` reads: folders of meshdist, torch and
+    It needs no world, and reads the same formats as ``load``: folders of meshdist, torch and
     Hugging Face, and single safetensors files.
 
     Raises:

@@ -33,7 +33,7 @@ class SaveJob:
 
     Args:
         final: the path of the checkpoint.
-        tree: the keys of the state, nested.
+        tree: the nested keys of the state.
         leaves: copies of the leaves by name; {} on all ranks except the first.
         parts: the part of each array that this rank saves.
     """
@@ -71,7 +71,7 @@ class SaveJob:
             self.folder.unlock()
 
     def views(self) -> dict[str, torch.Tensor]:
-        """Return views of the parts that this rank saves, by name."""
+        """Return views of the parts that this rank saves."""
         found = {}
         for name, box in self.parts.items():
             entry = self.entries[name]
@@ -103,7 +103,6 @@ class SaveJob:
             raise
 
     def raise_error(self) -> None:
-        """Raise this rank's error, if any."""
         if self.error is not None:
             raise without_frames(self.error)
 
@@ -165,7 +164,7 @@ def _file_of(rank: int) -> str:
 
 
 def _apart(pieces: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return ``pieces``, with copies of those whose memory overlaps another's."""
+    """Return ``pieces``, copying each whose memory overlaps another's."""
     found, end = dict(pieces), 0
     for name, piece in sorted(pieces.items(), key=lambda item: item[1].data_ptr()):
         if piece.data_ptr() < end:

@@ -1,4 +1,4 @@
-"""Collect a training program's state under wrapper-independent names: ``md.checkpoint.State``."""
+"""Collect a training program's state under wrapper-independent names."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ _WRAPPERS = ("module", "_orig_mod")
 class State:
     """The state of a training program, for ``save``, ``load`` and ``Checkpointer``.
 
-    Parameters and optimizer states have the names of the unwrapped model. Optimizer states with the
-    shape of their parameter are sharded like it. Buffers are the first rank's, as in ``DDP``. On an
-    equal mesh each rank's random generators continue their sequences. On another mesh they get a
-    new seed, the CRC-32 of the first rank's saved state, and differ along the axes over which
+    Parameters and optimizer states have the unwrapped model's names. Optimizer states with their
+    parameter's shape are sharded like it. Buffers are the first rank's, as in ``DDP``. On an equal
+    mesh each rank's random generators continue their sequences. On another mesh they get a new
+    seed, the CRC-32 of the first rank's saved state, and differ along the axes over which
     ``md.seed`` made them differ.
 
     Args:
@@ -137,7 +137,7 @@ class State:
         return tree
 
     def was_loaded(self, names: Sequence[str], source: OpenArrays, members: Members) -> None:
-        """Pass loaded values, under these names, to objects and generators."""
+        """Pass loaded values to objects and generators."""
         _, loaded = self._written_back[-1]
         for name, leaf in self._leaves.items():
             if isinstance(leaf, nn.Module):
@@ -218,7 +218,7 @@ def _unwrapped(model: nn.Module) -> nn.Module:
 
 
 def _model_tree(model: nn.Module) -> dict[str, Any]:
-    """Return a model's annotated state dict of its own tensors; buffers are the first rank's."""
+    """Return a model's annotated state dict, with the first rank's buffers."""
     bare = restore_annotations(_unwrapped(model))  # copies of parametrizations lose them
     buffers = {name for name, _ in bare.named_buffers(remove_duplicate=False)}
     tree = dict(bare.state_dict(keep_vars=True))
@@ -241,7 +241,7 @@ def _make_states(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def _as_parameter(x: Any, parameter: torch.Tensor) -> Any:
-    """Return optimizer state ``x`` with the spec of ``parameter``, if shapes are equal."""
+    """Return optimizer state ``x`` with the parameter's spec, if shapes are equal."""
     spec = find_spec(parameter)
     if spec is None or type(x) is not torch.Tensor or x.shape != parameter.shape:
         return x
@@ -249,7 +249,7 @@ def _as_parameter(x: Any, parameter: torch.Tensor) -> Any:
 
 
 def _generators(mesh: DeviceMesh | None) -> dict[str, Any]:
-    """Return the states of this rank's random generators as bytes, and how they were seeded."""
+    """Return this rank's random generator states as bytes, and how they were seeded."""
     _, words, pair = random.getstate()
     drawn: Any = np.random.get_state(legacy=False)
     if drawn["bit_generator"] != "MT19937":

@@ -1,7 +1,7 @@
 """Take a state apart into arrays and leaves by name, with each array's sharding on the mesh.
 
-A state is nested dicts. The keys that lead to a leaf, joined by dots, are its name. Arrays are
-torch's, NumPy's and CuPy's, ShardedArrays and DTensors; everything else must be JSON.
+The keys that lead to a leaf in the nested dicts, joined by dots, are its name. Arrays are torch's,
+NumPy's and CuPy's, ShardedArrays and DTensors; everything else must be JSON.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ _KEPT_NAME = "__metadata__"
 
 @dataclass(frozen=True)
 class FirstRanks:
-    """An array or leaf of which the first rank's value is saved for all ranks."""
+    """An array or leaf with the first rank's value saved for all ranks."""
 
     array: Any
 
 
 @dataclass(frozen=True)
 class EachRanks:
-    """An array of which every rank's value is saved, as a row."""
+    """An array with every rank's value saved, as a row."""
 
     array: Any
 
@@ -71,11 +71,11 @@ class StateArray:
     """An array of a state: this rank's part and the sharding of the global array.
 
     Args:
-        tensor: this rank's part, in the memory of the state.
+        tensor: this rank's part, in the state's memory.
         sharding: on the participants' mesh; None if every rank has the global array.
         shape: of the global array; of this rank's part while ``sizes_are_known`` is False.
-        whose: "all" if ranks that hold the same part have the same values, "first" to save the
-            first rank's values, "each" if the part is this rank's row.
+        whose: "all" if ranks with the same part have the same values, "first" to save the first
+            rank's values, "each" if the part is this rank's row.
         row: this rank's row.
     """
 
@@ -88,7 +88,6 @@ class StateArray:
 
     @property
     def dtype(self) -> str:
-        """The name of the array's dtype."""
         return dtype_name(self.tensor.dtype)
 
     @property
@@ -116,7 +115,7 @@ class StateArray:
 
 @dataclass
 class Leaf:
-    """A JSON value of a state, with the dict and the key that hold it."""
+    """A JSON value of a state, with the dict and key that hold it."""
 
     value: Any
     owner: Any
@@ -148,7 +147,7 @@ class Tree:
 
     @classmethod
     def of(cls, state: Any, call: str) -> Tree:
-        """Return the Tree of arrays and leaves of ``state``; raise if any cannot be saved."""
+        """Return the arrays and leaves of ``state``; raise if any cannot be saved."""
         tree = cls({}, {}, {})
         tree._add(state, (), tree.shape, call)
         return cls(dict(sorted(tree.arrays.items())), dict(sorted(tree.leaves.items())), tree.shape)
@@ -196,7 +195,6 @@ class Tree:
 
 
 def is_array(given: Any) -> bool:
-    """Return whether a leaf of a state is an array."""
     if isinstance(given, FirstRanks):
         return is_array(given.array)
     kinds = (torch.Tensor, np.ndarray, ShardedArray, EachRanks)
@@ -209,7 +207,7 @@ def axes_told(mesh: DeviceMesh) -> list[list[Any]]:
 
 
 def find_mesh(arrays: Iterable[Any]) -> DeviceMesh | None:
-    """Return the current mesh, else that of the first ShardedArray or largest DTensor; or None."""
+    """Return the current mesh, else the first ShardedArray's or largest DTensor's; or None."""
     mesh = find_current_mesh()
     if mesh is not None:
         return mesh
@@ -245,7 +243,7 @@ def values_of(entries: Mapping[str, StateArray], members: Members) -> dict[str, 
 
 
 def find_sizes(entries: Mapping[str, StateArray], members: Members) -> None:
-    """Set the global shapes of arrays of which only local sizes are known; collective."""
+    """Set the global shapes of arrays whose local sizes alone are known; collective."""
     # One message along each set of sharding axes exchanges the sizes of the shards.
     by_axes: dict[tuple[str, ...], list[StateArray]] = {}
     for entry in entries.values():
