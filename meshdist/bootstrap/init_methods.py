@@ -1,7 +1,7 @@
 """Resolve init_process_group arguments to a rank, a world size and a store.
 
 ``meet`` supports ``env://``, ``tcp://host:port``, ``file:///path``, a store, and the schemes of
-``register_rendezvous_handler``. It returns when all ranks have joined.
+``register_rendezvous_handler``.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ class InitArguments:
 
     Args:
         init_method: the URL; None means ``env://`` unless ``store`` is given.
-        rank: this process's rank; -1 if the URL or the environment sets it, or to assign ranks in
-            the order of arrival (tcp:// and file://).
-        world_size: the number of ranks; -1 if the URL or the environment sets it.
-        store: a store that all ranks share, instead of a URL; needs rank and world_size.
+        rank: -1 if the URL or the environment sets it, or to assign ranks in the order of arrival
+            (tcp:// and file://).
+        world_size: -1 if the URL or the environment sets it.
+        store: a shared store, instead of a URL; needs rank and world_size.
         group_name: separates several worlds at one address.
         backends: the backends that this process can use; all ranks agree on the common backends.
     """
@@ -81,9 +81,9 @@ def meet(
     """Join the world of ``init_arguments``; return its Rendezvous once all ranks have joined.
 
     Args:
-        is_mpi_asked: whether to use only the variables of mpiexec (backend "mpi").
+        is_mpi_asked: whether to use only mpiexec's variables (backend "mpi").
         origin: the source of a given store, for messages.
-        handler_arguments: more arguments for the handler of a custom scheme.
+        handler_arguments: more arguments for a custom scheme's handler.
     """
     init_method, store = init_arguments.init_method, init_arguments.store
     rank, world_size = init_arguments.rank, init_arguments.world_size
@@ -331,7 +331,7 @@ def _meet_at(
     """Join in the store of ``address``; call ``make`` to open the store if none is cached.
 
     Args:
-        stays: whether the store stays open after the world has ended (the address never changes).
+        stays: whether the store stays open after the world (the address never changes).
         origin: the rendezvous method, for messages.
         known: further arguments of ``_meet_in``.
     """

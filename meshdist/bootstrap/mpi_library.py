@@ -2,12 +2,12 @@
 
 Loading the library does not initialize MPI. MPI is initialized when the first group of backend
 "mpi" opens, or when ranks on several hosts share an address, and is finalized with the process.
-MPI_Finalize waits for all ranks, so a rank that fails aborts the job instead. A forked child is
-not a rank and must not finalize MPI.
+MPI_Finalize waits for all ranks, so a rank that fails aborts the job instead. A forked child must
+not finalize MPI.
 
-On one host, the processes of an ``mpiexec`` meet in a directory that only this user can enter,
-named by the user, the launching process and its start time; this does not initialize MPI. Across
-hosts, mpi4py broadcasts the address of rank 0's store, which initializes MPI on every rank.
+On one host, the processes of an ``mpiexec`` meet without MPI, in a directory of this user, named by
+the launching process and its start time. Across hosts, mpi4py broadcasts the address of rank 0's
+store.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def directory_of_mpiexec(launch_environment: LaunchEnvironment) -> str:
 
 
 def launching_process() -> int:
-    """Return the process id of mpiexec, or of the parent if there is no mpiexec."""
+    """Return the process id of mpiexec, else of the parent."""
     pid = os.getppid()
     # A wrapper script may run between mpiexec and this process.
     while pid > 0 and (process := read_process(pid)) is not None:

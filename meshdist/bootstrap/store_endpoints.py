@@ -65,7 +65,7 @@ def open_by_url(
 def place_by_environment(
     launch_environment: LaunchEnvironment, timeout: timedelta
 ) -> tuple[Hashable, Callable[[], Store]]:
-    """Return the cache key of a launcher's store, and a function that opens the store."""
+    """Return the cache key of a launcher's store, and a function that opens it."""
     port, address = launch_environment.port, launch_environment.address or ""
     if port is None:
         return ("mpiexec", launch_environment.job), partial(
@@ -84,7 +84,7 @@ def place_by_environment(
 
 
 def place_of(address: str, port: int) -> Hashable:
-    """Return the key of the store at a host's port in the store cache."""
+    """Return the cache key of the store at a host's port."""
     return "tcp", numeric_loopback(address), port
 
 

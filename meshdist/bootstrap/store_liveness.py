@@ -1,15 +1,15 @@
 """Detect a lost store server, wait for keys on a pollable socket, and let a server await clients.
 
-If the server is lost, torch's client prints to stderr on its next request. A client therefore
-first checks a second connection to the store, and the server's process if it runs on the same
-host. It writes the address of that connection to the store. A server that ends normally finds
-these connections among its own sockets, and waits until the clients have closed them. Then it
-closes its side of the remaining connections, and waits briefly for clients with requests in flight.
+Torch's client prints to stderr if the server is lost. So a client first checks a second connection
+to the store, and on the same host the server's process. It writes that connection's address to the
+store. A server that ends normally finds these connections among its own sockets, waits until the
+clients have closed them, then closes its side of the rest, and waits briefly for requests in
+flight.
 
 Torch's own wait for a key cannot be canceled, and prints to stderr when it expires. A KeyAlarm
-sends torch's wait request over a socket that can be polled. The requests "wait for a", "cancel",
-"wait for b" get the answers 1 0, or 0 1 0 if "a" was set before the cancellation: only a 0 after
-as many 1 as cancellations signals "b". If the server does not support the request, no alarm fires.
+sends torch's wait request over a pollable socket. The requests "wait for a", "cancel", "wait for b"
+get the answers 1 0, or 0 1 0 if "a" was set before the cancellation: only a 0 after as many 1 as
+cancellations signals "b". If the server does not support the request, no alarm fires.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _HAS_LEFT = getattr(select, "POLLRDHUP", 0)  # unlike POLLIN, not for requests
 
 
 class StoreLiveness:
-    """Connection to the server of ``store`` that carries no requests and closes with the server."""
+    """Connection to a store's server that carries no requests and closes with the server."""
 
     def __init__(self, store: Store) -> None:
         self.connection: socket.socket | None = None
@@ -203,7 +203,7 @@ class KeyAlarm:
 
 
 def wait_for_clients_at_end(store: TCPStore, timeout: timedelta) -> None:
-    """Make this process, which hosts ``store``, wait up to ``timeout`` for clients at its end."""
+    """Make this process, which hosts ``store``, wait for clients at its end."""
     close = _Clients(store, timeout).close
     call_at_end(close)
     weakref.finalize(store, do_not_call_at_end, close).atexit = False

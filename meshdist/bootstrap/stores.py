@@ -1,7 +1,7 @@
 """Host and connect to torch's stores; a server at a loopback address listens on loopback only.
 
-Torch's TCPStore listens on every interface, even for the address ``127.0.0.1``, unless it gets a
-socket that is already bound, as from ``serve_store``.
+Torch's TCPStore listens on every interface, even for ``127.0.0.1``, unless it gets a bound socket,
+as from ``serve_store``.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def numeric_loopback(address: str) -> str:
 
 
 def bind_listener(address: str, port: int) -> socket.socket | None:
-    """Return a socket that listens at ``address``, or None if this host has no such address.
+    """Return a socket listening at ``address``, or None if this host has no such address.
 
     Args:
         port: 0 takes any free port.
@@ -170,9 +170,8 @@ def serve_store(
     """Return a store whose server runs in this process and listens only on ``listener``.
 
     Args:
-        listener: a socket, owned by the store from now on; None listens on every interface at
-            ``port``.
-        timeout: how long this process waits at its end for clients of the store.
+        listener: a socket, owned by the store from now on; None listens on all interfaces.
+        timeout: how long this process waits at its end for the store's clients.
     """
     asked, is_given = address, listener is not None
     if listener is None:
@@ -268,8 +267,8 @@ def open_file(path: str, timeout: timedelta, num_users: int = -1) -> FileStore:
     """Return the store in the file at ``path``, creating the file; raise for other content.
 
     Args:
-        num_users: the last of this many processes removes the file; -1 if no process may remove
-            it, because another process may be initializing in it.
+        num_users: the last of this many processes removes the file; -1 if none may, because another
+            process may be initializing in it.
     """
     # Torch would read a damaged file, or wait for a locked one, forever while holding the GIL.
     try:

@@ -4,8 +4,8 @@ Torch's clients wait for answers without a timeout, print a stack to stderr if t
 and block all other threads on the same connection. A TimeoutStore first checks that the server is
 alive, waits for keys on a separate connection, and sends requests from its own thread, so that the
 caller can give up. Requests to a file, or to a server in this process, need no thread; a file that
-a stopped process keeps locked is detected beforehand. The module also validates what it reads,
-because other processes may have written it.
+a stopped process keeps locked is detected beforehand. Values are validated, because other processes
+may have written them.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def looking(look: Callable[[], object] | None) -> Iterator[None]:
 
 
 def _answer_limit_s() -> float:
-    """Return the time limit of a request: until ``within``'s deadline, at least 5 s."""
+    """Return a request's time limit: until ``within``'s deadline, at least 5 s."""
     deadline = _deadline.get()
     return ANSWER_S if deadline is None else max(ANSWER_S, deadline.left_s)
 
@@ -94,7 +94,7 @@ class TimeoutStore(Store):
     Args:
         raw: the store that serves the requests, on a connection that is not shared.
         timeout: how long to wait for a key without a deadline from ``within``.
-        server: the name of the server's process in messages.
+        server: the server's process in messages.
     """
 
     # Keep a reference while a PrefixStore uses it: the PrefixStore holds only the C++ part.
@@ -432,13 +432,13 @@ def read_json(store: Store, key: str, parse: Callable[[Any], T]) -> T:
 
 
 def read_jsons(store: Store, keys: Sequence[str], parse: Callable[[Any], T]) -> list[T]:
-    """Return ``parse`` of the JSON value of each key with one request; raise StoreError."""
+    """Return ``parse`` of each key's JSON value with one request; raise StoreError."""
     values = zip(keys, store.multi_get(list(keys)), strict=True)
     return [parse_value(key, value, parse) for key, value in values]
 
 
 def parse_value(key: str, value: bytes, parse: Callable[[Any], T]) -> T:
-    """Return ``parse`` of the JSON ``value`` of ``key``; raise StoreError if it fails."""
+    """Return ``parse`` of the JSON ``value``; raise StoreError if it fails."""
     try:
         return parse(json.loads(value))
     except _NOT_PARSED:

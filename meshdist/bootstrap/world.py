@@ -1,7 +1,7 @@
 """Hold the current world, which is the set of all ranks of a job.
 
-A process has at most one world, shared by all its threads (including data loaders and autograd).
-A simulated rank overrides it for its own thread with a context variable. There is no other state.
+A process has at most one world, shared by all its threads (including data loaders and autograd). A
+simulated rank overrides it for its own thread with a context variable.
 """
 
 from __future__ import annotations
@@ -41,7 +41,6 @@ class Caches:
         self.kept: defaultdict[type, dict[Hashable, Any]] = defaultdict(dict)
 
     def find(self, kind: type[T], key: Hashable) -> T | None:
-        """Return the object stored under ``kind`` and ``key``, or None."""
         try:
             found: T | None = self.kept[kind].get(key)
         except TypeError:  # not hashable: the constructor raises a better error
@@ -74,8 +73,6 @@ class World:
     """All ranks of one job, seen from one rank.
 
     Args:
-        rank: this rank, from 0.
-        size: the number of ranks.
         store: the store that all ranks share, with keys private to this world.
         given_torch_store: the implementation of ``make_torch_store``; None returns ``store``.
         handle: makes the requests to the store; None for simulated ranks.
@@ -84,7 +81,7 @@ class World:
         timeout: the timeout of collectives; None uses the backend's default.
         local_rank: this rank's number within its host.
         local_size: the number of ranks on its host.
-        hosts: the host number of each rank, in the order of first appearance; () for one host.
+        hosts: each rank's host number, in the order of first appearance; () for one host.
         origin: how the world was created, for messages ("env://", "simulated", ...).
         options: the caller's backend options (torch's options classes), or None.
         device: the device bound to this rank, or None.
@@ -164,12 +161,11 @@ class World:
 
     @property
     def is_one_host(self) -> bool:
-        """Return whether all ranks run on one host."""
         return len(set(self.hosts)) == 1
 
     @property
     def has_processes(self) -> bool:
-        """Return whether there are other ranks in other processes."""
+        """Return whether other ranks run in other processes."""
         return self.size > 1 and not self.is_simulated
 
     @property
@@ -186,7 +182,6 @@ class World:
         return sum(self.hosts[rank] == self.hosts[self.rank] for rank in ranks)
 
     def spans_hosts(self, ranks: tuple[int, ...]) -> bool:
-        """Return whether some of ``ranks`` run on different hosts."""
         return len({self.hosts[rank] for rank in ranks}) > 1
 
     def next_number(self, call: Hashable) -> int:
