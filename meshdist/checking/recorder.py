@@ -1,4 +1,4 @@
-"""The last calls of this rank on one communicator, noted at little cost at every collective."""
+"""Record this rank's last calls on a communicator, at little cost for each collective."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _SEQUENCE, _MOMENT, _NUM_NOTES = range(3)
 
 
 class Recorder:
-    """The last calls of this rank on a communicator, as notes.
+    """This rank's last calls on a communicator.
 
     Args:
-        num_notes: how many are kept: those of plain calls by the native core, all others here.
+        num_notes: how many to keep; the native core keeps records of plain calls separately.
     """
 
     # A note has the fields of ``CallRecord``: what is called, and a frame's code and position,
@@ -42,7 +42,7 @@ class Recorder:
 
     @property
     def sequence(self) -> int:
-        """Return the number of collectives that were noted."""
+        """Return the number of recorded collectives."""
         return self.counts[_SEQUENCE]
 
     @property
@@ -52,7 +52,7 @@ class Recorder:
 
     @property
     def num_notes(self) -> int:
-        """Return the number of calls that were noted, which is the last call's number."""
+        """Return the number of recorded calls, which is the last call's number."""
         return self.counts[_NUM_NOTES]
 
     def note(
@@ -61,7 +61,7 @@ class Recorder:
         call: Call,
         sizes: Sequence[Sequence[int]] = (),
     ) -> tuple[Any, ...]:
-        """Note a call; return the note."""
+        """Record a call; return the record as a tuple."""
         # A collective is the next in the members' common sequence. A message does not count there:
         # it gets its number among those of its direction, peer and tag.
         counts, number = self.counts, 0
@@ -82,7 +82,7 @@ class Recorder:
         return note
 
     def for_core(self, make: Callable[..., Any]) -> Any:
-        """Return the native object, made by ``make``, that notes calls; None if stacks are kept."""
+        """Return the native recorder, created by ``make``; None if stacks are kept."""
         if self._keeps_stacks:
             return None
         with _making.current:  # groups may share a communicator
@@ -98,7 +98,7 @@ class Recorder:
         return self._of_core
 
     def find_note(self, number: int | None = None) -> CallRecord | None:
-        """Return the note ``number``, by default the last note; None if it is not kept."""
+        """Return the record ``number``, by default the last; None if overwritten."""
         last, size = self.counts[_NUM_NOTES], len(self._notes)
         number = last if number is None else number
         if not max(0, last - size) < number <= last:
@@ -111,19 +111,19 @@ class Recorder:
         return CallRecord(*fields)
 
     def find_call(self, sequence: int) -> CallRecord | None:
-        """Return the note of the collective ``sequence``; None where it has been overwritten."""
+        """Return the record of the collective ``sequence``; None if overwritten."""
         return self._find(lambda note: note.sequence == sequence and not note.is_message)
 
     def find_message(self, *message: Any) -> CallRecord | None:
-        """Return the note of a message by (is send, peer, tag, number), None if overwritten."""
+        """Return a message's record by (is send, peer, tag, number), None if overwritten."""
         return self._find(lambda note: (*note.call.kind, note.number) == message)
 
     def text_about(self, about: dict[str, Any]) -> str | None:
-        """Return the text of the call ``about``, FORGOTTEN if overwritten, None if not noted.
+        """Describe the call ``about``; FORGOTTEN if overwritten, None if not recorded.
 
         Args:
-            about: the ``sequence`` of a collective, the number of a ``note``, or the fields of a
-                ``message``.
+            about: a collective's ``sequence``, a record's number as ``note``, or a ``message``'s
+                fields.
         """
         if "sequence" in about:
             note, is_noted = self.find_call(about["sequence"]), about["sequence"] <= self.sequence
