@@ -1,7 +1,4 @@
-"""Start, monitor and stop child processes, including all processes that they start themselves.
-
-The module is independent of the ranks' environments and output.
-"""
+"""Start, monitor and stop child processes, including all processes that they start themselves."""
 
 from __future__ import annotations
 
@@ -33,7 +30,7 @@ _ANSWER_S = 1.0  # ranks check for questions eight times a second
 
 
 def open_closed_streams() -> None:
-    """Open /dev/null as each standard stream that is closed, as a daemon's may be."""
+    """Open /dev/null as each standard stream that is closed, as in a daemon."""
     # Otherwise the next file or pipe gets its number, and children would use it as their stream.
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
@@ -46,7 +43,7 @@ def open_closed_streams() -> None:
 
 @dataclass(frozen=True)
 class ProcessExit:
-    """Exit of one process: its exit code, or minus the signal, and its time (monotonic)."""
+    """Exit of a process: its exit code, or minus the signal, and its time (monotonic)."""
 
     rank: int
     pid: int
@@ -188,7 +185,7 @@ class Launch:
             os.close(handle)
 
     def ask_where(self) -> dict[int, bytes]:
-        """Return the stacks of running ranks by rank; b"" for a rank that does not answer."""
+        """Return the stacks of running ranks; b"" for a rank that does not answer."""
         running, grace = {*self.running}, Deadline(_ANSWER_S)
         ask_where(self.directory)
         while True:
@@ -198,7 +195,7 @@ class Launch:
             self.step(_POLL_S)
 
     def stop(self, signals: Sequence[tuple[int, float]] = ((signal.SIGTERM, GRACE_S),)) -> None:
-        """Stop all running children, and then all processes that they started.
+        """Stop all running children and their descendants.
 
         Args:
             signals: (signal, grace period in seconds) pairs, sent in turn before SIGKILL.
@@ -244,7 +241,6 @@ class Guard:
         self._process = _start_script(mark, directory, stdin=subprocess.PIPE)
 
     def adopt(self, pid: int) -> None:
-        """Make the guard process also kill the process ``pid``."""
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
             self._process.stdin.write(f"{pid}\n".encode())

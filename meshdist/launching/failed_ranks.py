@@ -1,13 +1,12 @@
 """Find the first rank that failed, and group equal tracebacks of failed ranks.
 
-Two tracebacks are equal if they differ only in each rank's own number and coordinates, in process
-ids and in memory addresses. If the members of a group raise one error together, their reports
-belong together when the error texts are equal except for the line about the rank's own call.
+Equal tracebacks differ only in each rank's own number and coordinates, process ids and memory
+addresses. If a group's members raise one error together, error texts may also differ in the line
+about the rank's own call.
 
-A rank that fails makes other ranks fail, and its process may end after theirs. The last text that
-a rank wrote to stderr shows whether its error quotes another rank, and the start of its traceback
-shows when it failed. Only the text is used, because ranks may run any program, for example a
-program of torch.distributed.
+A rank that fails makes other ranks fail, and its process may end after theirs. The last text on a
+rank's stderr shows whether its error quotes another rank, and its traceback's start shows when it
+failed. Only text is used, because ranks may run any program.
 """
 
 from __future__ import annotations
@@ -77,7 +76,7 @@ def quotes_another(text: bytes) -> bool:
 
 
 def find_cause(failures: Iterable[Failure]) -> Failure:
-    """Return the first failure that quotes no other rank, else the first failure."""
+    """Return the first failure that quotes no other rank, else the first."""
     return min(failures, key=lambda failure: (is_consequence(failure), failure.at))
 
 
@@ -100,7 +99,7 @@ _TOGETHER = re.compile(rb"\n(\w\S*: .*\n(?: +.*\n)*?)( +)raised on rank \d+(.*)\
 
 @dataclass(frozen=True)
 class Report:
-    """The end of a rank's stderr, from its last traceback."""
+    """A rank's stderr from its last traceback."""
 
     rank: int
     text: bytes
@@ -174,7 +173,7 @@ def grouped(reports: Sequence[Report]) -> list[list[Report]]:
 
 
 def text_of(group: Sequence[Report]) -> bytes:
-    """Return the text of the first report of a group, plus a line for each other call.
+    """Return the text of a group's first report, plus a line for each other call.
 
     Example:
         >>> error = b"\\nValueError: 1\\n  where:  here\\n          raised on rank %d, call %d"
@@ -231,7 +230,7 @@ def summary_of(
     equal: Collection[int],
     num_stopped: int,
 ) -> str:
-    """Return the summary line of a failed job; ``equal`` ranks reported the same error."""
+    """Return a failed job's summary line; ``equal`` ranks reported the same error."""
     ending = cause.ending
     same = sorted(set(equal) - {ending.rank})
     others = {failure.ending.rank for failure in failures} - {ending.rank, *same}

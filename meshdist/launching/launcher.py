@@ -1,16 +1,16 @@
 """Start the processes of a job on one host, monitor them, and stop all of them at the end.
 
-A job on several hosts has one launcher on each host; the launchers do not communicate. The module
-and its imports load neither torch nor numpy.
+Each host of a job has its own launcher; launchers do not communicate. The module and its imports
+load neither torch nor numpy.
 
-If a rank fails, the launcher stops the others within five seconds; in the first two seconds they
-may end by themselves. It prints the end of stderr of the rank that failed first once more, as the
-last output. Processes that the ranks started are stopped, too. The ranks share the launcher's
-standard input. Their output is printed in complete lines as it arrives. A traceback is held for up
-to three seconds, so that equal tracebacks of several ranks are printed once.
+If a rank fails, the launcher stops the others within five seconds; in the first two they may end by
+themselves. It prints the end of the first failed rank's stderr again, as the last output. It also
+stops processes that the ranks started. The ranks share its standard input. Their output is printed
+in complete lines as it arrives. Tracebacks are held for up to three seconds, so that equal
+tracebacks of several ranks are printed once.
 
-The exit code is 0 if all ranks succeeded. Otherwise it is the exit code of the rank that failed
-first (128 + N for signal N), or 128 + N if signal N ended the launcher.
+The exit code is 0 if all ranks succeeded, else the first failed rank's (128 + N for signal N), or
+128 + N if signal N ended the launcher.
 """
 
 from __future__ import annotations
@@ -161,14 +161,12 @@ def run_processes(
 
     Args:
         command: program and arguments, or a function that returns them for a local rank.
-        nprocs: the number of ranks on this host, and on every other host of the job.
+        nprocs: the number of ranks on each host.
         env: the base environment (default: this process's).
         place: this host's part of the job; the default port is free on a single host, else 29500.
-        output: where the ranks' output goes.
-        signals: the signals that end the job; None for SIGINT, SIGTERM and, unless it is ignored,
-            SIGHUP.
-        stopping_s: grace period before ranks are killed, in seconds; None for 2 after a failure
-            and 3 to 3.5 after a signal.
+        signals: the signals that end the job; None for SIGINT, SIGTERM and, unless ignored, SIGHUP.
+        stopping_s: grace period in seconds before ranks are killed; None for 2 after a failure and
+            3 to 3.5 after a signal.
     """
     _check(command, nprocs, place)
     nnodes = place.nnodes
@@ -336,7 +334,7 @@ class _LocalRanks:
             self._show_late_reports()
 
     def _show_late_reports(self) -> None:
-        """Print held tracebacks that are due, together with equal tracebacks of other ranks."""
+        """Print held tracebacks that are due, with equal tracebacks of other ranks."""
         late = {rank for rank, stream in self._errors.items() if stream.has_late_report()}
         waiting = [Report(rank, stream.report) for rank, stream in sorted(self._errors.items())]
         for group in grouped([report for report in waiting if report.text]) if late else ():

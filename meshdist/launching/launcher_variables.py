@@ -1,7 +1,4 @@
-"""Define the environment variables in which each launcher passes a process its rank.
-
-Imports the standard library only.
-"""
+"""Define the environment variables in which each launcher passes a process its rank."""
 
 from __future__ import annotations
 
@@ -20,8 +17,7 @@ class LauncherVariables:
         rank: this process's rank; "" if it follows from ``host`` and ``local_rank``.
         size: the number of ranks; in all tuples, the first variable that is set is used.
         local_rank: this process's rank on its host, which has ``local_size`` ranks.
-        host: the number of the host, out of ``num_hosts``; ``hosts`` is a list of all hosts,
-            starting with rank 0's.
+        host: the host's number, out of ``num_hosts``; ``hosts`` lists all hosts, rank 0's first.
         address: the address of rank 0's store, in addition to MASTER_ADDR.
         port: the port of rank 0's store, in addition to MASTER_PORT.
         marks: variables that are all set in a process of this launcher; () means ``rank``.

@@ -1,7 +1,7 @@
 """Forward the output of ranks to the console and to files, in complete lines.
 
-A rank whose output goes to a console may write to its own terminal, so that programs show the
-progress bars and colours that they omit for a pipe.
+A rank may write to a terminal that is shown on the console, so that programs show progress bars and
+colours.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Destination:
     Args:
         screen: the console, or None if the stream is not shown.
         file: the log file, or None.
-        is_terminal: whether the rank writes to its own terminal, shown on the console.
+        is_terminal: whether the rank writes to a terminal that is shown on the console.
     """
 
     screen: TextIO | None
@@ -65,7 +65,6 @@ class Destination:
     is_terminal: bool = False
 
     def close(self) -> None:
-        """Close the file, if any."""
         if self.file is not None:
             self.file.close()
 
@@ -76,10 +75,10 @@ class Output:
 
     Args:
         prefix: whether every line on the console starts with its rank.
-        ranks: the ranks whose output is shown on the console; None for all.
+        ranks: the ranks shown on the console; None for all.
         shown: the same by local rank; a rank is shown if both contain it.
-        terminal: the rank that writes to a terminal, so that progress bars work; None for the
-            first rank of this host, -1 for no rank. Ignored with ``prefix``.
+        terminal: the rank that writes to a terminal, so that progress bars work; None for this
+            host's first rank, -1 for no rank. Ignored with ``prefix``.
         redirects: the streams written only to files (``stdout.log`` and ``stderr.log`` in a folder
             per local rank), in torchrun's numbers: 0 none, 1 stdout, 2 stderr, 3 both; for all
             ranks, or by local rank.
@@ -196,7 +195,7 @@ class Console:
         self._lines: dict[object, _OutputLine] = {}
 
     def show(self, owner: Stream, screen: TextIO, data: bytes) -> None:
-        """Write ``data`` of ``owner`` to ``screen``, apart from unfinished lines of others."""
+        """Write ``data`` to ``screen``, apart from other streams' unfinished lines."""
         self.num_shown += 1
         place = _place(screen)
         line = self._lines.get(place)
@@ -314,7 +313,7 @@ class Stream:
 
     @property
     def is_shown(self) -> bool:
-        """Return whether the stream's output goes to the console."""
+        """Return whether the console shows the stream."""
         return self._screen is not None
 
     def is_holding(self) -> bool:
@@ -338,7 +337,7 @@ class Stream:
         self._show(self.take_report())
 
     def take_report(self) -> bytes:
-        """Return the held traceback without showing it, and drop it."""
+        """Return and drop the held traceback."""
         data, self.report = self.report, b""
         return data
 

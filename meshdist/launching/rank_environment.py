@@ -76,7 +76,7 @@ class JobPlace:
 
     Args:
         nnodes: the number of hosts, each with its own launcher.
-        node_rank: the number of this host, from 0.
+        node_rank: this host's number, from 0.
         master_addr: the address of host 0 for all hosts; optional on a single host.
         master_port: the port of rank 0's store; None lets the launcher choose.
         role: the ranks' ROLE_NAME.
@@ -103,7 +103,7 @@ def rank_environment(
 
     Args:
         mark: the launch's mark, which identifies its processes.
-        listen_fd: the descriptor of the socket on which rank 0 hosts the store.
+        listen_fd: the socket's descriptor on which rank 0 hosts the store.
         directory: the directory for the rendezvous if all ranks run on this host.
     """
     nnodes, node_rank = place_in_job.nnodes, place_in_job.node_rank

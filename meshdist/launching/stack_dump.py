@@ -1,7 +1,7 @@
 """On Ctrl-C, ask every rank for its current stack.
 
-Question and answers are files in the launch's directory. A thread of each rank answers, even if
-the program is stuck in a collective, a lock or a data loader:
+Question and answers are files in the launch's directory. A thread of each rank answers, even if the
+program is stuck in a collective, a lock or a data loader:
 
     rank-2    empty while rank 2 has a thread that will answer; then its answer
     where     the question
