@@ -49,11 +49,11 @@ def is_initialized() -> bool:
 def get_rank(group: GroupLike = None) -> int:
     """Return this process's rank in ``group``, or -1 if it is not a member.
 
-    Works in forked children, too. Before initialization, the rank comes from torch.distributed or
+    Works in forked children, too. Before initialization, reads the rank from torch.distributed or
     the launcher's variables, without communication.
 
     Args:
-        group: The group; None means the world.
+        group: None means the world.
 
     Raises:
         NotInitializedError: Nothing is initialized and no launcher started this process.
@@ -73,11 +73,11 @@ def get_rank(group: GroupLike = None) -> int:
 def get_world_size(group: GroupLike = None) -> int:
     """Return the number of ranks in ``group``, or -1 if this process is not a member.
 
-    Works in forked children, too. Before initialization, the size comes from torch.distributed or
+    Works in forked children, too. Before initialization, reads the size from torch.distributed or
     the launcher's variables, without communication.
 
     Args:
-        group: The group; None means the world.
+        group: None means the world.
 
     Raises:
         NotInitializedError: Nothing is initialized and no launcher started this process.
@@ -91,11 +91,11 @@ def get_world_size(group: GroupLike = None) -> int:
 def get_backend(group: GroupLike = None) -> Backend:
     """Return the name of the backend of ``group``.
 
-    If the group has different backends for different device types, return the backend
-    that AxisOptions named, else the accelerator's if the backends are defaults, else the pairs.
+    If backends differ between device types, return the backend that AxisOptions named, else the
+    accelerator's if the backends are defaults, else the pairs.
 
     Args:
-        group: The group; None means the world.
+        group: None means the world.
 
     Raises:
         GroupClosedError: The group was destroyed.
@@ -146,9 +146,7 @@ def get_default_backend_for_device(device: str | torch.device) -> str:
 
 
 def get_node_local_rank(fallback_rank: int | None = None) -> int:
-    """Return this process's rank on its host.
-
-    The value comes from LOCAL_RANK, else ``fallback_rank``, else the world.
+    """Return this process's rank on its host: LOCAL_RANK, else ``fallback_rank``, else the world's.
 
     Raises:
         WorldError: None of the three is available.
@@ -171,7 +169,7 @@ def get_node_local_rank(fallback_rank: int | None = None) -> int:
 
 
 def is_backend_available(backend: str) -> bool:
-    """Return whether this machine can use every backend that ``backend`` names."""
+    """Return whether this machine can use every backend in ``backend``."""
     found_types = [find_backend(name) for name in set(parse_backends(backend).values())]
     return all(found is not None and found.is_available() for found in found_types)
 
@@ -207,5 +205,4 @@ def is_torchelastic_launched() -> bool:
 
 
 def is_outsider(group: object) -> bool:
-    """Return whether ``group`` is ``NON_GROUP_MEMBER``."""
     return isinstance(group, int) and group == NON_GROUP_MEMBER

@@ -42,18 +42,18 @@ def simulate(
     order, continues. Each rank has its own random generators (torch's, NumPy's global and
     ``random``'s), which start as after ``torch.manual_seed(rank)``, ``numpy.random.seed(rank)`` and
     ``random.seed(rank)``, and its own default dtype, which starts as the caller's. Runs repeat
-    exactly. The caller's generators and default dtype do not change. Timeouts never expire; if no
-    rank can continue, every rank raises DeadlockError, which lists what each rank waits for.
+    exactly, and do not change the caller's generators and default dtype. Timeouts never expire; if
+    no rank can continue, every rank raises DeadlockError, which lists the call that each rank waits
+    for.
 
     Args:
         fn: The program of one rank. All ranks share its globals and closure.
         ranks: The number of ranks, or the shape of the mesh that they fill.
         args: Positional arguments. Each rank gets a deep copy, tensors included.
-        kwargs: Keyword arguments, copied in the same way.
+        kwargs: Keyword arguments, also copied.
 
     Returns:
-        The results of ``fn`` by rank; None for a rank that called ``sys.exit()`` or
-        ``sys.exit(0)``.
+        The results of ``fn`` by rank; None after ``sys.exit()`` or ``sys.exit(0)``.
 
     Raises:
         ArgumentError, KindError: An argument is invalid; no rank has started.

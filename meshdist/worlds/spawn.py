@@ -1,9 +1,8 @@
 """Run a function in a new process for each rank and return the results.
 
-Each rank is a new interpreter with the environment of ``meshdist run``. Like multiprocessing's
-"spawn", it imports the main module under a name other than ``__main__``, so that a script's
-functions and classes resolve in every process. cloudpickle sends definitions without a file, such
-as notebook cells. A pipe returns the result or the exception.
+Like multiprocessing's "spawn", a rank's interpreter imports the main module under a name other than
+``__main__``, so that a script's functions and classes resolve. cloudpickle sends definitions
+without a file, such as notebook cells. A pipe returns the result or the exception.
 """
 
 from __future__ import annotations
@@ -88,7 +87,7 @@ def spawn(
         RankFailedError: A rank raised or its process exited. ``rank`` is the first such rank, the
             cause is its exception, and the text contains its traceback.
         CollectiveTimeoutError: Some ranks did not return in time.
-        WorldError: A spawned process called this while it imported the main module.
+        WorldError: A spawned process called this while importing the main module.
 
     Example:
         >>> import meshdist as md
@@ -148,7 +147,7 @@ def _check(fn: object, args: object, timeout: object) -> None:
 
 
 def _preparation() -> dict[str, Any]:
-    """Return the data with which multiprocessing finds the program's modules in a new process."""
+    """Return multiprocessing's data for finding the program's modules in a new process."""
     main = sys.modules["__main__"]
     data: dict[str, Any] = {
         "sys_path": [path or os.getcwd() for path in sys.path],
@@ -229,7 +228,7 @@ class _RankResult:
         return self.is_whole and not self._data
 
     def find(self) -> tuple[str, Any]:
-        """Return the kind and the value of the answer; the kind is "none" until it is complete."""
+        """Return the answer's kind and value; the kind is "none" until it is complete."""
         if not self.is_whole or not self._data:
             return "none", None
         try:
@@ -241,8 +240,6 @@ class _RankResult:
 
 
 class _Team:
-    """The ranks of one spawn() call."""
-
     def __init__(self, launch: Launch) -> None:
         self._launch = launch
         self._answers: dict[int, _RankResult] = {}
@@ -378,7 +375,6 @@ class _Team:
         raise error from exception
 
     def close(self) -> None:
-        """Stop every process and close its pipe."""
         self._launch.stop(((signal.SIGTERM, 1.0),))
         for answer in self._answers.values():
             os.close(answer.descriptor)
