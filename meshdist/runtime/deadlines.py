@@ -43,17 +43,15 @@ class Deadline:
 
     @property
     def left(self) -> timedelta:
-        """The remaining time, at least 0."""
         return timedelta(seconds=self.left_s)
 
     @property
     def is_over(self) -> bool:
-        """Return whether the deadline has passed."""
         return time.monotonic() >= self._end
 
 
 class Looks:
-    """Schedule of checks for missing members, less frequent the longer waits and checks take.
+    """Schedule of checks for missing members, rarer in longer waits and for slower checks.
 
     Example: with few members, the first waiting member (``place`` 1) checks after 1, 1.5, 2.3, 3.4,
     ... seconds, 11 times in 90 seconds; the second starts after 4 s, the third after 16 s.
@@ -159,7 +157,6 @@ class _TimerThread(threading.Thread):
             self._is_needed.set()
 
     def remove(self, timer: Timer) -> bool:
-        """Remove a timer; return whether it was pending."""
         try:
             self._timers.remove(timer)
         except KeyError:

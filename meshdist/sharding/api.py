@@ -409,7 +409,6 @@ def _mesh_of(operation: str, pattern: Any, mesh: DeviceMesh | None) -> DeviceMes
 
 
 def _checked_root(root: Any, operation: str, mesh: DeviceMesh) -> int:
-    """Return the root as an integer; raise unless it is a rank of the mesh."""
     rank = get_integer(root, f"{operation}: root", expected="a rank")
     if mesh.layout.coordinate_of(rank) is None:
         raise NotInGroupError(
@@ -496,7 +495,6 @@ def _share_facts(
 
 
 def _checked_whole(x: Any, target: NamedSharding) -> torch.Tensor:
-    """Return the root's array as a tensor; raise if it cannot have the sharding."""
     where = f"the root, {mesh_text(target.mesh)}"
     if x is None or isinstance(x, ShardedArray):
         raise KindError(

@@ -496,7 +496,6 @@ class Making:
 
     @property
     def module(self) -> Any:
-        """The module of the library, imported."""
         return import_module(self.library)
 
     def options(self) -> dict[str, Any]:
@@ -513,17 +512,14 @@ def library_of(array: Array) -> str:
 
 
 def in_library(tensor: torch.Tensor, library: str) -> Array:
-    """Return ``tensor`` as an array of ``library``, in the same memory."""
     return tensor if library == "torch" else as_array_of(tensor, import_module(library).empty(0))
 
 
 def mesh_device(mesh: DeviceMesh) -> torch.device:
-    """Return the device of this rank's tensors on ``mesh``."""
     return select_device(mesh.device_type, mesh.world) or torch.device(mesh.device_type)
 
 
 def _dtype_in(library: str, dtype: Any, call: str) -> Any:
-    """Return ``dtype``, of any library or a name, as a dtype of ``library``; or raise."""
     if dtype is None or (library == "torch" and isinstance(dtype, torch.dtype)):
         return dtype
     if isinstance(dtype, torch.dtype):

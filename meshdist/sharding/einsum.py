@@ -356,7 +356,6 @@ def _find_error_of_cuts(
 def _check_marks(
     x: torch.Tensor, sharding: NamedSharding, mesh: DeviceMesh, number: int, text: str
 ) -> None:
-    """Raise if the type of operand ``x``, or its spec, contradicts ``sharding``."""
     name = f"operand {number}"
     check_spec("einsum", x, sharding, f"{name} of einsum {text!r}", name)
     wanted = kinds_of(sharding)

@@ -371,7 +371,6 @@ class LayoutChooser:
         return tuple(mine)
 
     def fail_two_unreduced(self, axis: int, partial_sums: Sequence[int]) -> NoReturn:
-        """Raise because operands ``partial_sums`` are all unreduced over ``axis``."""
         name = _axis_name(self.layout, axis)
         both = " and ".join(map(str, partial_sums[:2]))
         raise PatternError(

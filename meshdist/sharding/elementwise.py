@@ -403,7 +403,6 @@ def _check_number(x: Any, call: str, beside: ElementwiseArray, *, is_added: bool
 
 @lru_cache(maxsize=1024)
 def _is_pointwise(name: str) -> bool:
-    """Return whether torch tags an operator as elementwise."""
     packet = getattr(torch.ops.aten, name, None)
     return packet is not None and any(
         torch.Tag.pointwise in getattr(packet, overload).tags for overload in packet.overloads()
@@ -418,7 +417,6 @@ def _is_elementwise(operation: TorchFunction) -> bool:
 
 
 def _find_torch_function(name: str) -> Any:
-    """Return torch's function with a ufunc's name if it is elementwise, or None."""
     function = getattr(torch, name, None)
     return function if function is not None and _is_elementwise(OPERATIONS[function]) else None
 
@@ -444,7 +442,6 @@ def _not_functional(call: str, what: str) -> KindError:
 
 
 def matmul_rejected(call: str, *operands: Any) -> KindError:
-    """Return the error for a matrix product of sharded arrays, which names md.einsum."""
     shown = [
         array_type(x.local.dtype, x.shape, x.sharding)
         for x in operands

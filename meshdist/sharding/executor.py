@@ -222,8 +222,6 @@ class _PadAction:
 
 
 class _CollectiveAction:
-    """Callable that runs a collective on ``x``, in place if ``x`` is new memory."""
-
     def __init__(
         self, step: CollectiveStep, group: ProcessGroup, op_name: str, *, is_fresh: bool
     ) -> None:

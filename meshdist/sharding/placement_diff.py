@@ -180,7 +180,6 @@ def extended(split: DimSplit, axes: tuple[int, ...], axis_sizes: tuple[int, ...]
 
 
 def dim_of_largest_cells(dims: Sequence[DimSplit]) -> int:
-    """Return the index of the first dim with the largest mean cell size."""
     return max(range(len(dims)), key=lambda number: dims[number].size / dims[number].num_cells)
 
 

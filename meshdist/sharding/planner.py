@@ -141,7 +141,6 @@ def _plan_pattern(
     rank: int,
     links: tuple[Link, ...],
 ) -> Plan:
-    """Return one rank's plan of a pattern, whose dims are the left side's parts in order."""
     source, target = shardings_of_sides(text, layout, shape, dict(sizes))
     ends = source, target, source.parts.shape
     return plan_move(*ends, rank, links, text, source.parts.names)
@@ -337,7 +336,6 @@ class EinsumPlan:
 def plan_einsum(
     laid: EinsumLayout, layout: Layout, coordinate: tuple[int, ...], links: tuple[Link, ...]
 ) -> EinsumPlan:
-    """Return the plan of a laid-out einsum for the rank at ``coordinate``."""
     moves = [*zip(laid.operands, laid.sources, laid.work.operands, strict=True)]
     moves.append((laid.result, laid.work.result, laid.result.parts.placement))
     which = [*(f"operand {number}" for number in range(len(laid.operands))), "the result"]

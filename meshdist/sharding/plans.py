@@ -23,7 +23,6 @@ _UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 def step_time_s(step: Step, links: Sequence[Link], itemsize: int) -> float:
-    """Return the estimated seconds of one rank's step, by its axes' links."""
     if not isinstance(step, GroupStep):
         return 0.0
     price = step.price

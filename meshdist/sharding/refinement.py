@@ -47,11 +47,9 @@ class Refinement:
         return tuple(found.get(axis, 0) for axis in range(self.layout.ndim))
 
     def source_placement(self, placement: Placement) -> Placement:
-        """Return a source placement over the common axes."""
         return _refined(placement, self.source_axes, self.layout.sizes)
 
     def target_placement(self, placement: Placement) -> Placement:
-        """Return a target placement over the common axes."""
         return _refined(placement, self.target_axes, self.layout.sizes)
 
 

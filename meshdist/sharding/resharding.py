@@ -125,14 +125,12 @@ class Transfer:
         self.carry = PlanExecutor(plan.steps, self.shape, mesh, plan.op_name)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the plan's result on ``x``, differentiable; collective."""
         if x.requires_grad and self._transpose is None:
             self._transpose = self.transpose  # Open its groups now; a backward must not.
         return call_function(_Transferred, x, self)
 
     @property
     def transpose(self) -> Transfer:
-        """The transfer of cotangents, from target to source."""
         # Not a cached_property: until Python 3.12 it would hold a lock that all simulated ranks
         # share while groups open, and they would deadlock.
         found = self._transpose
@@ -335,7 +333,6 @@ class Move:
         return result
 
     def _check_marks(self, x: torch.Tensor) -> None:
-        """Raise if the spec or the type of ``x`` contradicts the source."""
         check_spec(self._operation, x, self.source, self._plan.op_name)
         mesh = self.source.mesh
         here, there = self._kinds

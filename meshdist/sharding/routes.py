@@ -226,7 +226,6 @@ def num_received_by_all(source: Placement, target: Placement) -> int:
 
 
 def stage_steps(stage: Stage, coordinate: tuple[int, ...]) -> tuple[Step, ...]:
-    """Return one rank's steps of a phase."""
     if isinstance(stage, Sum):
         group = group_at(stage.axes, stage.placement.mesh_sizes, coordinate)
         shape = stage.placement.local_shape(coordinate)
@@ -331,7 +330,6 @@ def _with_more_cuts(
 
 
 def num_held_in_all(placement: Placement) -> int:
-    """Return the number of elements that all ranks hold together."""
     sizes = placement.mesh_sizes
     copies = (size for axis, size in enumerate(sizes) if axis not in placement.cut_axes)
     return math.prod(placement.shape) * math.prod(copies)

@@ -181,7 +181,6 @@ def _axes(placement: Placement) -> tuple[Any, ...]:
 def _sharding(
     mesh: DeviceMesh, given_mesh: DeviceMesh | None, x: torch.Tensor, spec: Any
 ) -> NamedSharding:
-    """Return the sharding on ``mesh`` that ``spec`` states, or raise."""
     key = ("shard_map", spec, x.dim(), x.dtype is torch.bool)
     found = mesh.caches.find(NamedSharding, key)
     if found is not None:
@@ -265,7 +264,6 @@ def _cast(y: torch.Tensor, sharding: NamedSharding) -> torch.Tensor:
 
 
 def _rejected_kind(axis: str, size: int, kind: str, wanted: str, ndim: int) -> AxisTypeError:
-    """Return the error of a result of type ``kind`` over ``axis`` instead of ``wanted``."""
     dim = "" if ndim else ", and give the value a dim: y[None]"
     fixes = {
         "V": "make one value with lax.psum, lax.pmean or lax.all_gather(..., to='invarying') over "
@@ -355,7 +353,6 @@ def reject(
 
 
 def value_text(value: Any) -> str:
-    """Return a short text on an argument or a result, for messages."""
     if isinstance(value, ShardedArray):
         return f"ShardedArray of shape {shape_text(value.shape)}"
     if isinstance(value, torch.Tensor):
