@@ -1,4 +1,4 @@
-"""Track the current mesh: the innermost ``with mesh:`` of this context."""
+"""Track the current mesh, set by ``with mesh:``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def mesh_in_force(call: str, about: str = "", naming: str | None = None) -> Devi
 
     Args:
         about: text after the call's name, such as the missing axis.
-        naming: code that passes a mesh without ``with mesh:``; None if the call takes mesh=.
+        naming: code that passes a mesh; None if the call takes mesh=.
     """
     meshes = meshes_in_force.get()
     if not meshes:
@@ -55,7 +55,7 @@ def with_hidden_mesh(
     """Return ``error``, with a hint if an outer ``with mesh:`` has the missing axis.
 
     Args:
-        given_mesh: the mesh that was passed; None if the call uses the current mesh.
+        given_mesh: the mesh that was passed; None for the current mesh.
         fix: how to pass a mesh to such a call.
     """
     if given_mesh is not None or not error.axis:

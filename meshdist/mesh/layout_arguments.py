@@ -1,7 +1,4 @@
-"""The input of users who make a mesh, checked: names, sizes, arrays of ranks.
-
-Each function returns its argument in one plain form or raises an error that shows it.
-"""
+"""Check arguments of mesh constructors: names, sizes, arrays of ranks."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ nor 'etp' 'edp'."""
 
 
 def checked_modes(axis: Any) -> AxisModes:
-    """Return the (size, stride) pairs of an axis in normal form; raise if they are invalid."""
+    """Return an axis's (size, stride) pairs in normal form; raise if they are invalid."""
     try:
         pairs = [(operator.index(size), operator.index(stride)) for size, stride in axis]
     except (TypeError, ValueError) as error:
@@ -90,7 +87,7 @@ def _identifier_hint(name: object) -> str | None:
 
 
 def checked_sizes(sizes: Any, what: str) -> tuple[int, ...]:
-    """Return sizes as a tuple of numbers from 1 on and at most one -1; else raise."""
+    """Return sizes as a tuple of positive ints and at most one -1; else raise."""
     try:
         found = find_integers([sizes] if isinstance(sizes, int) else list(sizes))
     except TypeError:
@@ -131,10 +128,10 @@ def inferred_sizes(
 
 
 def checked_ranks(ranks: Any, world_size: int | None = None) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Return an array, not 0-dim, of distinct ranks below ``world_size`` (None: any), or raise."""
+    """Return an array of distinct ranks below ``world_size`` (None: any); raise for a scalar."""
     try:
         array = np.asarray(ranks)
-    except ValueError as error:  # rows of different lengths
+    except ValueError as error:  # The rows have different lengths.
         raise MeshError(
             "the ranks of a mesh do not form a grid",
             expected="rows of equal length",
@@ -199,7 +196,7 @@ def num_ranks_text(count: int) -> str:
 
 
 def no_axis(axis: str, names: Sequence[str], where: str) -> AxisError:
-    """Return the error of a mesh without an axis of this name, which suggests a similar name.
+    """Return the error for a missing axis, which suggests a similar name.
 
     Example:
         >>> no_axis("modle", ("data", "model"), "mesh (data=2, model=4)").fix

@@ -1,7 +1,7 @@
-"""The contents of a picture of a mesh: which coordinates, with which labels and marks.
+"""Select the coordinates, labels and marks that a drawing of a mesh shows.
 
-Only what is shown is computed, so a mesh of any size draws at once; what does not fit is left out
-behind an ellipsis, but never the rank to highlight.
+Only shown coordinates are computed, so drawing is fast at any size. An ellipsis replaces the
+others, but never the highlighted rank.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class Grid(Protocol):
         """The largest rank of the mesh."""
 
     def axis_text(self) -> str:
-        """Return the axes and their sizes as text: ``dp=2, tp=4``."""
+        """Return the axes and their sizes: ``dp=2, tp=4``."""
 
     def coordinate_of(self, rank: int) -> tuple[int, ...] | None:
-        """Return the coordinate of a rank, or None where the mesh does not hold it."""
+        """Return the coordinate of a rank, or None outside the mesh."""
 
     def coordinate_text(self, rank: int) -> str:
         """Return the coordinate of a rank as text: ``dp=1, tp=0``."""
@@ -60,7 +60,7 @@ class Marks:
     highlight_rank: int | None
     highlight_at: tuple[int, ...] | None
     hosts: Hosts | None
-    host_names: tuple[str, ...]  # in order of first appearance
+    host_names: tuple[str, ...]  # In order of first appearance.
 
     @staticmethod
     def of(layout: Grid, highlight_rank: int | None, hosts: Hosts | None) -> Marks:
@@ -94,10 +94,10 @@ class Marks:
 
 @dataclass(frozen=True)
 class View:
-    """The blocks, rows and columns of a mesh that a drawing shows; None is an ellipsis."""
+    """The blocks, rows and columns that a drawing shows; None is an ellipsis."""
 
     layout: Grid
-    blocks: tuple[tuple[int, ...] | None, ...]  # coordinates of all axes but the last two
+    blocks: tuple[tuple[int, ...] | None, ...]  # Coordinates of all axes but the last two.
     rows: tuple[int | None, ...]
     columns: tuple[int | None, ...]
 
@@ -133,7 +133,7 @@ class View:
 
 
 def corner(layout: Grid) -> str:
-    """Return the text in a table's corner: the last two axes, of the rows and of the columns."""
+    """Return the text in a table's corner: the axes of the rows and of the columns."""
     names = layout.names or tuple(f"axis {index}" for index in range(layout.ndim))
     return " \\ ".join(names[-2:])
 
@@ -150,7 +150,7 @@ def indices_shown(size: int, limit: int, kept: int | None) -> tuple[int | None, 
     for index in sorted(chosen):
         before = shown[-1] if shown else -1
         if before is not None and index - before == 2:
-            shown.append(index - 1)  # as short as the ellipsis
+            shown.append(index - 1)  # An ellipsis would not be shorter.
         elif before is not None and index - before > 2:
             shown.append(None)
         shown.append(index)
@@ -158,6 +158,6 @@ def indices_shown(size: int, limit: int, kept: int | None) -> tuple[int | None, 
 
 
 def tables_abreast(layout: Grid, room: int) -> int:
-    """Return the tables per line with room for ``room``: a multiple of axis -3's size, if any."""
+    """Return the tables per line, at most ``room``: a multiple of axis -3's size, if any."""
     turn = layout.sizes[-3] if layout.ndim > 2 else 1
     return room // turn * turn if room > turn else max(room, 1)
