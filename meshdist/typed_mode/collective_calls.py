@@ -1,10 +1,9 @@
 """Type functional and in-place collectives inside typed contexts.
 
-The table in ``axis_types`` lists the types that a functional collective takes and returns: operands
-are checked and results are annotated. In-place collectives run without the context; the tensors
-that they write are annotated. Over the axes of the group, such a tensor becomes invariant if all
-ranks hold the same value, else varying. Over all other axes it gets the joined type of the tensors
-that the collective has read. Other views of its memory keep their types.
+Functional collectives follow the table in ``axis_types``. In-place collectives run without the
+context, which then annotates the tensors that they write. Over the axes of the group, such a tensor
+becomes invariant if all ranks hold the same value, else varying. Over all other axes it gets the
+joined type of the tensors that the collective has read. Other views of its memory keep their types.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ def _mark(mode: ContextMode, row: OperationSpec, given: Mapping[str, Any]) -> No
         group = operations[0].group if operations else None
     else:
         written = tensors_in(given.get(row.writes))
-    # Where the source alone has a list (scatter), other ranks read the type off their outputs.
+    # In a scatter, only the source has a list; other ranks use the types of their outputs.
     is_of_source = row.is_plain and row.executor.takes is TensorLayout.AT_ROOT
     names = (*row.reads, row.writes) if is_of_source else row.reads
     read = tensors_in([given.get(name) for name in names])
@@ -92,9 +91,9 @@ def _joined(tensors: Sequence[torch.Tensor]) -> str:
 
 
 def kinds_over(mesh: DeviceMesh, group: ProcessGroup, kind: str) -> dict[str, str]:
-    """Return {axis: kind} of a result for the axes of ``group``: "V" if it lacks ranks of these."""
-    # A group whose members are not just all ranks along some axes makes nothing invariant: the
-    # tensor varies over each axis along which members differ.
+    """Return a result's kinds by axis of ``group``: "V" if the group lacks ranks along the axes."""
+    # If the members are not exactly all ranks along some axes, the tensor is not invariant: it
+    # varies over each axis along which members differ.
     places = [mesh.layout.coordinate_of(rank) for rank in group.ranks]
     inside = [place for place in places if place is not None]
     axes = [
@@ -134,18 +133,18 @@ def find_typed_operation(
 
 
 class TypedOperation:
-    """A lax collective in a typed context, over axes of the context's mesh."""
+    """A lax collective in a typed context, over axes of its mesh."""
 
     def __init__(self, mode: ContextMode, operation: str, axes: DeviceMesh, to: str | None) -> None:
         self._mode = mode
         self._operation = operation
         self._to = to
-        self._mesh = axes  # is kept so that its id stays its own
+        self._mesh = axes  # A freed mesh's id could be reused.
         self._axes = _context_axes(mode, axes, operation)
-        self._results: dict[str, str] = {}  # the types of results by those of operands
+        self._results: dict[str, str] = {}  # Result types by operand types.
 
     def result_type(self, x: torch.Tensor, argument: str = "x") -> str:
-        """Return the type of the collective's result; raise if it does not support ``x``."""
+        """Return the type of the result; raise if the collective does not support ``x``."""
         operation, to = self._operation, self._to
         text = self._mode.type_of(x, operation)
         if text in self._results and not are_transforms_active():
@@ -158,7 +157,7 @@ class TypedOperation:
                 taken = [
                     other for other in KINDS if find_result_kind(operation, other, to) is not None
                 ]
-                if not taken:  # there is no such ``to``, as the collective itself will say
+                if not taken:  # The ``to`` is invalid; the collective itself raises.
                     return text
                 raise rejected_operation(operation, x, axis, self._mode.mesh, taken, argument)
             results[axis] = kind
@@ -173,7 +172,7 @@ class TypedOperation:
         text: str,
         leaf_name: str = "x",
     ) -> Any:
-        """Return ``on_tensor``'s result on ``x``, marked with the type ``text``.
+        """Return ``on_tensor``'s result on ``x``, annotated with the type ``text``.
 
         Args:
             leaf_name: the name of ``x`` in reports.
@@ -212,7 +211,7 @@ class TypedOperation:
 
 
 def _context_axes(mode: ContextMode, axes: DeviceMesh, operation: str) -> tuple[str, ...]:
-    """Return the axes of the context's mesh that span the ranks of ``axes``; raise if none do."""
+    """Return the context's axes that span the ranks of ``axes``; raise if none do."""
     own, names = mode.mesh, axes.axis_names
     if all(
         name in own.axis_names and axes.get_group(name).ranks == own.get_group(name).ranks
@@ -226,7 +225,7 @@ def _context_axes(mode: ContextMode, axes: DeviceMesh, operation: str) -> tuple[
 
 
 def _axes_of_ranks(mesh: DeviceMesh, ranks: Sequence[int]) -> tuple[str, ...] | None:
-    """Return the axes along which this rank's group is ``ranks``, None without any."""
+    """Return the axes along which this rank's group is ``ranks``, or None."""
     wanted = set(ranks)
     for count in range(mesh.ndim + 1):
         for names in combinations(mesh.axis_names, count):

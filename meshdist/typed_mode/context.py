@@ -1,4 +1,4 @@
-"""Keep the state of a thread's typed context, which all modules about types read.
+"""Keep the state of a thread's typed context.
 
 A context wraps the program's hooks on leaves, because a hook can make an equal gradient differ
 between ranks. Parameters keep the annotations of the tensors from which they are created.
@@ -66,8 +66,8 @@ from .type_errors import (
 
 def keep_marks_in_parameters() -> None:
     """Patch the constructor of ``nn.Parameter`` to copy the annotation of its tensor."""
-    # torch makes a bare tensor of x in C++, which asks no mode and no hook. Kinds over the axes of
-    # a wrapper stay behind: the new parameter is not the wrapper's.
+    # torch creates the tensor in C++, which calls no mode and no hook. A wrapper's annotation is
+    # not copied, because the wrapper does not know the new parameter.
     new = Parameter.__new__
 
     @untraced
@@ -85,7 +85,7 @@ def keep_marks_in_parameters() -> None:
 
 
 def _check_lost(original: torch.Tensor) -> None:
-    """Raise if a parametrization, such as weight_norm, loses the annotation of its leaf."""
+    """Raise if a parametrization, such as weight_norm, loses its leaf's annotation."""
     if type_of(original) and find_owner_axes(original) is None:
         raise AxisTypeError(
             "a parametrization cannot keep the annotation of a parameter that it replaces by "
@@ -114,9 +114,9 @@ class TypedHook:
         self._hook, self._of, self._type = hook, weakref.ref(x), type_of(x)
 
     def __call__(self, given: torch.Tensor) -> Any:
-        """Run the hook on a typed gradient, return its result; raise if it changes the type."""
+        """Return the result of the hook on a typed gradient; raise if it changes the type."""
         mode, x = self.mesh.caches.of(Backwards).running, self._of()
-        # A post-accumulate hook is given the leaf itself, which has its gradient.
+        # torch passes the leaf itself to a post-accumulate hook; the gradient is its `.grad`.
         is_behind = x is not None and given is x
         grad: Any = given.grad if is_behind else given
         if mode is None or grad is None:
@@ -139,7 +139,7 @@ class TypedHook:
                 found=tensor_text(found),
                 fix=f"make the factors that it uses equal first: lax.pmean(factor, {axis!r})",
             )
-        if not is_behind:  # the engine may give the same tensor to others, too
+        if not is_behind:  # autograd may pass the same tensor to other nodes.
             grad.__dict__[ANNOTATION] = before
         return result
 
@@ -163,7 +163,7 @@ keep_marks_in_parameters()
 
 
 class ContextMode(TorchFunctionMode):
-    """The state of a typed context, which is one thread's."""
+    """The state of a thread's typed context."""
 
     is_noting = False
 
@@ -172,28 +172,26 @@ class ContextMode(TorchFunctionMode):
         self.mesh = mesh
         self.axes = frozenset(mesh.axis_names)
         self.casts = Casts(mesh)
-        self.is_asleep = False  # paused by md.untyped()
-        # By axis, the name of the wrapper that reduces gradients over it behind the backward, and
-        # so needs a loss that varies there.
+        self.is_asleep = False  # Paused by md.untyped().
+        # The name of the wrapper that reduces gradients over an axis after the backward, by axis.
+        # It needs a loss that varies over this axis.
         self.owners: dict[str, str] = {}
-        # A type is settled if operands that all have it give it to their results: then this has
-        # the results' annotation. At debug level DETAIL no type is: there each operation adds its
-        # leaves to those whose gradients are compared, in the order of their first use, which is
-        # the same on all ranks.
+        # The results' annotation by type, for types that operands of only this type pass to their
+        # results. At debug level DETAIL it is empty, because each operation must add its leaves to
+        # ``leaves``, in the order of their first use, which is the same on all ranks.
         self.is_checked = is_checked()
         self.settled: dict[str, Any] = {} if self.is_checked else {INVARIANT: type_alone(INVARIANT)}
         self.leaves: dict[int, torch.Tensor] = {}
-        # By the operands' types, and by linearity where some operand is unreduced.
+        # The keys are the operands' types, and the linearity if an operand is unreduced.
         self.joins: dict[Any, JoinedType] = {}
-        # By name, cast and mesh: what the context knows of functional collectives
-        # (``operation_calls``).
+        # The ``TypedOperation`` of each functional collective, by name, cast and mesh.
         self.operations: dict[Any, Any] = {}
 
     def note(self, result: Any, name: str, operands: Sequence[Any]) -> None:
-        """Note the operation that made ``result``, in contexts with notes; else do nothing."""
+        """Note the operation that made ``result``, in contexts with notes."""
 
     def stop_notes(self) -> None:
-        """End the notes of the mesh's contexts; do nothing in a context without notes."""
+        """End the notes of the mesh's contexts, if they take notes."""
 
     def type_of(self, tensor: torch.Tensor, operation: str) -> str:
         """Return an operand's type; raise for a tensor subclass, or a non-leaf without a type."""
@@ -228,7 +226,7 @@ class ContextMode(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
         added: str = INVARIANT,
     ) -> JoinedType:
-        """Return the joined type of ``operands`` and of ``added``, a type; raise if none exists."""
+        """Return the joined type of ``operands`` and the type ``added``; raise if there is none."""
         name = operation.name
         texts: tuple[str, ...] = tuple([self.type_of(operand, name) for operand in operands])
         if are_transforms_active():
@@ -293,7 +291,7 @@ class ContextMode(TorchFunctionMode):
         raise rejected_write(operation.name, target, text, operands, self.mesh, why)
 
     def widened(self, target: torch.Tensor, text: str, *, is_out: bool = True) -> str:
-        """Return the type of a target after a write: that before, joined with ``text``.
+        """Return a target's type after a write: its old type, joined with ``text``.
 
         Args:
             is_out: whether the target is no operand, so that ``text`` lacks its type.
@@ -312,7 +310,7 @@ class ContextMode(TorchFunctionMode):
 
 
 def _linearity(operation: TorchFunction, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """Return in which unreduced operands the function is linear in this call; "" for none."""
+    """Return in which unreduced operands this call is linear; "" for none."""
     numbers = [value for value in args if isinstance(value, (int, float, complex))]
     if (operation.adds_numbers and any(numbers)) or kwargs.get("rounding_mode"):
         return ""
@@ -322,11 +320,10 @@ def _linearity(operation: TorchFunction, args: Sequence[Any], kwargs: Mapping[st
 
 
 def find_context(*, is_awake: bool = True) -> ContextMode | None:
-    """Return the context that sees this thread's calls now; None in collectives, backwards,
-    Functions.
+    """Return the context that sees this thread's calls; None in collectives, backwards, Functions.
 
     Args:
-        is_awake: False takes the context that this thread is inside of, whatever it sees.
+        is_awake: False returns the context of this thread even if it sees no calls.
     """
     if is_mode_enabled() or not is_awake:
         for place in range(num_modes() - 1, -1, -1):
@@ -337,7 +334,7 @@ def find_context(*, is_awake: bool = True) -> ContextMode | None:
 
 
 def show_method(name: str) -> None:
-    """Patch a method that torch shows to no mode, so that typed contexts see its calls."""
+    """Patch a method that torch hides from modes, so that typed contexts see its calls."""
     method = getattr(torch.Tensor, name)
 
     @wraps(method)
@@ -356,7 +353,7 @@ show_method("set_")
 
 @contextmanager
 def paused(mode: ContextMode, *, is_asleep: bool = True) -> Iterator[None]:
-    """Pause a context inside the block, or resume a paused context (``is_asleep=False``)."""
+    """Pause a context inside the block, or resume it (``is_asleep=False``)."""
     before = mode.is_asleep
     mode.is_asleep = is_asleep
     try:

@@ -1,4 +1,4 @@
-"""Run backward passes in a typed context: check losses, and set the types of gradients."""
+"""Run backward passes in a typed context: check losses, and type gradients."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from .type_errors import foreign_leaf, owned_loss, rejected_loss, tensor_text, w
 
 
 def gradient_type_of(x: torch.Tensor) -> str:
-    """Return the type that ``x.grad`` has after a backward."""
+    """Return the type of ``x.grad`` after a backward."""
     text = gradient_type(type_of(x))
     owned = find_owner_axes(x)
     return with_kinds(text, dict.fromkeys(owned, "I")) if owned else text
@@ -128,7 +128,7 @@ def _check_losses(mode: ContextMode, operation: str, losses: Sequence[Any], give
 def _cast_gradient(
     mode: ContextMode, operation: str, loss: torch.Tensor, gradient: torch.Tensor
 ) -> torch.Tensor:
-    """Return ``gradient`` cast to the type that the loss's gradient has; else raise."""
+    """Return ``gradient`` cast to the type of the loss's gradient; else raise."""
     loss_kinds, kinds = kinds_in(type_of(loss)), kinds_in(mode.type_of(gradient, operation))
     missing = {}
     for axis in sorted({*loss_kinds, *kinds}):
@@ -150,8 +150,8 @@ def _cast_gradient(
 
 
 def find_type_of_grad(x: torch.Tensor, grad: torch.Tensor) -> str:
-    """Return the annotated type of ``grad``, or else the type that a gradient of ``x`` has."""
-    # A gradient keeps a type of its own, unless a wrapper reduces it: a backward that the wrapper
+    """Return the annotated type of ``grad``, or else the type of a gradient of ``x``."""
+    # If a wrapper reduces the gradient, its annotation may be outdated: a backward that the wrapper
     # skips makes a complete gradient incomplete, in the same tensor.
     own = find_type(grad) if find_owner_axes(x) is None else None
     return gradient_type_of(x) if own is None else own
@@ -159,7 +159,7 @@ def find_type_of_grad(x: torch.Tensor, grad: torch.Tensor) -> str:
 
 def get_grad(x: torch.Tensor, grad: torch.Tensor | None) -> torch.Tensor | None:
     """Return ``grad``, or None, annotated as the gradient of ``x`` if it has no type."""
-    if grad is not None and (  # read without a call: an optimizer asks four times a parameter
+    if grad is not None and (  # Inlined, because an optimizer reads it 4 times per parameter.
         grad.__dict__.get(ANNOTATION, EMPTY)[0] is None
         or x.__dict__.get(ANNOTATION, EMPTY)[2] is not None
     ):

@@ -1,9 +1,9 @@
 """Seed random generators (``md.seed``), and infer the types of random values in typed contexts.
 
-Random values differ between ranks if the states of the generators differ, which a rank cannot
-derive from its own state. So ``md.seed`` records the axes along which it made the states differ.
-The record is valid while the generator's ``initial_seed()`` is unchanged: every other way of
-seeding changes this number, while restoring a state from a checkpoint does not.
+A rank cannot know whether its generator's state differs from the other ranks'. So ``md.seed``
+records the axes along which seeds differ. The record is valid while the generator's
+``initial_seed()`` is unchanged: every other way of seeding changes this number, while restoring a
+state from a checkpoint does not.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _NUMPY_WORD = 1 << 32
 
 @dataclass(frozen=True)
 class _Seeding:
-    """A generator's seed, and the axes of ``layout`` along which ranks' seeds differ."""
+    """A generator's seed, and the axes of ``layout`` along which seeds differ."""
 
     number: int
     axes: tuple[str, ...] = ()
@@ -56,9 +56,9 @@ def seed(
 ) -> None:
     """Seed the random generators equally on all ranks, or differently along some mesh axes.
 
-    Ranks with equal coordinates along the axes of ``differ_over`` draw the same numbers. Without
-    these axes, all ranks draw the numbers of ``torch.manual_seed(seed)``. Call it on every rank
-    with the same arguments; nothing is sent.
+    Ranks with equal coordinates along ``differ_over`` draw the same numbers. Without these axes,
+    all ranks draw the numbers of ``torch.manual_seed(seed)``. Call it on every rank with the same
+    arguments; nothing is sent.
 
     Inside ``md.typed``, random values vary over the axes of the operands and of ``differ_over``. An
     operation that draws from a generator without such a seed raises ``AxisTypeError``, unless its
@@ -131,8 +131,7 @@ def _find_mesh_and_axes(differ_over: Any, mesh: Any) -> tuple[DeviceMesh | None,
     """Return the mesh and its axes that ``differ_over`` names, (None, ()) if none; or raise.
 
     Args:
-        differ_over: an axis's name, or a tuple or list of names.
-        mesh: None takes the mesh in force, if there are names.
+        mesh: None means the current mesh, if there are names.
     """
     names = (differ_over,) if isinstance(differ_over, str) else differ_over
     if not isinstance(names, (tuple, list)) or not all(isinstance(name, str) for name in names):
@@ -147,7 +146,7 @@ def _find_mesh_and_axes(differ_over: Any, mesh: Any) -> tuple[DeviceMesh | None,
         return None, ()
     given_mesh, mesh = mesh, mesh or mesh_in_force("md.seed")
     try:
-        mesh.layout.axis_indices(tuple(names))  # raises unless they are different axes of this mesh
+        mesh.layout.axis_indices(tuple(names))  # Raises for unknown or repeated axes.
     except AxisError as error:
         raise with_hidden_mesh(error, given_mesh) from None
     coordinate_in(mesh, "md.seed")
@@ -202,8 +201,8 @@ _LOADERS = frozenset(
 
 
 def _is_of_a_loader() -> bool:
-    """Return whether the draw comes from torch's DataLoader or samplers."""
-    # Its draws are indices; the batches get types where they enter, by md.annotate.
+    """Return whether torch's DataLoader or a sampler draws."""
+    # A loader draws indices, which need no type; md.annotate types the batches.
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and is_between[frame.f_code.co_filename]:
         if frame.f_globals.get("__name__") in _LOADERS:
@@ -224,7 +223,7 @@ def varying_axes(
     """Return the axes of ``layout`` along which seeds differ, or None if a rank has no seed.
 
     Args:
-        axes: those of ``seeded`` along which seeds differ; without a layout none do.
+        axes: the axes of ``seeded`` along which seeds differ; without a layout, none do.
     """
     if seeded is None:
         return ()

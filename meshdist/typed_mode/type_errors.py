@@ -1,4 +1,4 @@
-"""Build the errors of ``md.typed``, one function for each error, and format types in them."""
+"""Build the errors of ``md.typed``, and format types in them."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def tensor_text(tensor: torch.Tensor, text: str | None = None) -> str:
 
 
 def type_as_text(dtype: object, dims: str, kinds: str) -> str:
-    """Return a dtype, dims and kinds as types are shown: ``float32[8@dp, 4]{U:tp}``."""
+    """Return a dtype, dims and kinds as ``float32[8@dp, 4]{U:tp}``."""
     return f"{dtype_name(dtype)}[{dims}]" + (f"{{{kinds}}}" if kinds else "")
 
 
 def mesh_text(mesh: DeviceMesh) -> str:
-    """Return a mesh with its axes and sizes: ``DeviceMesh(dp=2, tp=2)``."""
+    """Return a mesh as ``DeviceMesh(dp=2, tp=2)``."""
     return f"DeviceMesh({mesh.layout.axis_text()})"
 
 
@@ -46,7 +46,7 @@ def where(mesh: DeviceMesh, axes: Sequence[str] = ()) -> str:
 
 
 def operands_text(operands: Sequence[torch.Tensor]) -> str:
-    """Return the operands of an operation with their types, each on a line."""
+    """Return the operands of an operation with their types, a line each."""
     return "\n".join(f"operand {place}: {tensor_text(x)}" for place, x in enumerate(operands))
 
 
@@ -142,7 +142,7 @@ def unmarked_shard(
 
 
 def name_of(tensor: torch.Tensor, default: str) -> str:
-    """Return the variable's name for ``tensor`` in the calling program, or ``default``."""
+    """Return the calling program's variable name for ``tensor``, or ``default``."""
     return names_of([tensor], program_frame(sys._getframe())).get(id(tensor), default)
 
 
@@ -198,7 +198,7 @@ def rejected_join(
 def rejected_loss(
     loss: torch.Tensor, axes: Sequence[str], mesh: DeviceMesh, operation: str
 ) -> AxisTypeError:
-    """Return the error of a backward from a loss whose type is reduced over ``axes``."""
+    """Return the error of a backward from a loss that is reduced over ``axes``."""
     return AxisTypeError(
         f"{operation} cannot start from a loss that is reduced over {shown(axes)}",
         where=where(mesh, axes),
@@ -243,7 +243,7 @@ def foreign_leaf(
 
 
 def axes_argument(axes: Sequence[str]) -> str:
-    """Return axes as a collective's argument in source code: ``'dp'``, or ``('dp', 'tp')``."""
+    """Return axes as a collective's argument in code: ``'dp'``, or ``('dp', 'tp')``."""
     return repr(axes[0]) if len(axes) == 1 else repr(tuple(axes))
 
 
@@ -296,7 +296,7 @@ def rejected_write(
 
 
 def own_norm(operands: Sequence[torch.Tensor], mesh: DeviceMesh) -> AxisTypeError:
-    """Return the error of torch's ``clip_grad_norm_`` on gradients that vary."""
+    """Return the error of torch's ``clip_grad_norm_`` on varying gradients."""
     axes = sorted({axis for x in operands for axis in axes_of_kind(type_of(x), "V")})
     return AxisTypeError(
         f"clip_grad_norm_ cannot clip gradients that vary over {shown(axes)}: each rank would "
@@ -368,7 +368,7 @@ def foreign_axis(
 
 
 def transformed(operation: str, tensor: torch.Tensor, mesh: DeviceMesh) -> AxisTypeError:
-    """Return the error of an operand that is not invariant inside a torch.func transform."""
+    """Return the error of an operand that is not invariant in a torch.func transform."""
     return AxisTypeError(
         f"{operation} cannot take an operand that is not invariant inside a torch.func transform",
         where=where(mesh),
@@ -380,7 +380,7 @@ def transformed(operation: str, tensor: torch.Tensor, mesh: DeviceMesh) -> AxisT
 
 
 def of_a_subclass(tensor: torch.Tensor, operation: str) -> KindError:
-    """Return the error of an operand of a Tensor subclass, whose type a context cannot track."""
+    """Return the error of a Tensor subclass, whose type a context cannot track."""
     return KindError(
         f"{operation} cannot take an operand of type {type(tensor).__name__}, a subclass of Tensor",
         expected="plain tensors and parameters",
@@ -417,9 +417,8 @@ _variants: dict[type, type] = {}
 
 def as_no_type_error(error: MeshdistError) -> MeshdistError:
     """Change the class of ``error`` to a variant that is not a TypeError; return ``error``."""
-    # `x + y` on tensors treats any TypeError as "unsupported operands" and drops it: `+` then
-    # raises a TypeError without our text, and `==` silently returns False. Unpickling restores the
-    # original class.
+    # Python treats a TypeError from `x + y` as "unsupported operands": `+` then raises a TypeError
+    # without our text, and `==` silently returns False.
     kind = type(error)
     if kind not in _variants:
 
@@ -437,7 +436,7 @@ def as_no_type_error(error: MeshdistError) -> MeshdistError:
 
 
 class _Remade:
-    """A callable with which pickle restores an error of its original class."""
+    """A callable with which pickle restores an error's original class."""
 
     def __init__(self, kind: type[MeshdistError], fields: dict[str, Any]) -> None:
         self._kind = kind
