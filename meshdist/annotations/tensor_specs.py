@@ -1,9 +1,8 @@
 """Check the specs of tensors, attach them, and read them back.
 
 A tensor carries its spec as text: each dimension's size on this rank with the axes that shard it,
-such as ``"4@dp, 6@(ep,tp), 3"``. Unreduced and reduced axes are only in the text of its type. The
-text is valid while the tensor has these sizes and varies over exactly these axes; a tensor that
-another operation has overwritten has no spec.
+such as ``"4@dp, 6@(ep,tp), 3"``. Unreduced and reduced axes are only in its type. The text is valid
+while the tensor has these sizes and varies over exactly these axes.
 """
 
 from __future__ import annotations
@@ -32,14 +31,14 @@ from .axis_types import (
 
 
 def mark_spec(tensor: torch.Tensor, spec: PartitionSpec) -> torch.Tensor:
-    """Attach ``spec``, unchecked, and the type that follows to ``tensor``; return ``tensor``."""
+    """Attach ``spec``, unchecked, and its type to ``tensor``; return ``tensor``."""
     types, text = spec_texts(spec, tuple(tensor.shape))
     set_spec(tensor, types, text)
     return tensor
 
 
 def find_spec(tensor: torch.Tensor) -> PartitionSpec | None:
-    """Return the spec that ``mark_spec`` attached; None if there is none or it is outdated."""
+    """Return the spec that ``mark_spec`` attached; None if it is missing or outdated."""
     kinds, dims, *_ = tensor.__dict__.get(ANNOTATION, EMPTY)
     return None if dims is None else read_spec(kinds or INVARIANT, dims, tuple(tensor.shape))
 
@@ -63,10 +62,10 @@ def checked_spec(
 
     Args:
         layout: the layout of the axes; None skips the check of their names.
-        call: the name of the public call, for messages.
+        call: the name of the public call.
     """
     if isinstance(given, str):
-        # Even without a layout, a dimension named like an axis of any known mesh is rejected.
+        # Without a layout, a dimension must not have the name of an axis of any known mesh.
         world = find_world()
         known_axes = world.axis_layouts if world is not None else ()
         spec = spec_of(*parse_side(given), layout, tensor.ndim, known_axes)
@@ -115,7 +114,7 @@ def layout_of(spec: object, mesh: DeviceMesh | None) -> Layout | None:
 
 @lru_cache(maxsize=4096)
 def spec_texts(spec: PartitionSpec, shape: tuple[int, ...]) -> tuple[str, str]:
-    """Return the type that follows from ``spec``, and the dims of ``shape`` as "8@dp, 4"."""
+    """Return the type of ``spec``, and the dims of ``shape`` as "8@dp, 4"."""
     kinds = {axis: "V" for entry in spec.partitions for axis in axes_of(entry)}
     kinds |= dict.fromkeys(spec.unreduced, "U") | dict.fromkeys(spec.reduced, "R")
     return type_text(kinds), dims_text(shape, spec)

@@ -1,7 +1,7 @@
-"""Define the parallel styles of a plan: how each changes a module, and what it communicates.
+"""Define the parallel styles of a plan.
 
-The styles of transformers are accepted unchanged. torch's ParallelStyle objects, and styles that
-plain tensors cannot implement, raise an error with the style or call to use instead.
+Styles of transformers work unchanged. torch's ParallelStyle objects, and styles that plain tensors
+cannot implement, raise an error with the style or call to use instead.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def styles_of(plan: object) -> dict[str, str]:
 
 
 def style_of(pattern: object, style: object) -> str:
-    """Return our name of ``style``; if unknown or rejected, raise an error with ``pattern``."""
+    """Return our name of ``style``; raise an error with ``pattern`` if it is not supported."""
     where = f"{pattern!r}: {style!r}"
     if not isinstance(pattern, str):
         raise KindError(
