@@ -244,7 +244,7 @@ def name_locker(path: str) -> str:
 
 
 forks = [0]
-"""The number of forks between this process and the one that imported the package.
+"""The number of forks since the package was imported.
 
 Like the process id, it differs in a forked child, but reading it needs no system call. Collectives
 read it here; all other code uses ``num_forks``.

@@ -65,10 +65,9 @@ def reshard(
     ``"b -> b@dp"`` slices without communication. The right side may reorder and regroup dims.
 
     Args:
-        x: this rank's shard, an array of any library, in any memory layout; or a ``ShardedArray``,
-            which knows its mesh and shape.
+        x: this rank's shard, an array of any library and memory layout; or a ``ShardedArray``.
         pattern: the current and the new sharding; or the current ``NamedSharding``. For a
-            ``ShardedArray``, the new sharding alone: one side, a sharding or a spec.
+            ``ShardedArray``, the new sharding only: one side, a sharding or a spec.
         mesh: the mesh whose axes the pattern names; None takes the current mesh. After a
             ``NamedSharding``: the target sharding.
         shape: the global shape; None multiplies shard sizes by shard counts, or uses ``sizes``.
@@ -137,7 +136,7 @@ def shard(
     Args:
         whole: the same array on every rank; of any library.
         pattern: the new sharding, such as ``"b@dp s d"`` or a ``NamedSharding``.
-        mesh: the mesh whose axes the pattern names; None takes the current mesh.
+        mesh: as for ``reshard``.
         check: if True, all ranks call it and compare ``whole``; None as in ``reshard``.
         sizes: of dims inside of groups: ``shard(w, "(h k)@tp d", mesh, k=64)``.
 
@@ -186,9 +185,8 @@ def unshard(
         local: this rank's shard, an array of any library; or a ``ShardedArray``.
         pattern: its sharding, such as ``"b@dp s d"`` or a ``NamedSharding``; None for a
             ``ShardedArray``.
-        mesh: the mesh whose axes the pattern names; None takes the current mesh.
         root: the world rank that gets the global array, the same on all ranks; None for every rank.
-        shape, sizes: as for ``reshard``.
+        mesh, shape, sizes: as for ``reshard``.
 
     Returns:
         An array like ``local``, in new memory, bitwise equal on every rank. With a root, None on
@@ -308,8 +306,8 @@ def _moved(
     """Return the result of a call on ``tensor``, in the library of ``x``.
 
     Args:
-        key: of the mesh's cache of moves: the collective, the pattern or sharding, the target
-            sharding or None, the local shape, the global shape or None, the sizes.
+        key: of the mesh's cache: the collective, the pattern or sharding, the target sharding or
+            None, the local shape, the global shape or None, the sizes.
     """
     operation, pattern = key[:2]
     mesh = given_mesh

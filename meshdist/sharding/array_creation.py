@@ -1,4 +1,4 @@
-"""Create sharded arrays: each rank creates its shard; random draws are compared."""
+"""Create sharded arrays."""
 
 from __future__ import annotations
 
@@ -133,8 +133,8 @@ def zeros(
 
     Args:
         shape: the global shape.
-        dtype: a dtype of torch or NumPy, or its name; a NumPy dtype creates NumPy arrays. None
-            takes the dtype of ``like``, else the library's default.
+        dtype: of torch or NumPy, or its name; a NumPy dtype creates NumPy arrays. None takes the
+            dtype of ``like``, else the library's default.
         sharding: a ``NamedSharding``, or a ``PartitionSpec`` on the current mesh.
         device: the device of torch tensors; None takes the device of ``like``, else the mesh's.
         like: an array of the library to use (torch, NumPy or CuPy); None creates tensors.
@@ -426,7 +426,7 @@ def _check_can_be_drawn(dtype: Any) -> None:
 
 
 def _drawing(making: Making, generator: Any) -> tuple[Callable[[int], torch.Tensor], bool]:
-    """Return a function that draws n normal numbers, and whether it may draw in pieces."""
+    """Return a function to draw n normal numbers, and whether it may draw pieces."""
     kinds: dict[str, Any] = {"torch": torch.Generator, "numpy": np.random.Generator}
     expected = kinds.get(making.library)
     if generator is not None and not isinstance(generator, expected or ()):
@@ -476,7 +476,7 @@ class Making:
 
     @classmethod
     def of(cls, call: str, mesh: DeviceMesh, dtype: Any, device: Any, like: Any) -> Making:
-        """Return the checked library, dtype and device of ``call``, from ``like`` if None."""
+        """Return checked library, dtype and device, by default from ``like``."""
         if like is not None:
             as_tensor(like, argument="like", operation=call, writable=False)
             library = library_of(like)
@@ -499,7 +499,7 @@ class Making:
         return import_module(self.library)
 
     def options(self) -> dict[str, Any]:
-        """Return the keyword arguments dtype and device for the library's constructors."""
+        """Return dtype and device as the library's keyword arguments."""
         made = {} if self.dtype is None else {"dtype": self.dtype}
         return {**made, "device": self.device} if self.library == "torch" else made
 

@@ -40,7 +40,7 @@ _PACKAGE = __name__.partition(".")[0]
 
 
 def axes_of_marks(x: torch.Tensor, mesh: DeviceMesh, where: str) -> set[str]:
-    """Return axes over which ``x`` is annotated reduced or averaged; raise if ranks fit no axes."""
+    """Return axes over which ``x`` is reduced or averaged; raise if ranks fit none."""
     marked = {axis for axis in axes_of_kind(type_of(x), "R") if axis in mesh.axis_names}
     owners = annotation_of(x).owner_ranks
     together = {*owners} & {*mesh.layout.ranks().ravel().tolist()}
@@ -66,7 +66,7 @@ def axes_of_marks(x: torch.Tensor, mesh: DeviceMesh, where: str) -> set[str]:
 def axes_of_leaves(
     text: str, operands: Sequence[torch.Tensor], mesh: DeviceMesh
 ) -> tuple[tuple[str, ...], ...]:
-    """Return for each operand the axes over which all its leaves are annotated.
+    """Return, by operand, the axes over which all leaves are annotated.
 
     Raises:
         AxisTypeError: only some leaves of an operand are annotated.

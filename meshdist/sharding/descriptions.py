@@ -28,7 +28,7 @@ def array_type(dtype: object, shape: Sequence[int], sharding: NamedSharding) -> 
 
 
 def mesh_text(mesh: DeviceMesh) -> str:
-    """Return this rank, its coordinate and the mesh as "rank 1 (dp=0, tp=1) of mesh (...)"."""
+    """Return this rank and its mesh as "rank 1 (dp=0, tp=1) of mesh (...)"."""
     rank = mesh.get_rank()
     return f"rank {rank} ({mesh.layout.coordinate_text(rank)}) of mesh ({mesh.layout.axis_text()})"
 

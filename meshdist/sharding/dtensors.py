@@ -49,7 +49,7 @@ _SUMS = ("sum", "avg")
 
 
 def to_placements(sharding: NamedSharding) -> tuple[Placement, ...]:
-    """Return torch's placement of a sharding along each axis of the mesh.
+    """Return torch's placement along each mesh axis.
 
     Unreduced axes become ``Partial("sum")``, reduced axes ``Replicate``, and axes that cut a dim
     out of mesh order ``_StridedShard``. Shard sizes are lost. If torch's rule gives the same sizes,
@@ -86,7 +86,7 @@ def to_placements(sharding: NamedSharding) -> tuple[Placement, ...]:
 def from_placements(
     placements: Sequence[Placement], mesh: Any, shape: Sequence[int]
 ) -> NamedSharding:
-    """Return the sharding of an array of this shape that torch's placements describe.
+    """Return the sharding that torch's placements of an array describe.
 
     Sizes by torch's rule are kept, as ``shard_sizes`` if meshdist's differ. ``Partial`` becomes
     unreduced. For ``Partial("avg")`` the partial sums are the local values divided by the axis
@@ -101,8 +101,8 @@ def from_placements(
         KindError: a value is not a placement, or of an unknown class.
         ArgumentError: a ``Partial`` of another op than sum and avg.
         LengthError: not one placement for each axis.
-        ShapeError: the array lacks a dim; or a ``_StridedShard`` is of a dim that does not divide,
-            or contradicts the other placements.
+        ShapeError: the array lacks a dim; or a ``_StridedShard`` does not divide, or contradicts
+            the other placements.
         AxisError: the mesh has no axis names.
 
     Example:
@@ -364,7 +364,7 @@ def to_dtensor(x: ShardedArray, device_mesh: TorchMesh | None = None) -> DTensor
 
 
 def _is_same_mesh(mesh: DeviceMesh, theirs: TorchMesh) -> bool:
-    """Return whether both meshes have equal ranks and, if torch's has names, equal names."""
+    """Return whether ranks are equal and names too, if torch's mesh has any."""
     names = theirs.mesh_dim_names
     return mesh.layout.ranks().tolist() == theirs.mesh.tolist() and (
         names is None or tuple(names) == mesh.layout.names

@@ -192,12 +192,7 @@ class _Einsum:
     def __call__(
         self, operands: Sequence[torch.Tensor], regather: bool, mode: ContextMode | None
     ) -> torch.Tensor:
-        """Return this rank's shard of the product; communicate as the layout needs.
-
-        Args:
-            regather: whether the backward gathers operands again, so that only shards are saved.
-            mode: the open typed context, or None.
-        """
+        """Return this rank's shard of the product; ``mode`` is the open typed context, or None."""
         if mode is None:
             return self._computed(operands, regather)
         with HiddenFromModes():
@@ -210,7 +205,7 @@ class _Einsum:
     def _typed(
         self, mode: ContextMode, operands: Sequence[torch.Tensor]
     ) -> tuple[list[torch.Tensor], str]:
-        """Return the operands, cast as the context requires, and the type of the result."""
+        """Return the cast operands and the result's type."""
         mesh = self._mesh
         own = [
             typed_operand(mode, "einsum", x, *source, mesh)
@@ -253,7 +248,7 @@ class _Einsum:
     def _gathered_again(
         self, parts: Sequence[torch.Tensor], moved: Sequence[torch.Tensor]
     ) -> list[GatheredOperand]:
-        """Return the operands that the backward gathers again, the same on all ranks."""
+        """Return the operands to gather again, the same on all ranks."""
         device, dtype = parts[0].device.type, parts[0].dtype
         is_cast = torch.is_autocast_enabled(device) and dtype != torch.get_autocast_dtype(device)
         # torch.func tensors have no memory to look up again, and autocast copies: keep all.
@@ -341,7 +336,7 @@ def _fail_count(text: str, count: int) -> None:
 def _find_error_of_cuts(
     text: str, operands: Sequence[torch.Tensor], mesh: DeviceMesh
 ) -> MeshdistError | None:
-    """Return the error of an operand whose own spec contradicts the text, or None."""
+    """Return the error of an operand whose spec contradicts the text, or None."""
     pattern = parse(text)
     for number, (x, side) in enumerate(zip(operands, pattern.operands, strict=True)):
         try:

@@ -50,12 +50,12 @@ from ..mesh.spec import NamedSharding, sharding_of_side
 from .routes import num_received_by_all
 
 Choice = str | int | None
-"""Along one axis: the dim of the work that it divides, or the operand that stays unreduced."""
+"""The dim of the work that an axis divides, or the operand that stays unreduced."""
 
 
 @dataclass(frozen=True)
 class WorkPlacements:
-    """The placements of an einsum's operands and result during the local product."""
+    """Placements of operands and result during the local product."""
 
     operands: tuple[Placement, ...]
     result: Placement
@@ -67,9 +67,9 @@ class EinsumLayout:
 
     Args:
         operands: their sides of the text, with all sizes.
-        sources: their placements, with the axes over which each is annotated reduced.
+        sources: their placements, including annotated reduced axes.
         choices: for each axis, the name that it divides.
-        num_received: the elements that all ranks receive in total, forward and backward.
+        num_received: by all ranks in total, forward and backward.
     """
 
     text: str
@@ -120,7 +120,7 @@ def lay_out_einsum(
     sizes: tuple[tuple[str, int], ...],
     marks: tuple[tuple[str, ...], ...],
 ) -> EinsumLayout:
-    """Return the layout of an einsum's work; raise if text, shapes and annotations do not fit.
+    """Return an einsum's layout; raise if text, shapes and annotations do not fit.
 
     Args:
         rank: the rank whose shards have the ``shapes``; both None if ``sizes`` is complete.
@@ -253,7 +253,7 @@ def _fix_of_sizes(
 
 
 class LayoutChooser:
-    """The possible divisions of an einsum's work by mesh axes, and their costs."""
+    """Possible divisions of an einsum's work by mesh axes, with costs."""
 
     def __init__(
         self,
@@ -293,7 +293,7 @@ class LayoutChooser:
         )
 
     def num_received(self, work: WorkPlacements, *, is_backward: bool = False) -> int:
-        """Return the elements that all ranks receive in total, forward or in the backward."""
+        """Return the total elements received, forward or in the backward."""
         moves = [*zip(self.sources, work.operands, strict=True)]
         moves.append((work.result, self.result.parts.placement))
         if is_backward:
@@ -322,7 +322,7 @@ class LayoutChooser:
         return choices
 
     def work(self, choices: tuple[Choice, ...]) -> WorkPlacements:
-        """Return the placements of operands and result if each axis divides its choice."""
+        """Return the placements if each axis divides its choice."""
         every = range(self.layout.ndim)
         target = self.result.parts.placement
         operands = []

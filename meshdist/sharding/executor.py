@@ -85,7 +85,7 @@ class Rearrangement:
 
 
 class Boxes:
-    """Non-empty boxes of a local array, and their offsets in a flat buffer of ``total`` items."""
+    """Non-empty boxes of a local array, packed in a flat buffer of ``total`` items."""
 
     __slots__ = ("_boxes", "_parts", "_start", "total")
 
@@ -172,7 +172,7 @@ class PlanExecutor:
 
     Args:
         shape: of the local array before the steps.
-        op_name: the name under which ranks compare the steps' collectives, equal on all ranks.
+        op_name: equal on all ranks, to compare the steps' collectives.
     """
 
     __slots__ = ("_actions", "_is_fresh")
@@ -308,9 +308,8 @@ def gather_to_root(
     """Return the global array in new memory on the root, else None; inverse of ``scatter``.
 
     Args:
-        x: this rank's part.
         placement: without unreduced axes.
-        op_name: the call's name in reports, equal on all ranks.
+        op_name: equal on all ranks, for reports.
     """
     # Of replicas, only ranks with the root's coordinates along the free axes send, so that the
     # group contains only the axes that cut dims.
@@ -331,7 +330,7 @@ def scatter(
         x: the global array on the root; elsewhere an empty tensor of its dtype and device.
         placement: has no free (replicating) axis. Along an unreduced axis, coordinate 0 gets the
             values and the others zeros.
-        op_name: the call's name in reports, equal on all ranks.
+        op_name: equal on all ranks, for reports.
     """
     here = mesh.get_coordinate() or ()
     gather, send = root_exchanges(placement, here, mesh.layout.coordinate_of(root) or ())

@@ -103,7 +103,7 @@ def _find_slice(
 def _packing(
     change: Change, scatter_axes: Sequence[int], coordinate: Sequence[int], shape: Sequence[int]
 ) -> Arrangement:
-    """Return how to cut a local array of ``shape`` into parts along ``scatter_axes``."""
+    """Return how to cut a local array into parts along ``scatter_axes``."""
     sizes = change.source.mesh_sizes
     view: list[int] = []
     taken: list[int | None] = []
@@ -162,7 +162,7 @@ def _pad(change: Change, coordinate: tuple[int, ...]) -> Pad:
 
 
 class _Overlap(NamedTuple):
-    """The part of an interval that a peer's cell holds, and the peer's index in the group."""
+    """An interval's part that a peer's cell holds, and the peer's index."""
 
     place: int  # the peer's index along axes that cut the source
     replica: int  # the peer's index along axes that divide boxes
@@ -224,8 +224,7 @@ def coordinates_along(
 
     Args:
         axes: the major axis first.
-        sizes: of all axes, by number.
-        strides: the index offset of a step along an axis, by number.
+        strides: the index offset of a step along an axis.
     """
     added = [0]
     for axis in axes:
@@ -283,7 +282,7 @@ class _Group:
         return kept, found
 
     def _sources(self, source: DimSplit, interval: tuple[int, int]) -> Iterator[_Overlap]:
-        """Yield the overlaps of ``interval`` with source cells that this rank may receive."""
+        """Yield overlaps of ``interval`` with source cells to receive."""
         padded = self.change.padded
         for cell, start, stop in _cells_in(source, interval):
             place, rest = 0, cell
@@ -329,7 +328,7 @@ class _Group:
         return found
 
     def _targets(self, target: DimSplit, interval: tuple[int, int]) -> Iterator[_Overlap]:
-        """Yield the overlaps of ``interval`` with the target cells of possible receivers."""
+        """Yield overlaps of ``interval`` with receivers' target cells."""
         change = self.change
         for cell, start, stop in _cells_in(target, interval):
             place = replica = partial_sum = 0

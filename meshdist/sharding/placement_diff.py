@@ -1,8 +1,7 @@
-"""Compare two placements: find the axes that gather, slice, sum, move a dim or divide boxes.
+"""Find the axes that gather, slice, sum, move a dim or divide boxes between placements.
 
-A ``Change`` is the same for all ranks. It knows the exact number of elements that all ranks receive
-in total, from interval overlaps broadcast over the mesh, and whether it has product form, in which
-one collective moves equal parts. ``bare`` first drops axes of size 1.
+A ``Change`` is the same for all ranks. It counts exactly the elements that all ranks receive, from
+interval overlaps. In product form, a collective moves equal parts.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ class Change:
 
     @cached_property
     def padded(self) -> tuple[int, ...]:
-        """The axes that cut the source and are unreduced in the target: shards are zero-padded."""
+        """The axes that cut the source and are unreduced in the target."""
         return tuple(axis for axis in self.target.unreduced if axis in self.source.cut_axes)
 
     @cached_property
@@ -223,7 +222,7 @@ def _is_even_beyond(split: DimSplit, num_axes: int) -> bool:
 def overlap_table(
     source: DimSplit, target: DimSplit, ndim: int
 ) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Return how many elements both cells share, at each coordinate of an ``ndim``-axis mesh."""
+    """Return how many elements both cells share, at each coordinate."""
     (start, stop), (low, high) = _cell_tables(source, ndim), _cell_tables(target, ndim)
     overlaps: np.ndarray[Any, np.dtype[np.int64]] = np.minimum(stop, high)
     overlaps = overlaps - np.maximum(start, low)

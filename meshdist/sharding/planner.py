@@ -155,7 +155,7 @@ def plan_move(
     pattern: str | None = None,
     names: Sequence[str] = (),
 ) -> Plan:
-    """Return one rank's plan between two shardings of an array of the global ``shape``.
+    """Return one rank's plan between two shardings.
 
     Args:
         links: of the source's axes.
@@ -181,14 +181,14 @@ def plan_move(
 
 
 def mesh_rank(mesh: DeviceMesh | Layout, rank: int | None = None) -> int:
-    """Return ``rank``, or this process's rank on a mesh, or the first rank of a Layout."""
+    """Return ``rank``, else this process's rank, else a Layout's first."""
     if rank is not None:
         return get_integer(rank, "plan: rank")
     return mesh.rank_at((0,) * mesh.ndim) if isinstance(mesh, Layout) else mesh.get_rank()
 
 
 def mesh_links(mesh: DeviceMesh | Layout, links: Links | None = None) -> tuple[Link, ...]:
-    """Return a link per axis from ``links``, or the axes' backend constants; raise if invalid."""
+    """Return a link per axis, by default of its backend; raise if invalid."""
     layout = get_layout(mesh, "plan")
     bare = (DEFAULT_LINK,) * layout.ndim
     defaults = bare if isinstance(mesh, Layout) else backend_links(mesh)
@@ -196,7 +196,7 @@ def mesh_links(mesh: DeviceMesh | Layout, links: Links | None = None) -> tuple[L
 
 
 def backend_links(mesh: DeviceMesh) -> tuple[Link, ...]:
-    """Return the backend constants of a mesh's axes, which the mesh caches."""
+    """Return the cached backend constants of a mesh's axes."""
     return mesh.caches.of(tuple[Link, ...], partial(_new_backend_links, mesh))
 
 
@@ -239,7 +239,7 @@ def move_title(
     shape: tuple[int, ...],
     pattern: str | None = None,
 ) -> str:
-    """Return the operation name of the plan between two shardings, equal on all ranks."""
+    """Return the operation name of a plan, equal on all ranks."""
     text = pattern or " -> ".join(map(_sharding_text, (source, target)))
     return f"{text} of shape {shape}"
 
@@ -308,7 +308,7 @@ class EinsumPlan:
         return "\n".join(lines)
 
     def _axis_text(self, axis: int) -> str:
-        """Return a line on what ``axis`` divides, and on its sums in forward and backward."""
+        """Return a line on the dim and the sums of ``axis``."""
         work, choice = self.layout.work, self.layout.choices[axis]
         name = (self.result.layout.names or ())[axis] if self.result.layout.names else str(axis)
         if choice is None:

@@ -1,4 +1,4 @@
-"""Plan the least communication that moves an array from one placement to another.
+"""Plan the least communication between two placements of an array.
 
 Each rank plans its own part without communication; all ranks find the same route (see ``routes``).
 This module handles only integers; it neither sends nor uses tensors.
@@ -31,7 +31,7 @@ def step_time_s(step: Step, links: Sequence[Link], itemsize: int) -> float:
 
 
 def step_text(step: Step, layout: Layout, links: Sequence[Link], itemsize: int) -> str:
-    """Return a line on a step: collective, ranks, result shape, bytes, estimated time."""
+    """Return a step's collective, ranks, result shape, bytes and time as a line."""
     shape = _shape_text(step.shape)
     if not isinstance(step, GroupStep):
         return f"{step.words}: {shape}; nothing is sent"
@@ -78,8 +78,8 @@ class Plan:
     """A rank's route between two placements of an array over the same axes.
 
     Args:
-        layout: the ranks along the axes, which define the groups of the steps.
-        op_name: the plan's name in reports, equal on all ranks.
+        layout: the ranks along the axes, for the steps' groups.
+        op_name: equal on all ranks, for reports.
     """
 
     source: Placement
@@ -123,7 +123,7 @@ class Plan:
 
     @cached_property
     def groups(self) -> tuple[tuple[int, ...], ...]:
-        """The axes, by number, of each group that the steps need, in the order of first use."""
+        """The axis numbers of each group that the steps need, by first use."""
         axes = (step.axes for step in self.steps if isinstance(step, GroupStep))
         return tuple(dict.fromkeys(axes))
 
@@ -151,7 +151,7 @@ class Plan:
     def estimated_s(
         self, links: tuple[Link, ...] | None = None, itemsize: int = _ITEMSIZE
     ) -> float:
-        """Return the estimated seconds of this rank's steps, by ``links`` or the plan's links."""
+        """Return this rank's estimated seconds, by ``links`` or the plan's links."""
         itemsize = checked_itemsize(itemsize)
         chosen = self.links if links is None else links
         return sum(step_time_s(step, chosen, itemsize) for step in self.steps)
@@ -210,7 +210,7 @@ def make_plan(
     Args:
         layout: the ranks along the axes; None numbers them row-major.
         links: a link per axis, equal on all ranks; None takes shared memory's.
-        op_name: the plan's name in reports, equal on all ranks.
+        op_name: equal on all ranks, for reports.
     """
     sizes = source.mesh_sizes
     layout, links = layout or Layout.from_shape(sizes), links or (DEFAULT_LINK,) * len(sizes)

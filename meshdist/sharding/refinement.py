@@ -55,7 +55,7 @@ class Refinement:
 
 @lru_cache(maxsize=256)
 def refine(source: Layout, target: Layout) -> Refinement:
-    """Return the coarsest axes that make up both meshes' axes; raise MeshError if there are none.
+    """Return the coarsest common axes; raise MeshError if there are none.
 
     Example:
         >>> found = refine(
@@ -142,7 +142,7 @@ def _names(
     target_axes: tuple[tuple[int, ...], ...],
     count: int,
 ) -> tuple[str, ...] | None:
-    """Return a name per common axis, made of its mesh axes' names; None without names."""
+    """Return a name per common axis, from its mesh axes' names; or None."""
     if source.names is None or target.names is None:
         return None
     found = [""] * count

@@ -50,7 +50,7 @@ class GatheredOperand:
         self._num_left = self._num_saved
 
     def pack(self, saved: torch.Tensor) -> tuple[GatheredOperand, Any]:
-        """Return this object and the geometry of the view ``saved``, for autograd to save."""
+        """Return this object and the geometry of ``saved``, for autograd."""
         self._num_saved += 1
         return self, (saved.shape, saved.stride(), saved.storage_offset())
 
@@ -85,7 +85,7 @@ def saved_as_shards(gathered: Sequence[GatheredOperand]) -> Any:
 
 
 def gather_before_backward(product: torch.Tensor, gathered: Sequence[GatheredOperand]) -> None:
-    """Let the backward of ``product`` begin by gathering the operands again, on every rank."""
+    """Make the backward of ``product`` first gather operands again, on every rank."""
     # torch saves different tensors by size: for "b d, d f -> f" it saves the operand if b is 1,
     # else its sum over b. So every rank gathers all operands first, and the collectives match.
 

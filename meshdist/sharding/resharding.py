@@ -44,8 +44,8 @@ from .plans import Plan, make_plan
 from .refinement import refine
 
 FITTING_KINDS = {"V": "IRV", "R": "IR", "U": "UV", "I": "I"}
-"""For each kind of a sharding the kinds of values that have it, or are cast to it: a value is a
-partial sum where the sharding says so, as for ``lax.psum``."""
+"""For each kind of a sharding, the kinds of values that have it or are cast to it. As for
+``lax.psum``, a sharding can declare a varying value a partial sum."""
 
 
 def kinds_of(sharding: NamedSharding) -> Mapping[str, str]:
@@ -113,7 +113,7 @@ def get_transfer(plan: Plan, mesh: DeviceMesh) -> Transfer:
 
 
 class Transfer:
-    """A differentiable function that runs a plan's steps; its constructor opens their groups."""
+    """A differentiable function that runs a plan; its constructor opens groups."""
 
     def __init__(self, plan: Plan, mesh: DeviceMesh) -> None:
         self._plan = plan
@@ -131,8 +131,8 @@ class Transfer:
 
     @property
     def transpose(self) -> Transfer:
-        # Not a cached_property: until Python 3.12 it would hold a lock that all simulated ranks
-        # share while groups open, and they would deadlock.
+        # Not a cached_property: until Python 3.12 it would hold a lock, shared by all simulated
+        # ranks, while groups open.
         found = self._transpose
         if found is None:
             found = self._transpose = get_transfer(self._plan.T, self._mesh)
@@ -150,7 +150,7 @@ class Transfer:
         )
 
     def carry_batch(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the plan's result on each array of a batch (leading dims), without gradient."""
+        """Return the plan's result on a batch (leading dims), without gradient."""
         batch = x.shape[: x.dim() - len(self.shape)]
         plan = self._plan
         batched = make_plan(
@@ -207,7 +207,7 @@ class _KeptAliases:
 
 
 class _Aliased(LinearFunction):
-    """The autograd function of a plan without steps: a view whose backward runs the transpose."""
+    """A plan without steps: a view whose backward runs the transpose."""
 
     @staticmethod
     def forward(x: torch.Tensor, transfer: Transfer) -> torch.Tensor:
@@ -360,7 +360,7 @@ class Move:
 
 
 def kept_move(mesh: DeviceMesh, key: Hashable, make: Callable[[], Move]) -> Move:
-    """Return the move that ``mesh`` keeps under ``key``; the first call makes it, collectively."""
+    """Return the move cached under ``key``; the first call makes it, collectively."""
     found = mesh.caches.find(Move, key)
     return mesh.caches.keep(Move, key, make()) if found is None else found
 
@@ -402,7 +402,7 @@ def _side_text(names: Sequence[str], counts: Sequence[int]) -> str:
 def check_spec(
     operation: str, x: torch.Tensor, source: NamedSharding, where: str, name: str = "x"
 ) -> None:
-    """Raise, naming the argument, if ``x`` carries a spec that cuts other dims than ``source``."""
+    """Raise if ``x`` carries a spec that cuts other dims than ``source``."""
     if (carried := find_spec(x)) is None:
         return
     sizes = dict(zip(source.layout.names or (), source.layout.sizes, strict=False))

@@ -5,7 +5,7 @@ destination receives all partial sums; (2) ranks that end up equal each receive 
 the others; (3) an all-reduce, then an exchange; (4) a reduce-scatter, then an exchange. The last
 two are also tried after slices along free axes, so that replicas share the work. The best route has
 the fewest elements received by all ranks, then fewer box exchanges (collectives are faster), then
-the shorter time in whole nanoseconds, then fewer collectives, then comes first.
+the shorter time in whole nanoseconds, then fewer collectives.
 
 All ranks must choose the same route, so times use constants, never a rank's measurements. A link
 follows from the axis's backend and from whether a group along the axis spans hosts.
@@ -88,7 +88,7 @@ class Link:
 
 
 DEFAULT_LINK = Link(5e-6, 4e9)
-"""Shared memory's, and that of a mesh without processes."""
+"""The link of shared memory, and of a mesh without processes."""
 
 # For each backend: the link inside a host, and the link between hosts.
 _LINKS = {
@@ -108,7 +108,7 @@ def default_link(backend: str, *, spans_hosts: bool) -> Link:
 def links_of(
     layout: Layout, links: Mapping[str | int, Link] | Link | None, defaults: Sequence[Link]
 ) -> tuple[Link, ...]:
-    """Return a link per axis: from ``links``, by name or index, else ``defaults``; check types."""
+    """Return a link per axis from ``links``, by name or index, or ``defaults``."""
     if links is None:
         return tuple(defaults)
     if isinstance(links, Link):
@@ -186,7 +186,7 @@ def find_route(source: Placement, target: Placement, links: tuple[Link, ...]) ->
 def route_between(
     source: Placement, target: Placement, links: tuple[Link, ...]
 ) -> tuple[tuple[Stage, ...], tuple[int, ...]]:
-    """Return the best route's phases, and the axes where ranks except coordinate 0 get zeros."""
+    """Return the best phases, and the axes where only coordinate 0 gets values."""
     source, target, void = _without_zeros(source, target)
     return find_route(source, target, links), void
 
@@ -194,7 +194,7 @@ def route_between(
 def _without_zeros(
     source: Placement, target: Placement
 ) -> tuple[Placement, Placement, tuple[int, ...]]:
-    """Return both without axes where all coordinates but 0 get zeros, and these axes."""
+    """Return both without axes where only coordinate 0 gets values, and these axes."""
     source, target = bare(source), bare(target)
     # If a free axis becomes unreduced, coordinate 0 runs the route as if the axis had size 1, and
     # the other coordinates get zeros.
@@ -279,7 +279,7 @@ def _route(between: _Between, whole: Change) -> tuple[Stage, ...]:
 
 
 def _slicings(whole: Change) -> Iterator[tuple[int, ...]]:
-    """Yield sets of replicated axes along which to slice before a sum; slicing sends nothing."""
+    """Yield sets of replicated axes along which to slice before a sum."""
     target = whole.target
     useful = [axis for axis in whole.source.free_axes if target.mesh_sizes[axis] > 1]
     if not target.dims:

@@ -42,7 +42,7 @@ from .sharded_array import ShardedArray
 _NUMBERS = (bool, int, float, complex)  # exact types: numpy.float64 is a float and an array
 
 _CASTS: Mapping[tuple[str, str], str] = {("I", "V"): "varying", ("V", "U"): "unreduced"}
-"""How a result of one kind is cast to the kind that its spec says: where JAX does it, too."""
+"""How a result of one kind is cast to its spec's kind, in the same cases as in JAX."""
 
 
 class _Infer:
@@ -237,7 +237,7 @@ def get_result(
 
 
 def _scalar_beside_dims(error: ShapeError) -> ShapeError:
-    """Return the error of a scalar result whose spec has entries for dims."""
+    """Return the error of a scalar with a spec for dims."""
     return ShapeError(
         error.summary,
         expected=error.expected,
@@ -283,7 +283,7 @@ def _rejected_kind(axis: str, size: int, kind: str, wanted: str, ndim: int) -> A
 def with_common_shapes(
     name: str, mesh: DeviceMesh, arrays: list[MappedArray], *, is_even: bool
 ) -> list[MappedArray]:
-    """Return the results with the global shapes that all ranks' shards make; collective.
+    """Return the results with global shapes; collective.
 
     Args:
         name: of the mapped function.
@@ -338,7 +338,7 @@ def _no_whole(
 def reject(
     summary: str, mesh: DeviceMesh, problems: Sequence[tuple[str, MeshdistError]]
 ) -> NoReturn:
-    """Raise one error for all ``problems`` (array text, error), of the first error's class."""
+    """Raise an error on all ``problems`` (array text, error)."""
     first = problems[0][1]
     error = type(first)(
         summary,

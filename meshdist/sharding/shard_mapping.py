@@ -69,7 +69,7 @@ from .sharded_array import ShardedArray
 __all__ = ["shard_map"]
 
 _mapped_over: ContextVar[tuple[DeviceMesh, ...]] = ContextVar("meshdist_shard_map", default=())
-"""The meshes of the mapped functions that this context is inside of."""
+"""The meshes of the enclosing mapped functions."""
 
 
 def shard_map(
@@ -198,7 +198,7 @@ class _Mapping:
     """The name of the parameter that takes all further arguments."""
 
     def __call__(self, args: tuple[Any, ...]) -> Any:
-        """Call the function on this rank's parts of ``args``; return results as ShardedArrays."""
+        """Call the function on this rank's parts; return ShardedArrays."""
         mesh = get_mesh("shard_map", self.mesh)
         self._check_mesh(mesh)
         leaves, tree = self._arguments(mesh, args)
@@ -301,7 +301,7 @@ class _Mapping:
         return _marked(cast, sharding)
 
     def _wrapped(self, mesh: DeviceMesh, result: Any, *, is_even: bool) -> Any:
-        """Return f's result with ShardedArrays in place of arrays; raise if a spec does not fit.
+        """Return f's result with ShardedArrays; raise if a spec does not fit.
 
         Args:
             is_even: whether all arguments have equal shard sizes, as results then must.
@@ -354,7 +354,7 @@ class _Mapping:
 
 
 def _parameters_of(f: Callable[..., Any]) -> tuple[tuple[str, ...], str]:
-    """Return the names of f's positional parameters, and the name of its ``*args``."""
+    """Return f's positional parameters and its ``*args``, by name."""
     try:
         found = inspect.signature(f).parameters.values()
     except (TypeError, ValueError):  # A C function has no signature.

@@ -45,7 +45,7 @@ __all__ = ["ShardedArray"]
 
 
 def checked_sharding(sharding: object, call: str) -> NamedSharding:
-    """Return a NamedSharding that contains this rank; a spec uses the current mesh; or raise."""
+    """Return a NamedSharding that contains this rank, or raise."""
     if isinstance(sharding, PartitionSpec):
         naming = "NamedSharding(mesh, spec)"
         try:
@@ -74,7 +74,7 @@ def checked_sharding(sharding: object, call: str) -> NamedSharding:
 def check_shard(
     call: str, sharding: NamedSharding, shape: tuple[int, ...], local_shape: tuple[int, ...]
 ) -> Box:
-    """Return the box of this rank's shard of an array of ``shape``; raise for another shape."""
+    """Return the box of this rank's shard; raise if it has another shape."""
     box = sharding.placement(shape).box(coordinate_in(sharding.mesh, call))
     wanted = shape_of(box)
     if wanted == local_shape:
@@ -100,7 +100,7 @@ class ShardedArray(ElementwiseArray):
 
     Args:
         local: this rank's shard: a torch tensor, or an array of NumPy or CuPy.
-        sharding: the global array's sharding; a ``PartitionSpec`` uses the current mesh.
+        sharding: a ``NamedSharding``, or a ``PartitionSpec`` on the current mesh.
         shape: the global shape, the same on every rank; None if all shards of a dim have one size,
             or ``sharding`` has their sizes.
 
@@ -126,9 +126,9 @@ class ShardedArray(ElementwiseArray):
     local: Array
     """This rank's shard: the array itself, no copy."""
     sharding: NamedSharding
-    """How the whole lies on the mesh."""
+    """The sharding of the global array."""
     shape: tuple[int, ...]
-    """The shape of the whole."""
+    """The global shape."""
     __slots__: ClassVar[tuple[str, ...]] = ("_box", "local", "shape", "sharding")
     _box: Box
 
@@ -194,11 +194,11 @@ class ShardedArray(ElementwiseArray):
     def visualize(self, *, svg: bool = False, width: int | None = None) -> str:
         """Return a picture of the mesh and each rank's part; nothing is sent.
 
-        It is a str that consoles and notebook cells show as a picture.
+        Consoles and notebooks show the returned str as a picture.
 
         Args:
             svg: an SVG document instead of text.
-            width: maximal columns of text, or pixels; 80 or 900 by default.
+            width: maximal text columns, or pixels; 80 or 900 by default.
 
         Example:
             >>> import torch, meshdist as md
@@ -449,7 +449,7 @@ class ShardedArray(ElementwiseArray):
 
 
 def _of_partial_sums(local: Array, sharding: NamedSharding, shape: tuple[int, ...]) -> ShardedArray:
-    """Return ``local`` as a ShardedArray of partial sums; annotate a tensor with the spec."""
+    """Return ``local`` as an annotated ShardedArray of partial sums."""
     if isinstance(local, torch.Tensor):
         mark_spec(local, sharding.spec)  # Without the annotation a typed context reads "varying".
     return ShardedArray(local, sharding, shape)

@@ -18,7 +18,7 @@ from ..mesh.placement import Box, box_text, volume
 from ..operation_table import OPERATIONS
 
 Part = tuple[int, Box]
-"""A place in a step's group, and the box that goes there or comes from there."""
+"""A place in a step's group, and the box to send there or receive from there."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ class GroupStep(Step):
 
 @dataclass(frozen=True)
 class CollectiveStep(GroupStep):
-    """A step in which a collective moves equal parts between all members.
+    """A collective that moves equal parts between all members.
 
     Args:
         collective: a name in ``OPERATIONS``.
@@ -160,7 +160,7 @@ class CollectiveStep(GroupStep):
 
 @dataclass(frozen=True)
 class Exchange(GroupStep):
-    """A step that sends boxes to members of the group and receives boxes from them.
+    """A step in which members of the group exchange boxes.
 
     Args:
         sends: each receiver's place and its box of the local array, at most one box each, by place.
@@ -191,7 +191,7 @@ class Exchange(GroupStep):
 
     @cached_property
     def sums(self) -> tuple[tuple[Box, tuple[int, ...]], ...]:
-        """Each box of the result, and the ascending places of the members whose parts it sums."""
+        """Each box of the result, and the ascending places of the summed members."""
         # This order makes the sum bitwise equal on every rank that computes it.
         places: dict[Box, list[int]] = {}
         kept = [] if self.kept is None else [(self.place, self.kept[1])]
