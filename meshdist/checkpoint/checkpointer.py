@@ -121,7 +121,7 @@ class Checkpointer:
         return step
 
     def _check(self, state: Any, members: Members) -> None:
-        """Raise if a save of this state would raise, before the program trains."""
+        """Raise if this state cannot be saved, before the program trains."""
         tree, error = read_state(members.call, state, self._mesh)
         if error is not None:
             raise error
@@ -136,7 +136,7 @@ class Checkpointer:
         return sorted(files.find_steps(self._root))
 
     def _begin(self) -> None:
-        """Lock the root at the first save, and remove leftovers of earlier saves."""
+        """Lock the root at the first save, and remove earlier saves' leftovers."""
         if self._lock is None:
             self._lock = files.lock_folder(self._root)
             if self._lock is None:

@@ -50,7 +50,7 @@ _OFFSETS = "DCP_SHARDING_INFO"  # torch's key, so that its HuggingFaceStorageRea
 
 
 class UnfinishedFolder:
-    """The folder in which ranks write a checkpoint, locked by this rank, next to its final path.
+    """The locked folder in which ranks write a checkpoint, next to its final path.
 
     Args:
         path: the folder that another rank has created; "" creates it.
@@ -95,7 +95,7 @@ class UnfinishedFolder:
         return os.path.join(self.path, f"rank-{rank}.json")
 
     def commit(self, manifest: str) -> None:
-        """Write the manifest and rename the folder to its final path, safe against crashes."""
+        """Write the manifest and rename the folder, safe against crashes."""
         _sync(self.path)
         path = os.path.join(self.path, NAME)
         with open(path, "w", encoding="utf-8") as file:
@@ -116,12 +116,10 @@ class UnfinishedFolder:
             raise
 
     def unlock(self) -> None:
-        """Drop this rank's lock; remove the lock file if the folder is gone."""
         _unlock(self.path, self._lock)
 
 
 def check_is_free(path: str) -> None:
-    """Raise CheckpointError if ``path`` exists."""
     if os.path.lexists(path):
         raise CheckpointError(
             "cannot save a checkpoint because the path exists",
@@ -145,7 +143,7 @@ def remove_leftovers(parent: str) -> None:
 
 
 def remove_checkpoint(path: str) -> None:
-    """Remove a checkpoint; if this process ends midway, the next save removes the rest."""
+    """Remove a checkpoint; after a crash, the next save removes the rest."""
     parent, name = os.path.split(path)
     hidden, lock = _new_hidden_path(parent, name)
     try:
@@ -198,7 +196,7 @@ class OpenFiles:
         self._offsets: dict[str, dict[str, tuple[int, ...]]] = {}
 
     def get(self, file: str) -> Any:
-        """Return the file, opened at first use; raise CheckpointError if it is damaged."""
+        """Return the file, opened at first use; raise CheckpointError if damaged."""
         found = self._open.get(file)
         if found is None:
             try:
@@ -247,7 +245,7 @@ def find_files(path: str) -> tuple[str, dict[str, int], str | None]:
     """Return (folder, {file: bytes}, manifest's text or None) of a folder or safetensors file.
 
     Raises:
-        CheckpointError: there is neither such a file nor a manifest.
+        CheckpointError: neither such a file nor a manifest exists.
     """
     if os.path.isfile(path) and path.endswith(SUFFIX):
         folder, file = os.path.split(path)
@@ -295,7 +293,7 @@ def check_manifest(folder: str, manifest: Manifest) -> None:
 
 
 def find_steps(root: str) -> Iterator[int]:
-    """Yield the numbers of complete checkpoints "step-<number>" in a folder."""
+    """Yield the numbers of complete checkpoints "step-<number>"."""
     for name in os.listdir(root) if os.path.isdir(root) else ():
         match = re.fullmatch(r"step-(0|[1-9]\d*)", name)
         if match and os.path.isfile(os.path.join(root, name, NAME)):
@@ -303,13 +301,12 @@ def find_steps(root: str) -> Iterator[int]:
 
 
 def lock_folder(path: str) -> int | None:
-    """Create and lock a folder; return the lock's file descriptor, None if already locked."""
+    """Create and lock a folder; return the lock's descriptor, None if already locked."""
     _make_folders(path)
     return _lock_file(os.path.join(path, ".lock"), os.O_CREAT)
 
 
 def _found_text(path: str) -> str:
-    """Describe what exists at ``path`` instead of a checkpoint."""
     if os.path.isdir(path):
         return "a folder without these files"
     return "another file" if os.path.lexists(path) else "nothing"
@@ -345,7 +342,7 @@ def _new_hidden_path(parent: str, name: str) -> tuple[str, int]:
 
 
 def _unlock(path: str, lock: int | None) -> None:
-    """Close a lock, and remove its file if the folder ``path`` is gone."""
+    """Close a lock, and remove its file if its folder is gone."""
     if not os.path.lexists(path):
         with suppress(OSError):
             os.unlink(f"{path}.lock")
@@ -353,7 +350,7 @@ def _unlock(path: str, lock: int | None) -> None:
 
 
 def _lock_file(path: str, flags: int = 0, *, shared: bool = False) -> int | None:
-    """Open and lock a file; return the descriptor, None if another process has the lock."""
+    """Open and lock a file; return the descriptor, None if another process locked it."""
     # On a file system without locks, return a file that may be new; leftovers count as locked.
     opened = os.open(path, os.O_RDWR | flags, 0o666)
     try:
@@ -378,7 +375,7 @@ def close_lock(lock: int | None) -> None:
 
 
 def _close_copies() -> None:
-    """Close a forked child's copies of its parent's lock descriptors."""
+    """Close a forked child's copies of lock descriptors."""
     while _locks:
         os.close(_locks.pop())
 

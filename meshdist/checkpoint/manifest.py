@@ -9,6 +9,7 @@ an array's pieces must cover it exactly.
      "files": {"rank-0.safetensors": {"bytes": 288, "pieces": {"model.up.weight":
          {"offsets": [0, 0], "shape": [4, 6], "crc32": 1234}}}},
      "crc32": 5678}
+
 The last number is the CRC-32 of the text before it, which alone has the leaves.
 """
 
@@ -62,7 +63,7 @@ class Piece:
 
 @dataclass
 class SavedArray:
-    """An array of a checkpoint: its dtype's name, its shape, and its pieces."""
+    """An array of a checkpoint: its dtype's name, shape, and pieces."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -90,7 +91,7 @@ class Manifest:
 
     @classmethod
     def from_json(cls, text: str, where: str) -> Manifest:
-        """Return the manifest in a JSON text of path ``where``; raise if it is damaged."""
+        """Return the manifest in a JSON text of path ``where``; raise if damaged."""
         try:
             found = json.loads(text, object_pairs_hook=_without_twins)
             if found["format"] != _FORMAT or found["version"] != _VERSION:
@@ -152,7 +153,6 @@ class Manifest:
 
     @property
     def names(self) -> list[str]:
-        """The names of arrays, followed by the names of leaves."""
         return [*self.arrays, *self.leaves]
 
 
@@ -165,10 +165,7 @@ def manifest_text(
     """Return a manifest's text, which ``Manifest.from_json`` reads.
 
     Args:
-        leaves: all values that are not arrays, as JSON values.
         tree: nested dicts by the keys that form names; a leaf is 0, an array 1.
-        arrays: dtype and shape by name.
-        files: by name, as in the text.
     """
     found = {
         "format": _FORMAT,
@@ -227,7 +224,7 @@ def is_plain(value: Any, levels: int = MOST_LEVELS) -> bool:
 
 
 def damaged(where: str, found: str) -> CheckpointError:
-    """Return the error of a checkpoint whose files contradict each other or themselves."""
+    """Return the error of files that contradict each other or themselves."""
     return CheckpointError(
         "the checkpoint is damaged, or was not written by md.checkpoint.save",
         where=where,

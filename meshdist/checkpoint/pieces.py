@@ -33,7 +33,7 @@ SMALL = 64 << 10
 
 
 class Holding(NamedTuple):
-    """The part of an array that this rank has, and the replicas that hold the same part.
+    """The part of an array that this rank has, and its replicas.
 
     Args:
         replicas: a key, equal for arrays with the same replicas.
@@ -50,7 +50,7 @@ class Holding(NamedTuple):
 def holding_of(
     sharding: NamedSharding, shape: tuple[int, ...], itemsize: int, rank: int
 ) -> Holding:
-    """Return the part that ``rank`` holds of an array with this sharding, and its replicas."""
+    """Return the part of an array that ``rank`` holds, and its replicas."""
     free = sharding.placement(shape).free_axes
     count = math.prod(sharding.layout.sizes[axis] for axis in free)
     replicas = sharding.layout, free
@@ -58,7 +58,7 @@ def holding_of(
 
 
 def parts_of(holdings: Mapping[str, Holding]) -> dict[str, Box]:
-    """Return, by array, the box that this rank saves; no entry if other replicas save it."""
+    """Return, by array, the box that this rank saves, unless other replicas save it."""
     alike: dict[Hashable, dict[str, Holding]] = {}
     for name, holding in holdings.items():
         alike.setdefault((holding.replicas, holding.num_replicas), {})[name] = holding
@@ -79,7 +79,7 @@ def own_parts(
     """Return the part of each box that a replica saves; None if other replicas save all of it.
 
     Args:
-        boxes: the boxes that all replicas hold, each with an element's size in bytes.
+        boxes: the boxes of all replicas, each with an element's size in bytes.
         small: a single replica saves a box of fewer bytes.
     """
     sizes = [volume(box) * itemsize for box, itemsize in boxes]
@@ -108,7 +108,6 @@ def own_parts(
 
 
 def whole_box(shape: Sequence[int]) -> Box:
-    """Return the box of a global array."""
     return tuple([(0, size) for size in shape])
 
 
@@ -129,7 +128,7 @@ def intersect(first: Box, second: Box) -> Box | None:
 
 
 def within(box: Box, outer: Box) -> Box:
-    """Return ``box``, inside ``outer``, relative to the start of ``outer``.
+    """Return ``box`` relative to the start of ``outer``, which contains it.
 
     Example:
         >>> within(((3, 4), (1, 2)), ((2, 6), (1, 2)))
@@ -141,7 +140,7 @@ def within(box: Box, outer: Box) -> Box:
 
 
 def find_fault(shape: Sequence[int], boxes: Iterable[Box]) -> str:
-    """Return why boxes do not cover an array of this shape exactly, or "".
+    """Return why boxes do not cover an array exactly, or "".
 
     Example:
         >>> find_fault((4,), [((0, 2),), ((2, 4),)]), find_fault((4,), [((0, 2),), ((1, 3),)])
@@ -159,7 +158,7 @@ def find_fault(shape: Sequence[int], boxes: Iterable[Box]) -> str:
     # into columns by 1,000 ranks would have all open along its rows: 500,000 pairs to compare.
     dims = range(len(shape))
     cut = max(dims, key=lambda dim: len({box[dim] for box in found}), default=0)
-    open_boxes: list[Box] = []  # those that extend past the start of the next
+    open_boxes: list[Box] = []  # boxes that extend past the start of the next
     for box in sorted(found, key=lambda box: box[cut:]):
         open_boxes = [other for other in open_boxes if not box or other[cut][1] > box[cut][0]]
         for other in open_boxes:

@@ -25,7 +25,7 @@ __all__ = ["Checkpoint"]
 
 
 def read_manifest(path: str) -> tuple[str, Manifest]:
-    """Return a checkpoint's folder and manifest, built from file headers if it has none."""
+    """Return a checkpoint's folder and manifest, if necessary built from file headers."""
     folder, sizes, text = files.find_files(path)
     if text is None:
         opened = files.OpenFiles(folder)
@@ -40,7 +40,7 @@ def read_manifest(path: str) -> tuple[str, Manifest]:
 
 
 class OpenArrays:
-    """The arrays of a checkpoint opened for reading, block by block."""
+    """The arrays of a checkpoint opened for reading."""
 
     def __init__(self, folder: str, manifest: Manifest) -> None:
         self.folder, self.manifest = folder, manifest
@@ -52,7 +52,7 @@ class OpenArrays:
             self._files.check(piece, name, self.manifest.arrays[name].dtype)
 
     def fill(self, target: torch.Tensor, name: str, box: Box) -> None:
-        """Copy the part ``box`` of an array to ``target``, a tensor of the box's shape."""
+        """Copy the part ``box`` of an array to ``target``, which has its shape."""
         for piece, common in self._pieces_in(name, box):
             found = self._files.get(piece.file).get_tensor(name)
             part = found[index_of(within(common, piece.box))]
@@ -68,12 +68,12 @@ class OpenArrays:
         return part
 
     def verify(self, piece: Piece, name: str) -> None:
-        """Raise CheckpointError if a piece's bytes do not match the manifest's checksum."""
+        """Raise CheckpointError if a piece's bytes mismatch its checksum."""
         if files.crc32(self._files.get(piece.file).get_tensor(name)) != piece.crc32:
             raise damaged(self.folder, f"{piece.file}: the bytes of {name} have changed")
 
     def _pieces_in(self, name: str, box: Box) -> Iterator[tuple[Piece, Box]]:
-        """Yield each piece with elements in ``box``, and the box of these elements."""
+        """Yield each piece with elements in ``box``, and these elements' box."""
         for piece in self.manifest.arrays[name].pieces:
             common = intersect(piece.box, box)
             if common is not None:

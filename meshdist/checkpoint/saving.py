@@ -4,7 +4,7 @@
 2. The first rank creates the folder, and all ranks check that they see it.
 3. Each rank writes its part to one file, and a record for the manifest, and counts itself.
 4. The rank that counts last writes the manifest and renames the folder.
-5. All ranks agree on the result: before ``save`` returns, or in ``wait()`` after ``save_async``.
+5. All ranks agree on the result: at the end of ``save``, or in ``wait()`` after ``save_async``.
 """
 
 from __future__ import annotations
@@ -49,19 +49,19 @@ def save(state: Any, path: str | os.PathLike[str], *, mesh: DeviceMesh | None = 
 
     The call is collective over the mesh, or over all ranks without a mesh; without a world the
     process saves alone. Each byte is written once: ranks with equal values share the work. The
-    folder holds one safetensors file per rank and a manifest, and any mesh can load it; see the
-    page on checkpoints. If any rank fails, every rank raises.
+    folder holds one safetensors file per rank and a manifest, and any mesh can load it. If any rank
+    fails, every rank raises.
 
     Args:
         state: nested dicts of arrays and JSON values, or a ``State``. Sharded arrays are
             ShardedArrays, tensors with a spec (``md.annotate``, ``md.shard``, ``md.parallelize``)
-            and DTensors. All other arrays, and the values, must be equal on all ranks. Dict keys
-            joined by dots are names.
+            and DTensors. Other arrays, and the values, must be equal on all ranks. Dict keys joined
+            by dots are names.
         path: the folder, which must not exist. Parent folders are created.
         mesh: the mesh with the specs' axes; None uses the current mesh, or the ShardedArrays' mesh.
 
-    Cost: in addition to the writing, five small messages, and another for each set of axes that
-        shards annotated tensors.
+    Cost: besides writing, five small messages, and another for each set of axes that shards
+        annotated tensors.
 
     Raises:
         CheckpointError: the path exists, the disk fails, or ranks see different disks.
@@ -159,7 +159,7 @@ def _prepare(call: str, state: Any, path: Any, mesh: DeviceMesh | None) -> SaveJ
 
 
 def mesh_of(state: Any, mesh: DeviceMesh | None, call: str) -> DeviceMesh | None:
-    """Return ``mesh``, the current mesh, or the mesh of the state's arrays; None without any."""
+    """Return ``mesh``, the current mesh, or the state's mesh; None without any."""
     found = mesh or find_current_mesh()  # read the state only if needed
     return found or find_mesh(read_state(call, state, None)[0].arrays.values())
 
@@ -181,7 +181,7 @@ def read_state(
 
 
 def checked_path(call: str, path: Any) -> str:
-    """Return ``path`` as an absolute path; raise KindError unless it is a path."""
+    """Return an absolute path; raise KindError unless ``path`` is a path."""
     if not isinstance(path, (str, os.PathLike)) or not str(path):
         raise KindError(
             f"{call} requires the path of a folder",
@@ -193,7 +193,7 @@ def checked_path(call: str, path: Any) -> str:
 
 
 def agreed_entries(members: Members, read: Callable[[], Facts]) -> dict[str, StateArray]:
-    """Return this rank's entries with global sizes, checked to match all ranks'; collective.
+    """Return this rank's entries with global sizes, equal on all ranks; collective.
 
     Args:
         read: returns this rank's entries, and texts and tensors that must be equal on all ranks.
