@@ -76,7 +76,6 @@ class ArrivalCounter:
         return next((part.block_of(rank) for part in self.parts if rank in part.ranks), self)
 
     def names(self) -> Iterator[str]:
-        """Yield the names of this counter and all its ``parts``."""
         yield self.name
         for part in self.parts:
             yield from part.names()

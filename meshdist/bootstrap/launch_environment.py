@@ -37,8 +37,7 @@ class LaunchEnvironment:
     Args:
         launcher: "meshdist run", "torchrun", a name in the table of launchers, or "env" for
             variables set by hand.
-        address: the address of rank 0's store.
-        port: the port of rank 0's store.
+        address: of rank 0's store, with ``port``.
         local_rank: the rank within its host.
         is_one_host: whether all ranks run on one host.
         has_agent_store: whether torchrun's agent hosts the store.
@@ -125,7 +124,7 @@ def read_launch_environment(
 
 
 def find_place(environment: Mapping[str, str]) -> tuple[int, int] | None:
-    """Return the rank and size that a launcher has set, or None; raise if they are wrong.
+    """Return the rank and size that a launcher has set, or None; raise if wrong.
 
     Example:
         >>> find_place({"RANK": "1", "WORLD_SIZE": "4"}), find_place({})
@@ -225,7 +224,7 @@ def _launcher_name(row: LauncherVariables, environment: Mapping[str, str]) -> st
 
 
 def first_host(nodes: str) -> str:
-    """Return the first host of a Slurm node list; raise ValueError if there is none.
+    """Return the first host of a Slurm node list; raise ValueError if none.
 
     Example:
         >>> first_host("gpu[007-010,12],login1")

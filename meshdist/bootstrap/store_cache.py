@@ -1,9 +1,8 @@
 """Cache stores by address, and close each store after its last world and client are gone.
 
 A process that hosts a store may leave its world before the other ranks, and initialize again at the
-same address. The store closes only when its last world here has ended and no other process is
-connected. The server first sets a marker key: a client that connects at that time sees the marker
-and connects again.
+same address. The store closes once its last world here has ended and no other process is connected.
+The server first sets a marker key: clients that see it connect again.
 
 Rank 0 hosts the store, and rank 1 leaves later::
 

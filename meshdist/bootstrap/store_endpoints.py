@@ -89,7 +89,7 @@ def place_of(address: str, port: int) -> Hashable:
 
 
 def _serve_or_find(address: str, port: int, timeout: timedelta) -> Store:
-    """Host a new store on rank 0, or connect to a store that another process has left open."""
+    """Host a new store on rank 0, or connect to a store that another process left open."""
     # If rank numbers have changed, the former rank 0 may close its store a little later.
     host, grace = numeric_loopback(address or "127.0.0.1"), Deadline(_FORMER_STORE_S)
     while True:
@@ -124,7 +124,7 @@ def _store_of_agent(address: str, port: int, timeout: timedelta) -> Store:
 
 
 def _listener_at(address: str, port: int) -> Any:
-    """Return a socket listening at a loopback or numeric address of this host, else None."""
+    """Return a socket listening at a loopback or numeric address here, else None."""
     # A host's name may resolve to loopback on itself and to another interface elsewhere.
     is_safe = is_loopback(address) or find_number(address) is not None
     return bind_listener(address, port) if is_safe else None
