@@ -1,6 +1,6 @@
 """Find the program line of a call, shorten tracebacks, and reject nested collectives.
 
-A meshdist error has a single frame of this package in its traceback: one ``up`` in a debugger
+A meshdist error has a single frame of this package in its traceback, so one ``up`` in a debugger
 reaches the program line. pytest and IPython hide that frame by its ``__tracebackhide__``. At debug
 level DETAIL all frames are kept. The exception handlers cost nothing until an exception is raised.
 
@@ -50,7 +50,7 @@ _BETWEEN = (
 
 
 class _BetweenFiles(dict[str, bool]):
-    """Cache, by file name, of whether a file is of this package or of torch."""
+    """Cache, by file name, of whether a file is of this package or torch."""
 
     def __missing__(self, file: str) -> bool:
         self[file] = found = file.startswith(_BETWEEN)
@@ -68,7 +68,7 @@ def program_frame(frame: FrameType) -> FrameType:
 
 
 def call_site() -> Site:
-    """Return the innermost program line that led here, None if there is none."""
+    """Return the innermost program line that led here, or None."""
     frame = program_frame(sys._getframe(1))
     file = frame.f_code.co_filename
     return None if is_between[file] else (file, frame.f_lineno)
@@ -85,7 +85,7 @@ def warn_caller(text: str, category: type[Warning] = UserWarning) -> None:
 def warn_once_at(
     place: tuple[str, int], text: Callable[[], str], category: type[Warning] = UserWarning
 ) -> None:
-    """Warn of ``text()`` at ``place``, a file and line, once for each category."""
+    """Warn of ``text()`` at ``place``, a file and line, once per category."""
     if (category, place) not in warned_places:
         warned_places.add((category, place))
         warnings.warn_explicit(text(), category, *place)
@@ -131,7 +131,7 @@ R = TypeVar("R")
 
 def end_here(error: BaseException) -> None:
     """Cut the traceback of ``error`` at the frame that caught it, unless program frames follow."""
-    # Keep it if a program frame follows, because the error then comes from the program.
+    # Keep the traceback if a program frame follows, because the program then raised the error.
     caught = error.__traceback__
     if caught is not None and not _keeps_all() and _find_program(caught) is None:
         caught.tb_next = None
@@ -189,7 +189,7 @@ def is_of_handler(error: BaseException) -> bool:
 
 
 def check_unnested(operation: str) -> None:
-    """Raise NestedCollectiveError if the calling main thread is already in a collective."""
+    """Raise NestedCollectiveError if the calling main thread is in a collective."""
     if not is_nested():
         return
     world = find_world()
@@ -205,7 +205,7 @@ def check_unnested(operation: str) -> None:
 
 
 def run_unnested(operation: str, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    """Call ``function`` as the collective ``operation`` of this thread.
+    """Call ``function`` as a collective of this thread.
 
     Raises:
         NestedCollectiveError: the thread is in a collective already.
@@ -222,7 +222,7 @@ def run_unnested(operation: str, function: Callable[P, R], *args: P.args, **kwar
 
 
 def never_nested(function: Callable[P, R]) -> Callable[P, R]:
-    """Wrap ``function`` as a collective, which raises if it is called inside another."""
+    """Wrap ``function`` as a collective, which raises if called inside another."""
     operation = function.__name__
 
     @one_frame
@@ -254,7 +254,7 @@ def stack_text(thread_id: int) -> str:
 
 
 def find_place(thread_id: int, call: str) -> str:
-    """Return the location of a thread (``train.py:8 in step``); "" if ``call`` contains it."""
+    """Return a thread's location (``train.py:8 in step``); "" if ``call`` contains it."""
     own = _own_frames(thread_id)
     if not own:
         return ""

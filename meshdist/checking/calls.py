@@ -43,7 +43,6 @@ class GroupFacts:
         ranks: the global ranks, in group order.
         rank: this rank's group rank.
         label: the communicator's label, equal on every rank; "" for none.
-        timeout: how long a collective may wait.
     """
 
     name: str
@@ -55,7 +54,6 @@ class GroupFacts:
 
     @property
     def here(self) -> str:
-        """The text "rank N", with this global rank."""
         return f"rank {self.ranks[self.rank]}"
 
 
@@ -68,7 +66,7 @@ class Call:
         data: its tensors' shapes and dtypes.
         op_number: its reduction's number, or None.
         root: the group rank of its source or destination, or None.
-        op_name: the operation name, equal on every rank; "" for a direct call.
+        op_name: equal on every rank; "" for a direct call.
         is_uneven: whether the sizes sent and received may differ between ranks.
         layouts: memory layouts that must be equal on every rank; else ().
         peer: for a message, the other side's group rank; None for any.
@@ -115,7 +113,6 @@ class Call:
 
     @property
     def is_send(self) -> bool:
-        """Return whether the call sends a message to a peer."""
         return self.operation in SENDING_OPERATIONS
 
     @property
@@ -168,7 +165,6 @@ class CallRecord(NamedTuple):
 
     @property
     def is_message(self) -> bool:
-        """Return whether the call is a send or a receive."""
         return self.call.tag is not None
 
     @property
@@ -203,7 +199,7 @@ class CallRecord(NamedTuple):
 
     @property
     def called(self) -> str:
-        """The call as in ``all_reduce((2,) float32, SUM) of the op_name``."""
+        """The call as in ``Call.text``, with all arguments."""
         return self.call.with_arguments([self.arguments])
 
     @property
@@ -264,13 +260,13 @@ def get_call(
 
 
 def get_message(operation: str, tensor: torch.Tensor, peer: int | None, tag: int) -> Call:
-    """Return the ``Call`` of a send to or a receive from member ``peer`` (None: any)."""
+    """Return the ``Call`` of a message to or from member ``peer`` (None: any)."""
     data = tensor.shape, tensor.dtype
     return calls[operation, data, None, None, "", False, (), peer, tag]
 
 
 def is_list(data: Data) -> bool:
-    """Return whether ``data`` describes a list of tensors, not a single tensor or none."""
+    """Return whether ``data`` describes a list of tensors."""
     return data is not None and not (data and isinstance(data[0], torch.Size))
 
 

@@ -125,7 +125,7 @@ _last_resort.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s
 def _follow() -> None:
     """Set the level of the logger "meshdist" by TORCH_CPP_LOG_LEVEL and the debug level."""
     level: Any = _CPP_LEVELS.get(os.environ.get("TORCH_CPP_LOG_LEVEL", "").upper())
-    if level is None:  # unset, or unknown: torch complains about that by itself
+    if level is None:  # unset, or unknown, which torch reports
         return
     if level == logging.INFO:
         level = _INFO_LEVELS[get_debug_level()]

@@ -3,8 +3,8 @@
 For each collective a rank writes a word to its table: the call's number and a fingerprint of
 collective, dtype, count, op and root. Then it reads the other ranks' words for this call. If two
 calls differ, the later rank detects it before it sends anything. No rank waits for another, so
-asynchronous calls still overlap. In uneven collectives, ranks also compare pair by pair the sizes
-that they send and receive. With a native core, sender and receiver compare messages in tag order.
+asynchronous calls overlap. In uneven collectives, ranks also compare the sizes sent and received,
+pair by pair. With a native core, sender and receiver compare messages in tag order.
 
 A write is one aligned 64-bit store by the interpreter, long before the loads that follow it.
 
@@ -66,11 +66,9 @@ class FingerprintTable:
     """The fingerprints that a rank publishes and compares with other ranks on its host.
 
     Args:
-        words: this process's shared words.
-        key: the key of this rank's region.
+        key: the key of this rank's region in ``words``.
         hosts: each rank's host number; ranks on other hosts are not compared.
         member: this rank's group rank.
-        regions: the other ranks' words.
         new_log: creates the native log of messages with another rank; without it, messages are not
             compared.
 
@@ -161,7 +159,7 @@ class FingerprintTable:
         return self._sees_all and not self._missing
 
     def leave(self) -> None:
-        """Announce to the other ranks that this process exits normally."""
+        """Announce that this process exits normally."""
         self._mine[self._left_word] = 1
 
     def enter(
@@ -188,7 +186,7 @@ class FingerprintTable:
         return self._differing(sequence, word, sent, taken)
 
     def look_again(self, sequence: int) -> list[int] | None:
-        """Return the ranks whose call differs from this rank's, None while some have not called."""
+        """Return the ranks whose call differs, None while some have not called."""
         # Call it before the words of that call are overwritten.
         place = sequence % WINDOW
         word = self._mine[place]

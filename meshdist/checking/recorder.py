@@ -12,32 +12,32 @@ from .calls import Call, CallRecord, GroupFacts
 from .debug_levels import shows_stacks
 
 NUM_NOTES = 128
-"""How many calls a recorder keeps, where no more are asked for."""
+"""The default number of calls that a recorder keeps."""
 FORGOTTEN = "its call is no longer known"
-"""The text for a call that is not kept any more."""
+"""The text for an overwritten call."""
 
-_moments = memoryview(bytearray(8)).cast("Q")  # one number, which the core counts on, too
+_moments = memoryview(bytearray(8)).cast("Q")  # one number, which the core also increments
 _making = ForkSafeLock()
 _NO_STACK: Sequence[str] = ()
 _SEQUENCE, _MOMENT, _NUM_NOTES = range(3)
 
 
 class Recorder:
-    """This rank's last calls on a communicator.
+    """The last calls of this rank on a communicator.
 
     Args:
-        num_notes: how many to keep; the native core keeps records of plain calls separately.
+        num_notes: how many to keep: the native core keeps plain calls, this object all others.
     """
 
-    # A note has the fields of ``CallRecord``: what is called, and a frame's code and position,
-    # which cost little to take. ``CallRecord`` makes text of it when a message needs it.
+    # A note has the fields of ``CallRecord``: the call, and a frame's code and position, which are
+    # cheap to read. ``CallRecord`` formats them only when a message needs them.
 
     def __init__(self, num_notes: int = NUM_NOTES) -> None:
         self._keeps_stacks = shows_stacks()
-        self.counts = memoryview(bytearray(24)).cast("Q")  # as a native caller counts them too
-        """``sequence``, ``moment`` and ``num_notes``, for those that want them at once."""
+        self.counts = memoryview(bytearray(24)).cast("Q")  # native callers also increment them
+        """``sequence``, ``moment`` and ``num_notes`` in one array."""
         self._notes: list[tuple[int, tuple[Any, ...]]] = [(0, ())] * num_notes
-        self._of_core: Any = None  # which keeps the notes that it makes
+        self._of_core: Any = None  # the native recorder, which keeps its own notes
         self._num_messages: dict[tuple[Any, ...], int] = {}
 
     @property
@@ -62,14 +62,14 @@ class Recorder:
         sizes: Sequence[Sequence[int]] = (),
     ) -> tuple[Any, ...]:
         """Record a call; return the record as a tuple."""
-        # A collective is the next in the members' common sequence. A message does not count there:
-        # it gets its number among those of its direction, peer and tag.
+        # Collectives are numbered in the members' common sequence. Messages are numbered separately
+        # for each direction, peer and tag, because only two members see them.
         counts, number = self.counts, 0
         if call.tag is None:
             counts[_SEQUENCE] += 1
         else:
             self._num_messages[call.kind] = number = self._num_messages.get(call.kind, 0) + 1
-        _moments[0] += 1  # in no step of which another thread goes on
+        _moments[0] += 1  # no other thread can run during this line
         counts[_MOMENT] = _moments[0]
         caller = sys._getframe(2)
         frame = program_frame(caller.f_back or caller)
@@ -106,7 +106,7 @@ class Recorder:
         fields = None if self._of_core is None else self._of_core.find(number)
         if fields is None:
             noted, fields = self._notes[number % size]
-            if noted != number:  # another thread notes a call just now
+            if noted != number:  # another thread is writing this note
                 return None
         return CallRecord(*fields)
 
@@ -115,11 +115,11 @@ class Recorder:
         return self._find(lambda note: note.sequence == sequence and not note.is_message)
 
     def find_message(self, *message: Any) -> CallRecord | None:
-        """Return a message's record by (is send, peer, tag, number), None if overwritten."""
+        """Return a message's record by (is send, peer, tag, number); None if overwritten."""
         return self._find(lambda note: (*note.call.kind, note.number) == message)
 
     def text_about(self, about: dict[str, Any]) -> str | None:
-        """Describe the call ``about``; FORGOTTEN if overwritten, None if not recorded.
+        """Describe the call ``about``; ``FORGOTTEN`` if overwritten, None if not recorded.
 
         Args:
             about: a collective's ``sequence``, a record's number as ``note``, or a ``message``'s

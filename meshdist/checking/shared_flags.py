@@ -17,25 +17,24 @@ from typing import NamedTuple
 
 from ..runtime.deadlines import Deadline
 
-_TOTAL_BYTES = 1 << 28  # of address space: memory is taken by what is written alone
+_TOTAL_BYTES = 1 << 28  # of address space: only written pages use memory
 TOTAL_WORDS = _TOTAL_BYTES // 8
 _DIRECTORY_WORDS = 1 << 13
 _PAGE_WORDS = mmap.PAGESIZE // 8
 SILENT_S = 1.0
 _NAME = "meshdist-words"
-_LINK = f"/memfd:{_NAME}"  # how the system's list of open files shows it
-# Words of the directory; an entry is a key and where it lies.
+_LINK = f"/memfd:{_NAME}"  # its name in the system's list of open files
+# Words of the directory; an entry is a key and the position of its region.
 _NONCE, _COUNT, _IS_FULL, _ENTRIES = 0, 1, 2, 3
 _MOST_ENTRIES = (_DIRECTORY_WORDS - _ENTRIES) // 2
 
 
 class FlagsAddress(NamedTuple):
-    """The address at which other processes of the host find a process's shared words.
+    """The address at which other processes of the host find shared words.
 
     Args:
-        pid: the process id.
-        file: its descriptor of that memory.
-        nonce: a random number stored at the start of the memory.
+        file: the process's descriptor of that memory.
+        nonce: a random number stored at its start.
     """
 
     pid: int
@@ -126,7 +125,7 @@ class SharedFlagsView:
 
     def __init__(self, address: FlagsAddress) -> None:
         self._path = path = f"/proc/{address.pid}/fd/{address.file}"
-        if not self._is_there():  # checked first: to open another file could have effects
+        if not self._is_there():  # checked first: opening another file could have effects
             raise OSError(f"{path} is no memory of meshdist")
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
@@ -142,7 +141,7 @@ class SharedFlagsView:
         """Return whether the process is alive and has not closed its shared words."""
         try:
             return self._is_there()
-        except PermissionError:  # it lives, and has changed its user
+        except PermissionError:  # it is alive, and has changed its user
             return True
         except OSError:
             return False
@@ -160,11 +159,10 @@ class SharedFlagsView:
         return words if len(words) == num_words and self._entry(key) == entry else None
 
     def is_full(self) -> bool:
-        """Return whether the process failed to reserve a region, so that regions may be missing."""
+        """Return whether the process failed to reserve a region, so regions may be missing."""
         return bool(self._words[_IS_FULL])
 
     def has(self, key: int) -> bool:
-        """Return whether a region under ``key`` still exists."""
         return self._entry(key) is not None
 
     def _entry(self, key: int) -> int | None:
@@ -177,8 +175,8 @@ class Regions:
     """The regions of a group's other members, found as soon as they exist.
 
     Args:
-        find: returns a member's shared words (None if inaccessible) and its region's key; None
-            while unknown.
+        find: returns a member's shared words (None if inaccessible) and region key; None while
+            unknown.
     """
 
     def __init__(self, find: Callable[[int], tuple[SharedFlagsView | None, int] | None]) -> None:
@@ -186,7 +184,7 @@ class Regions:
         self._found: dict[int, tuple[SharedFlagsView | None, int]] = {}
 
     def find(self, member: int, num_words: int) -> memoryview | None:
-        """Return ``num_words`` words of ``member``, or None while they cannot be found."""
+        """Return ``num_words`` words of ``member``, or None while not found."""
         view, key = self._look(member)
         return None if view is None else view.find(key, num_words)
 
@@ -204,12 +202,12 @@ class Regions:
         return self._found[member]
 
     def is_current(self, member: int) -> bool:
-        """Return whether a member's shared words, once found, are still reserved for this group."""
+        """Return whether a member's words, once found, are still reserved for this group."""
         view, key = self._found.get(member, (None, 0))
         return view is not None and view.has(key)
 
     def is_alive(self, member: int) -> bool:
-        """Return whether a member's words were found, and its process can still write them."""
+        """Return whether a member's words were found, and its process can still write."""
         view, _ = self._found.get(member, (None, 0))
         return view is not None and view.is_kept() and self.is_current(member)
 
@@ -222,14 +220,14 @@ class Heartbeats:
         regions: the regions of the ``num_lower`` lower processes.
     """
 
-    # Each counts its beats in words that it shares, and writes the number there that it tells:
+    # Each process counts its beats in shared words, next to the number that it publishes:
     #
-    #     rank 0   beat 812   tells 3
-    #     rank 1   beat 809   tells 3     reads the words of rank 0
-    #     rank 2   beat 811   tells 3     reads the words of rank 0
+    #     rank 0   beat 812   number 3
+    #     rank 1   beat 809   number 3     reads the words of rank 0
+    #     rank 2   beat 811   number 3     reads the words of rank 0
     #
-    # Where rank 0 ends its words are gone; where it is stopped, or gets no time, they show the same
-    # beat for a second, and rank 1 is the lowest until rank 0 beats again.
+    # If rank 0 ends, its words disappear. If it is stopped or starved, its beat stays equal for a
+    # second. Then rank 1 counts as the lowest until rank 0 beats again.
 
     def __init__(self, mine: memoryview | None, regions: Regions, num_lower: int) -> None:
         self._mine, self._regions = mine, regions
