@@ -77,7 +77,7 @@ def is_dying(pid: int) -> bool:
 
 
 class Launch:
-    """Children of one launch and their descendants; none of them outlives this process."""
+    """Children of one launch and their descendants; none outlives this process."""
 
     # With process file descriptors (Linux), exits are seen in their true order. Not thread-safe.
 
@@ -164,7 +164,7 @@ class Launch:
         self._note_exit(rank, code)
 
     def _await_dying(self) -> None:
-        """Wait briefly for children that are about to end, and record their exits first."""
+        """Wait briefly for children about to end, and record their exits first."""
         dying = [rank for rank, child in self.running.items() if is_dying(child.pid)]
         grace = Deadline(_ANSWER_S)
         for rank in dying:
@@ -246,7 +246,7 @@ class Guard:
             self._process.stdin.write(f"{pid}\n".encode())
 
     def dismiss(self) -> None:
-        """Stop the guard process, after all other processes of the launch have ended."""
+        """Stop the guard process, after the launch's other processes have ended."""
         assert self._process.stdin is not None
         self._process.kill()
         self._process.wait()

@@ -4,9 +4,8 @@ A launch marks its processes' environment. Children inherit the mark, so the tre
 after parents have died or sessions have changed. The guard process waits on a pipe held only by the
 launcher: the system closes it however the launcher dies, and the guard then kills the tree.
 
-With other arguments, the script removes a directory after a process has ended.
-
-It runs as a plain script, so it imports only the standard library.
+With other arguments, the script removes a directory after a process has ended. It runs as a plain
+script, so it imports only the standard library.
 """
 
 from __future__ import annotations

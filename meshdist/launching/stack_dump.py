@@ -53,7 +53,7 @@ def ask_where(folder: str) -> None:
 
 
 def read_answers(folder: str) -> dict[int, bytes]:
-    """Return each rank's answer in ``folder``; b"" if the rank has not answered yet."""
+    """Return each rank's answer in ``folder``; b"" if not answered yet."""
     answers = {}
     for name in os.listdir(folder):
         rank = name.removeprefix("rank-")
