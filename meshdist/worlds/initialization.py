@@ -78,7 +78,7 @@ def init_process_group(
         rank: This process's rank; overrides RANK. Optional with tcp:// and file://, which number
             ranks in order of arrival.
         store: A shared store; needs ``rank`` and ``world_size``.
-        group_name: Lets process groups with different names initialize at the same address.
+        group_name: Separates several process groups at the same address.
         pg_options: Options of the backend.
         device_id: This rank's device; NCCL then connects immediately.
 
@@ -86,8 +86,7 @@ def init_process_group(
         ArgumentError, KindError: An argument is invalid or contradicts another; nothing was sent.
         BackendError: The backend is unknown or unusable on this machine; nothing was sent.
         RendezvousError: The ranks did not find each other; the text names the missing ranks.
-        WorldError: The process group is already initialized, or was initialized lazily with
-            different arguments.
+        WorldError: Already initialized, or initialized lazily with different arguments.
     """
     check_timeout(timeout)
     backends = parse_backends(backend)
@@ -112,7 +111,7 @@ def init_process_group(
     if found is not None:
         found.check_usable()
         if not found.first_touch:
-            install_world(found)  # raises: there is one
+            install_world(found)  # raises because a world exists
         take_over(
             found,
             None if backend is None else backends,
@@ -157,8 +156,7 @@ def destroy_process_group(group: GroupLike = None) -> None:
     can initialize again afterwards, also at the same address.
 
     Args:
-        group: None means the world and all groups. Does nothing for
-            ``GroupMember.NON_GROUP_MEMBER``.
+        group: None for the world and all groups. ``GroupMember.NON_GROUP_MEMBER`` does nothing.
 
     Raises:
         MismatchError: The last calls of two hosts differ; the group is closed.
@@ -232,7 +230,7 @@ def _end(world: World) -> None:
 
 
 def end_orphan() -> None:
-    """Close this process's world if it reuses a torch world that has ended."""
+    """Close this process's world if it reuses an ended torch world."""
     world = find_world()
     if world is not None and world.is_orphan and not world.is_closed:
         _end(world)

@@ -73,8 +73,7 @@ def get_rank(group: GroupLike = None) -> int:
 def get_world_size(group: GroupLike = None) -> int:
     """Return the number of ranks in ``group``, or -1 if this process is not a member.
 
-    Works in forked children, too. Before initialization, reads the size from torch.distributed or
-    the launcher's variables, without communication.
+    Works in forked children and before initialization, as ``get_rank``.
 
     Args:
         group: None means the world.
@@ -175,27 +174,27 @@ def is_backend_available(backend: str) -> bool:
 
 
 def is_gloo_available() -> bool:
-    """Return whether the backend "gloo" can be used on this machine."""
+    """Return whether this machine can use the backend "gloo"."""
     return is_backend_available("gloo")
 
 
 def is_nccl_available() -> bool:
-    """Return whether the backend "nccl" can be used on this machine."""
+    """Return whether this machine can use the backend "nccl"."""
     return is_backend_available("nccl")
 
 
 def is_mpi_available() -> bool:
-    """Return whether the backend "mpi" can be used on this machine."""
+    """Return whether this machine can use the backend "mpi"."""
     return is_backend_available("mpi")
 
 
 def is_ucc_available() -> bool:
-    """Return whether the backend "ucc" can be used on this machine."""
+    """Return whether this machine can use the backend "ucc"."""
     return is_backend_available("ucc")
 
 
 def is_xccl_available() -> bool:
-    """Return whether the backend "xccl" can be used on this machine."""
+    """Return whether this machine can use the backend "xccl"."""
     return is_backend_available("xccl")
 
 
