@@ -123,7 +123,7 @@ _IN_A_WORLD = [
 
 
 def where_else(name: str, module: str = _PACKAGE) -> str | None:
-    """Return a message on where torch or JAX has ``name``; None for any other name.
+    """Return a message on where torch or JAX has ``name``; None for others.
 
     Args:
         module: the module of meshdist that lacks it.

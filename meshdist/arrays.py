@@ -3,9 +3,9 @@
 A NumPy or CuPy array becomes a torch tensor that shares its memory, so in-place collectives write
 the caller's array. Libraries are looked up in ``sys.modules``, never imported.
 
-CuPy uses separate streams. ``as_tensor`` imports by DLPack, which makes torch's current stream wait
-for CuPy's queued work; ``like`` exports the same way. The function from ``find_hand_back`` makes
-CuPy's current stream wait for torch's work on arrays that a collective used.
+``as_tensor`` imports CuPy arrays by DLPack, which makes torch's current stream wait for CuPy's
+queued work; ``like`` exports the same way. The function from ``find_hand_back`` makes CuPy's
+current stream wait for torch's work on arrays that a collective used.
 """
 
 from __future__ import annotations
@@ -288,7 +288,6 @@ class _AsIfWritable:
 
 
 def _check_memory(array: Any, argument: str, operation: str) -> None:
-    """Raise if torch lacks the array's dtype, byte order or strides."""
     dtype = array.dtype
     if dtype.name not in _SHARED_DTYPES:
         raise DtypeError(

@@ -22,12 +22,12 @@ class DtypeFacts:
 
     Args:
         group: similar dtypes that share an entry in the table of capabilities.
-        wide: the dtype for reductions if a backend lacks this dtype or rounds too often in it.
+        wide: the dtype for reductions if a backend lacks this dtype or rounds too often.
         same_bits: a dtype of equal or half width with bitwise equal sums, for libraries without
             this dtype.
         mpi: the name of the MPI datatype; "" if MPI can only move it.
         is_in_c10d: whether all c10d backends support it; other dtypes move as bytes.
-        is_in_numpy: whether NumPy and CuPy have it, under the same name.
+        is_in_numpy: whether NumPy and CuPy have it under this name.
         in_files: the name in safetensors files; "" if they lack it.
     """
 

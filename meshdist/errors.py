@@ -187,7 +187,7 @@ class MismatchError(BackendError, ValueError):
 
 
 class CollectiveTimeoutError(BackendError, TimeoutError):
-    """A collective, a connection setup or a rendezvous exceeded its timeout."""
+    """A collective, connection setup or rendezvous exceeded its timeout."""
 
 
 class AbortedError(BackendError):

@@ -64,7 +64,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False)
 class Route:
-    """The route of the rows of one ``dispatch``, which ``combine`` reverses.
+    """The route of the rows of a ``dispatch``, which ``combine`` reverses.
 
     Attributes:
         counts: rows per expert of this rank, in order; int64, in the library and on the device of
@@ -109,7 +109,7 @@ def dispatch(
         ``counts``.
 
     Gradient:
-        ``combine`` without weights: a token gets the sum of the gradients of its rows.
+        ``combine`` without weights: a token gets the sum of its rows' gradients.
 
     Cost:
         An all-to-all of 2 p + num_experts int64 per rank, and an all-to-all of n k rows.
@@ -149,7 +149,7 @@ def dispatch(
 
 @one_frame
 def combine(rows: T, route: Route, weights: Any = None) -> T:
-    """Send rows back to their tokens; return the weighted sum of the rows of each token.
+    """Send rows back to their tokens; return the weighted sum of each token's rows.
 
     Varying -> varying. It reverses ``dispatch``.
 
@@ -246,7 +246,6 @@ def _dispatch(tokens: Any, experts: Any, axes: DeviceMesh, num_experts: int) -> 
 
 
 def _check_here(x: torch.Tensor, chosen: torch.Tensor, group: ProcessGroup) -> None:
-    """Raise unless the ``chosen`` experts match the tokens ``x`` of this rank."""
     where = f"rank {group.world.rank}, {group.name}"
     is_whole = not (chosen.is_floating_point() or chosen.is_complex())
     if not is_whole or chosen.dtype == torch.bool:
@@ -379,5 +378,4 @@ class _Added(LinearFunction):
 
 
 def _row_text(x: torch.Tensor) -> str:
-    """Return the shape and dtype of a row of ``x``."""
     return f"rows of {shape_text(x.shape[1:])}, {dtype_name(x.dtype)}"

@@ -19,7 +19,7 @@ _DOORS = (_PACKAGE, f"{_PACKAGE}.distributed", f"{_PACKAGE}.lax")
 
 
 class LazyNames:
-    """The names that a module's stub imports, loaded from the package at first use."""
+    """The names that a module's stub imports, loaded at first use."""
 
     def __init__(self, module: str, file: str) -> None:
         """Read the stub of ``module``: its ``file`` with "i" appended."""

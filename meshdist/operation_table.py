@@ -1,4 +1,4 @@
-"""Define all operations in two tables, from which other lists of collectives are derived.
+"""Define all operations in two tables; other lists of collectives derive from them.
 
 ``OPERATIONS`` are public; ``BACKEND_OPERATIONS`` of a communicator execute them. Import only the
 standard library: the command line must not load torch.
@@ -116,11 +116,10 @@ class OperationSpec:
     """A public operation.
 
     Args:
-        backend_operations: the operations of a communicator that execute it.
         parameters: its parameters except the group; a root comes last.
         kind: the type of its output over the group's axes: "I" if equal on all ranks, else "V".
         torch_method: the signature in torch's process groups, or None.
-        alias_of: torch's older name of the same operation, or "".
+        alias_of: torch's older name, or "".
         is_plain: whether a single backend operation executes it.
     """
 

@@ -77,7 +77,6 @@ def as_backend_tensor(
 
 
 def _check_unwrapped(x: Any, argument: str, operation: str) -> None:
-    """Raise if a torch.func transform has wrapped ``x``."""
     if isinstance(x, torch.Tensor) and is_wrapped(x):
         raise KindError(
             f"torch.func cannot transform {operation}, which works in place",
@@ -89,7 +88,6 @@ def _check_unwrapped(x: Any, argument: str, operation: str) -> None:
 
 
 def _check_no_tangent(x: Any, argument: str, operation: str) -> None:
-    """Raise if ``x`` is a dual tensor (forward-mode AD)."""
     is_seen = isinstance(x, torch.Tensor) and torch._C._is_fwd_grad_enabled()
     if is_seen and forward_ad.unpack_dual(x).tangent is not None:
         raise GradientError(
@@ -102,7 +100,6 @@ def _check_no_tangent(x: Any, argument: str, operation: str) -> None:
 
 
 def check_stored(tensor: torch.Tensor, argument: str, operation: str) -> None:
-    """Raise if a tensor has elements but no memory."""
     if tensor.numel() and not tensor.is_meta and not tensor.data_ptr():
         raise ArgumentError(
             f"{operation} cannot use {argument} because it has no memory",
@@ -114,7 +111,6 @@ def check_stored(tensor: torch.Tensor, argument: str, operation: str) -> None:
 
 
 def check_not_expanded(tensor: torch.Tensor, argument: str, operation: str) -> None:
-    """Raise if elements of a tensor share memory."""
     layout = zip(tensor.shape, tensor.stride(), strict=True)
     if tensor.numel() and any(size > 1 and step == 0 for size, step in layout):
         raise ArgumentError(
@@ -172,7 +168,6 @@ def find_peer(
 
 
 def _plain_int(rank: Any, argument: str, operation: str) -> int:
-    """Return ``rank`` as an int; or raise."""
     if type(rank) is int:
         return rank
     return get_integer(rank, f"{operation}: {argument}", expected="a rank")

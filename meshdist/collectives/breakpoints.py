@@ -39,7 +39,7 @@ def breakpoint(rank: int = 0, skip: int = 0, timeout_s: float | None = 3600) -> 
         skip: how many passes of this line to skip.
         timeout_s: seconds that the other ranks wait; None uses the world's timeout.
 
-    The debugger reads the process's standard input. Simulated ranks have no timeouts.
+    The debugger reads standard input. Simulated ranks have no timeouts.
 
     Raises:
         KindError, ArgumentError: a wrong ``rank``, ``skip`` or ``timeout_s``.

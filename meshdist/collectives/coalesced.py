@@ -1,9 +1,9 @@
 """Run torch's collectives on several tensors at once: ``coalesced``, or one tensor per device.
 
-torch's old ``multigpu`` collectives take a tensor per device of a process: each process reduces its
-tensors, communicates once, and copies the result to its list. All tensors have the same dtype and
-element count, and all ranks pass equally long lists. CPU tensors, NumPy and CuPy arrays work too.
-The rules of ``tensor_collectives`` apply.
+torch's old ``multigpu`` collectives take a tensor per device: each process reduces its tensors,
+communicates once, and copies the result to its list. All tensors have the same dtype and element
+count, and all ranks pass equally long lists. CPU tensors and arrays work too. The rules of
+``tensor_collectives`` apply.
 """
 
 from __future__ import annotations

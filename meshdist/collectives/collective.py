@@ -179,7 +179,6 @@ class Collective(OperationCall):
     # -- checks -----------------------------------------------------------------------------------
 
     def _check_apart(self) -> None:
-        """Raise if two arrays that the collective writes overlap in memory."""
         # ``[x] * 3`` would keep only the last result. Arrays with gaps, like columns of a matrix,
         # may interleave, so only their first elements are compared.
         spans = [
@@ -255,7 +254,6 @@ class Collective(OperationCall):
     def check_same_size(
         self, tensor: torch.Tensor, other: torch.Tensor, names: tuple[str, str]
     ) -> None:
-        """Raise unless both tensors have equally many elements."""
         if tensor.numel() != other.numel():
             shapes = (shape_text(tensor.shape), shape_text(other.shape))
             raise ShapeError(

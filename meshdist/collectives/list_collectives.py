@@ -178,7 +178,7 @@ def all_to_all(
     group: GroupLike = None,
     async_op: bool = False,
 ) -> Work | None:
-    """Exchange tensors: send entry j of a list to rank j, and receive a tensor from each rank.
+    """Send entry j of a list to rank j, and receive a tensor from each rank.
 
     Args:
         output_tensor_list: one array per rank, as large as that rank's tensor for this rank.

@@ -239,7 +239,6 @@ _RECIPES = {
 
 
 def check_devices(call: Collective, tensors: Sequence[torch.Tensor], argument: str) -> None:
-    """Raise unless all tensors are on one device."""
     names = (f"an entry of {argument}", f"{argument}[0]")
     for tensor in tensors:
         call.check_same_device(tensor, tensors[0], names)

@@ -99,7 +99,6 @@ def find_device(target: ProcessGroup, given: Any, operation: str) -> torch.devic
 
 
 def check_is_list(given: Any, argument: str, operation: str, *, is_written: bool) -> None:
-    """Raise KindError unless ``given`` is a list, or a tuple that is only read."""
     if not isinstance(given, list if is_written else (list, tuple)):
         raise KindError(
             f"{operation}: {argument} must be a list",
@@ -187,7 +186,6 @@ class Rounds(Collective):
         return sizes
 
     def empty(self, num_bytes: int) -> torch.Tensor:
-        """Return ``num_bytes`` of uninitialized CPU memory."""
         return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
 
     def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -379,7 +379,6 @@ class _Conversation:
 def _check_same_length(
     num_sent: int, sender: int, num_taken: int, receiver: int, target: ProcessGroup
 ) -> None:
-    """Raise the same error on both sides of a message if their lists differ in length."""
     if num_sent != num_taken:
         found = f"rank {sender} sends {num_sent} entries\nrank {receiver} receives {num_taken}"
         raise other_length("send_object_list", target, found)

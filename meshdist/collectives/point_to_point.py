@@ -290,7 +290,6 @@ def open_device_group(target: ProcessGroup, message: OperationArgs) -> DeviceGro
 
 
 def check_not_me(target: ProcessGroup, peer: int | None, operation: str, other: str = "") -> None:
-    """Raise if ``peer`` is this rank; the error recommends ``other``."""
     if peer == target.rank():
         raise ArgumentError(
             f"{operation} between a rank and itself would never return",

@@ -2,7 +2,7 @@
 
 torch's profiler shows the collective's name, group and tensor bytes (none for objects):
 ``meshdist::all_reduce axis 'tp' of DeviceMesh(dp=2, tp=2) 4096 bytes``. torch.compile breaks its
-graph at the call. Without both, a call costs almost nothing extra.
+graph at the call.
 """
 
 from __future__ import annotations

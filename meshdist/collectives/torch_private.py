@@ -114,7 +114,7 @@ def version_of(tensor: torch.Tensor) -> int:
 
 
 def hidden_from_modes(function: _F) -> _F:
-    """Return ``function`` wrapped so that no dispatch mode of torch sees its calls."""
+    """Return ``function`` wrapped so that no torch mode sees its calls."""
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -98,8 +98,8 @@ def agree(
 
     Args:
         texts: by label; other labels or another order are a difference.
-        tensors: dense, by label. A text under the same label replaces the comparison of shape and
-            dtype, which precedes values.
+        tensors: dense, by label. A text under a tensor's label replaces the comparison of shape and
+            dtype.
         op_name: names the comparison if ranks call different collectives.
         device: where digests are reduced; None for the group's first.
     """
@@ -168,7 +168,7 @@ def _find_different(
     group: ProcessGroup,
     show: Callable[[Iterable[tuple[int, Any]], str], str],
 ) -> Difference | None:
-    """Return how short values by label differ between ranks, None if none do; collective.
+    """Return how short values by label differ between ranks, or None; collective.
 
     Args:
         show: formats pairs of rank and value, with a separator.

@@ -9,7 +9,7 @@
 
 The rules of ``reductions`` apply. ``ragged_all_to_all`` exchanges slices of different sizes,
 V -> V; its transpose swaps offsets and sizes, and the gradient of ``output`` is zero in received
-rows. It selects, exchanges and places rows; each step has a derivative, and only the exchange
+rows. Each of its steps (select, exchange and place rows) has a derivative; only the exchange
 communicates.
 """
 
@@ -278,11 +278,7 @@ def blocks_to_swap(x: torch.Tensor, group: ProcessGroup, axis: int) -> tuple[tor
 def ppermute(
     x: torch.Tensor, group: ProcessGroup, perm: Sequence[Any] = (), *, leaf_name: str = "x"
 ) -> torch.Tensor:
-    """Send ``x`` from source to destination of each pair; other ranks get zeros; V -> V.
-
-    Args:
-        perm: pairs (source, destination) of group ranks.
-    """
+    """Send ``x`` from source to destination of each pair; other ranks get zeros; V -> V."""
     op_name = lax_name("ppermute", leaf_name, x.shape)
     return call_function(_Ppermute, x, group, _checked_pairs(perm, group), op_name)
 

@@ -127,7 +127,6 @@ class LinearFunction(Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        """Store the other arguments and the program line on the node."""
         ctx.rest = inputs[1:]
         if inputs[0].requires_grad:
             keep_line(ctx, *inputs[:2])

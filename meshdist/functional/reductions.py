@@ -161,7 +161,6 @@ class InvariantFunction(LinearFunction):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        """Store the arguments, the program line and the number of the call."""
         LinearFunction.setup_context(ctx, inputs, output)
         keep_number(ctx, *inputs[:2])
 

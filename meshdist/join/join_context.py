@@ -77,7 +77,7 @@ def _is_of_torch(joinable: object) -> bool:
 
 
 class Join:
-    """Let ranks run unequal numbers of steps; all ranks leave the context together.
+    """Let ranks run unequal numbers of steps; all leave the context together.
 
     A rank that leaves the loop *joins*: until every rank has joined, it runs each joinable's
     ``main_hook`` once per step of the other ranks, and shadows their collectives. Then all run each

@@ -25,7 +25,7 @@ _OUT, _HAS_DATA, _FAILED = range(3)
 
 
 class Uneven(Generic[T]):
-    """An iterable of (batch, weight) that has the same length on every rank of a group.
+    """An iterable of (batch, weight), equally long on every rank.
 
     Attributes:
         num_active: the number of ranks with data at this step.

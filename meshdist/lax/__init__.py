@@ -1,4 +1,4 @@
-"""JAX's names for communication along a mesh axis: functional, differentiable, on pytrees.
+"""JAX's collectives along a mesh axis: functional, differentiable, on pytrees.
 
 ``axis_name`` is an axis of the current mesh (``with mesh:``, or ``mesh=``), a tuple of axes,
 flattened with the first as major, or a 1-D mesh, ``mesh["tp"]``. ``x`` is an array of torch, NumPy

@@ -84,7 +84,7 @@ def on_leaves(
 
 
 def names_no_axis(axis_name: object) -> bool:
-    """Return whether ``axis_name`` is an empty tuple or list, for a group of one rank."""
+    """Return whether ``axis_name`` is an empty tuple or list."""
     return not axis_name and isinstance(axis_name, (tuple, list))
 
 
@@ -307,7 +307,6 @@ def _alone(operation: str, axis: DeviceMesh, mesh: DeviceMesh | None, argument: 
 
 
 def reject_groups(operation: str, axis_index_groups: Any, axes: DeviceMesh) -> None:
-    """Raise for ``axis_index_groups``, with a fix for the ``axes`` of the call."""
     names = axes.axis_names or (0,)
     mesh = "mesh" if len(names) == 1 else f"mesh.flatten({names})"
     axis = names[0] if len(names) == 1 else "_".join(map(str, names))
