@@ -30,7 +30,7 @@ def init_device_mesh(
     """Create a row-major mesh of ranks 0, 1, 2, ...; collective over its ranks.
 
     Initializes meshdist on first use. With "cuda" it selects this rank's device, unless the program
-    has chosen one already.
+    has.
 
     Args:
         device_type: "cpu", "cuda", ..., without an index.
@@ -38,11 +38,11 @@ def init_device_mesh(
         mesh_dim_names: one name per axis.
         backend_override: as in torch, by axis: a backend name, backend options, or both.
         axis_options: AxisOptions by axis name or index.
-        timeout: how long to wait for the ranks, and for collectives on axes without a timeout.
+        timeout: for creating the mesh, and for collectives on axes without a timeout.
         open_groups: if False, groups open in ``warmup()`` or on first use.
 
     Returns:
-        The mesh, equal on every rank. On ranks outside of it, ``get_coordinate()`` is None.
+        The mesh, equal on every rank. Outside of it, ``get_coordinate()`` is None.
 
     Raises:
         MeshError: If a size is 0, two sizes are -1, or the world has too few ranks.
@@ -78,7 +78,7 @@ def make_mesh(
     """Create a mesh with JAX's signature; collective over its ranks. See ``init_device_mesh``.
 
     Args:
-        axis_shapes: the size of each axis; one size may be -1, which is inferred from the world.
+        axis_shapes: the size of each axis; one size may be -1.
         axis_names: one name per axis.
         device_type: None means "cuda" if there is a GPU, else "cpu".
 

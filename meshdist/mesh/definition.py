@@ -70,7 +70,7 @@ def check_device(device_type: str, *, is_planned: bool = False) -> None:
 
 
 def select_device(device_type: str, world: World) -> torch.device | None:
-    """Return this rank's CUDA device, set if the program set none; None for other types."""
+    """Return this rank's CUDA device, set if the program set none; else None."""
     if device_type != "cuda":
         return None
     bound = world.device if world.device is not None and world.device.type == "cuda" else None
@@ -123,7 +123,7 @@ class AxisOptions:
 
 @dataclass(frozen=True)
 class MeshDefinition:
-    """A mesh without groups: world, device type, layout and options of axes."""
+    """A mesh without groups."""
 
     world: World
     device_type: str
@@ -145,7 +145,7 @@ class MeshDefinition:
         return max(options.timeout or default for options in self.options)
 
     def entries(self) -> dict[str, Any]:
-        """Return the properties that must be equal on all ranks, as a dict for JSON."""
+        """Return the properties that must be equal on all ranks."""
         return {
             "text": self.text,
             "device_type": self.device_type,
@@ -181,7 +181,7 @@ class MeshDefinition:
             group.connect(device)
 
     def open_groups(self, groups: Sequence[ProcessGroup]) -> None:
-        """Agree with all ranks of the mesh on its definition; open this rank's group per axis."""
+        """Agree with all ranks on the definition; open this rank's group per axis."""
         device = select_device(self.device_type, self.world)
         members = tuple(self.layout.ranks().ravel().tolist())
         offer: dict[str, tuple[str, tuple[int, ...]]] = {}
@@ -204,7 +204,7 @@ class MeshDefinition:
             world_group(self.world).has_devices = True
 
     def outside_error(self, call: str, whole: Layout) -> NotInGroupError:
-        """Return the error of ``call`` on a rank outside of the root mesh's layout ``whole``."""
+        """Return the error of ``call`` on a rank outside the mesh."""
         ranks = whole.ranks().ravel().tolist()
         return NotInGroupError(
             f"{call} on a mesh that does not contain this rank",
@@ -217,7 +217,7 @@ class MeshDefinition:
 
     @staticmethod
     def concatenate(parts: Sequence[MeshDefinition]) -> MeshDefinition:
-        """Return the definition of the mesh with the axes of all parts, in order."""
+        """Return the mesh with the axes of all parts, in order."""
         if not parts:
             raise MeshError("concatenate needs at least one mesh", expected="at least one")
         first = parts[0]
@@ -231,7 +231,7 @@ class MeshDefinition:
         return replace(first, layout=layout, options=options)
 
     def names_to_slice(self, axes: object) -> tuple[str, ...]:
-        """Return ``axes`` of ``mesh[axes]`` as a tuple of names; raise unless they can slice."""
+        """Return ``axes`` of ``mesh[axes]`` as a tuple of names, checked."""
         if not isinstance(axes, Hashable):
             raise AxisError(f"a mesh must be sliced by axis names, not by {axes!r}")
         if self.layout.names is None:
@@ -260,7 +260,7 @@ def define_mesh(
     *,
     open_groups: bool = True,
 ) -> MeshDefinition:
-    """Return the checked definition of a mesh; initializes the world if there is none.
+    """Return the checked definition of a mesh; initializes the world if needed.
 
     Args:
         layout_in: returns the layout for a world size.
@@ -279,7 +279,7 @@ def define_mesh(
 
 
 def _holds_rank_0_alone(layout_in: Callable[[int], Layout]) -> bool:
-    """Return whether the layout is rank 0 alone in any world."""
+    """Return whether the layout is only rank 0 in any world."""
     try:
         layout = layout_in(2)  # A size of -1 becomes 2 here.
     except MeshdistError:  # The same error is raised when the world's size is known.
@@ -293,11 +293,7 @@ def options_of_axes(
     backend_override: Mapping[str | int, Any] | None = None,
     timeout: timedelta | None = None,
 ) -> tuple[AxisOptions, ...]:
-    """Return the checked options of each axis of ``layout``, in axis order.
-
-    Args:
-        timeout: for axes without a timeout.
-    """
+    """Return the checked options of each axis of ``layout``."""
     chosen: dict[int, AxisOptions] = {}
     for what, given in (("axis_options", axis_options), ("backend_override", backend_override)):
         if given is not None and not isinstance(given, Mapping):
@@ -346,7 +342,7 @@ def _from_torch_form(value: Any) -> AxisOptions:
 
 
 def layout_of_ranks(mesh: Any, names: Sequence[str] | None, world_size: int) -> Layout:
-    """Return the layout of an array of ranks, or a given Layout; raise if the world lacks ranks."""
+    """Return the layout of ranks or a Layout; raise if the world lacks ranks."""
     if not isinstance(mesh, Layout):
         return Layout.from_ranks(mesh, names, world_size=world_size)
     if names is not None:
@@ -371,7 +367,7 @@ def definition_of_groups(
     mesh: Any,
     names: Sequence[str] | None,
 ) -> tuple[MeshDefinition, tuple[ProcessGroup, ...]]:
-    """Return a mesh's definition on existing groups, and these in axis order; or raise."""
+    """Return a mesh's definition on existing groups, and these in axis order."""
     check_device_type(device_type)
     is_one = isinstance(group, ProcessGroup)
     groups = tuple(map(resolve_group, [group] if isinstance(group, ProcessGroup) else group))
@@ -406,7 +402,6 @@ def definition_of_groups(
 
 
 def _options_of(group: ProcessGroup, device_type: str) -> AxisOptions:
-    """Return the options of an axis whose group is ``group``."""
     backend = group.backends.get(device_type)
     return AxisOptions(
         backend=None if backend == group.world.backends.get(device_type) else backend,

@@ -47,7 +47,7 @@ class DeviceMesh:
     rank at every coordinate are equal.
 
     Args:
-        device_type: the device type of the tensors, without an index: "cpu", "cuda", ...
+        device_type: the tensors' device type, without an index: "cpu", "cuda", ...
         mesh: global ranks in any order, one dim per axis: an array, tensor or nested sequence; or a
             Layout, which has axis names.
         mesh_dim_names: one name per axis.
@@ -89,7 +89,7 @@ class DeviceMesh:
 
     @classmethod
     def from_definition(cls, definition: MeshDefinition, **how: Any) -> DeviceMesh:
-        """Return the mesh of a checked definition; collective if it opens groups."""
+        """Return the mesh of a checked definition; collective if groups open."""
         mesh = object.__new__(cls)
         mesh._set_up(definition, **how)
         return mesh
@@ -102,10 +102,10 @@ class DeviceMesh:
         groups: tuple[ProcessGroup, ...] | None = None,
         open_groups: bool = False,
     ) -> None:
-        """Set the attributes; every constructor calls this.
+        """Set the attributes.
 
         Args:
-            root: the mesh that this mesh was derived from; None for the mesh itself.
+            root: the mesh that this mesh was derived from, or None.
             groups: the groups of its axes; None creates them.
         """
         coordinate = definition.layout.coordinate_of(definition.world.rank)
@@ -171,7 +171,7 @@ class DeviceMesh:
     def _new_group(
         self, definition: MeshDefinition, axes: tuple[int, ...], *, opens: bool = False
     ) -> ProcessGroup:
-        """Return a group over ``axes`` of a derived mesh; opens it if this mesh has open groups."""
+        """Return a group over ``axes`` of a derived mesh, opened if this mesh has open groups."""
         group = definition.make_group(axes)
         self._own_groups.append(group)
         if opens or any(mine.is_open for mine in self._groups):
@@ -222,7 +222,7 @@ class DeviceMesh:
         return self.world.rank
 
     def get_coordinate(self) -> tuple[int, ...] | None:
-        """Return this rank's coordinate, or None on a rank outside the mesh."""
+        """Return this rank's coordinate, or None outside the mesh."""
         return self._coordinate
 
     def get_local_rank(self, mesh_dim: Axis | None = None) -> int:
@@ -237,7 +237,7 @@ class DeviceMesh:
         return self._groups[self._own_axis(mesh_dim, "get_group")]
 
     def backend_of(self, axis: Axis) -> str:
-        """Return the configured backend of an axis, which is equal on all ranks."""
+        """Return an axis's configured backend, which is equal on all ranks."""
         asked = self._definition.options[self.layout.axis_index(axis)].backend
         return asked or self.world.backends.get(self.device_type, "")
 
@@ -249,7 +249,7 @@ class DeviceMesh:
     def open_group(self) -> ProcessGroup:
         """Return the group over all axes of this mesh, row-major.
 
-        On a mesh of several axes, the first call opens the group, collectively over its members.
+        The first call opens it, collectively over its members, unless the mesh has a single axis.
         """
         if self._coordinate is not None and len(self._groups) == 1:
             return self._groups[0]
@@ -265,7 +265,7 @@ class DeviceMesh:
     def __getitem__(self, axes: Axis | tuple[Axis, ...] | list[str]) -> DeviceMesh:
         """Return the submesh of these axes, in this order, that contains this rank; opens nothing.
 
-        On a rank outside the mesh, the submesh has no coordinate.
+        Outside the mesh, it has no coordinate.
         """
         try:
             return self._derived[axes]
@@ -351,7 +351,7 @@ class DeviceMesh:
         """Return the mesh of ``layout`` with the options and groups of the axes ``kept``.
 
         Args:
-            new: the axes of ``layout`` that get new groups, opened if this mesh's groups are open.
+            new: axes that get new groups, opened if this mesh's groups are open.
         """
         options = tuple(self._definition.options[index] for index in kept)
         definition = replace(self._definition, layout=layout, options=options)
@@ -374,7 +374,7 @@ class DeviceMesh:
     def abort(self, reason: str = "mesh.abort() was called") -> None:
         """Abort the groups of this mesh: every rank that waits in one of them raises.
 
-        Other meshes that share a communicator with this mesh become unusable too. An axis with
+        Meshes that share a communicator with it become unusable too. An axis with
         ``AxisOptions(private=True)`` shares none.
         """
         for group in (*self._groups, self._flat_group):
@@ -498,7 +498,7 @@ class DeviceMesh:
 
 
 def coordinate_in(mesh: DeviceMesh, call: str) -> tuple[int, ...]:
-    """Return this rank's coordinate in ``mesh``; raise an error of ``call`` outside of it."""
+    """Return this rank's coordinate in ``mesh``; else raise an error of ``call``."""
     if mesh._coordinate is None:
         raise mesh._definition.outside_error(call, mesh.root.layout)
     return mesh._coordinate

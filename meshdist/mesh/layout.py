@@ -2,7 +2,7 @@
 
 Each axis is a tuple of modes (size, stride), major to minor. The place of a coordinate is
 ``offset`` plus the sum of its strides; its rank is ``rank_map[place]``, or without a rank map the
-place itself. Ranks are listed only on request, so a mesh of 16,384 ranks costs microseconds.
+place. Ranks are listed only on request, so a mesh of 16,384 ranks costs microseconds.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _REPR_RANKS = 64
 
 
 class _RankMap(tuple[int, ...]):
-    """The global rank at each place of a layout, shared by derived layouts."""
+    """The global rank at each place, shared by derived layouts."""
 
     @cached_property
     def positions(self) -> dict[int, int]:
@@ -64,11 +64,11 @@ class Layout:
     Layouts are equal if their names and the rank at every coordinate are equal.
 
     Args:
-        modes: per axis the (size, stride) pairs, major to minor, in normal form: pairs of size 1
-            are dropped and neighbours whose strides continue are merged.
-        names: one name per axis, or None for an unnamed mesh.
+        modes: per axis the (size, stride) pairs, major to minor. They are normalized: pairs of size
+            1 are dropped and neighbours whose strides continue are merged.
+        names: one name per axis, or None.
         offset: the place of coordinate (0, 0, ...).
-        rank_map: the global rank at each place; None if every place is its own rank.
+        rank_map: the global rank at each place; None if every place is its rank.
 
     Raises:
         MeshError: sizes or strides below 1, axes that overlap, places outside the rank map.
@@ -136,8 +136,8 @@ class Layout:
             world_size: the maximum number of ranks, or None.
 
         Raises:
-            MeshError: a size of 0 or below -1, two sizes of -1, a -1 without a ``world_size`` or
-                that does not divide it, a mesh larger than the world.
+            MeshError: a size of 0 or below -1, two sizes of -1, a -1 without a ``world_size`` that
+                it divides, a mesh larger than the world.
 
         Example:
             >>> Layout.from_shape((2, -1), ("dp", "tp"), world_size=8)
@@ -242,7 +242,7 @@ class Layout:
         return self._named(self.sizes)
 
     def coordinate_text(self, rank: int) -> str:
-        """Return ``"dp=1, tp=0"`` for a rank of the mesh, else ``"outside the mesh"``."""
+        """Return ``"dp=1, tp=0"``, or ``"outside the mesh"``."""
         coordinate = self.coordinate_of(rank)
         return "outside the mesh" if coordinate is None else self._named(coordinate)
 
@@ -371,7 +371,7 @@ class Layout:
     def groups_of_axis(self, axis: Axis) -> tuple[tuple[int, ...], ...]:
         """Return every group along ``axis``, ordered by the other axes' coordinates, row-major.
 
-        It lists all ranks of the mesh, so it is slow for large meshes.
+        It lists all ranks, so it is slow for large meshes.
         """
         return self.groups_of_axes((axis,))
 
@@ -391,7 +391,7 @@ class Layout:
     # ---------------------------------------------------------------- axes by name or index
 
     def axis_index(self, axis: Axis) -> int:
-        """Return the index of an axis given by its name or by an index, which may be negative.
+        """Return the index of an axis from its name or an index, which may be negative.
 
         Raises:
             AxisError: no such axis; the error lists the axes and suggests the nearest.
@@ -425,7 +425,7 @@ class Layout:
         return index % self.ndim
 
     def axis_indices(self, axes: Sequence[Axis]) -> tuple[int, ...]:
-        """Return the indices of several axes, in the order given; a single name counts as one axis.
+        """Return the indices of several axes, in the order given; a name counts as one axis.
 
         Raises:
             AxisError: no such axis, an axis twice, no axes.
@@ -496,7 +496,7 @@ class Layout:
         The axes need not be neighbours. If they are, in this order, ``unflatten`` is the inverse.
 
         Args:
-            axes: the axes to merge, major to minor.
+            axes: major to minor.
             name: the new axis's name; by default their names, joined by "_".
 
         Raises:
@@ -524,12 +524,12 @@ class Layout:
     def unflatten(
         self, axis: Axis, sizes: Sequence[int], names: Sequence[AxisName] | None = None
     ) -> Layout:
-        """Return the layout with ``axis`` split, row-major, into axes of the given sizes.
+        """Return the layout with ``axis`` split, row-major, into axes of these sizes.
 
         Inverse of ``flatten``. One size may be -1.
 
         Raises:
-            AxisError: no such axis, names that are taken, or not as many names as sizes.
+            AxisError: no such axis, names that are taken, or not one name per size.
             MeshError: sizes whose product is not the axis's size.
 
         Example:
@@ -569,7 +569,7 @@ class Layout:
     def concatenate(layouts: Sequence[Layout]) -> Layout:
         """Return the layout with the axes of all, in order, through the rank that they share.
 
-        The layouts are slices of one mesh, or of several views of it.
+        The layouts are slices of one mesh, or of views of it.
 
         Raises:
             MeshError: no layouts, parts of different meshes, parts that share no rank, axes that
@@ -687,7 +687,7 @@ class Layout:
 
     @cached_property
     def _digits(self) -> tuple[tuple[int, int, int, int], ...]:
-        """The (stride, size, axis, weight within the axis) of every mode, largest stride first."""
+        """Every mode's (stride, size, axis, weight within the axis), largest stride first."""
         digits = []
         for index, axis in enumerate(self.modes):
             weight = 1
@@ -712,7 +712,7 @@ class Layout:
         return place if self.rank_map is None else self.rank_map[place]
 
     def _some_ranks(self, shown: int = 8) -> str:
-        """Return the ranks as text; of more than ``shown`` the first and the last."""
+        """Return at most ``shown`` ranks as text."""
         if self.num_ranks <= shown:
             return ", ".join(map(str, self.ranks().ravel().tolist()))
         first = (np.unravel_index(place, self.sizes) for place in range(shown - 2))
@@ -720,7 +720,7 @@ class Layout:
         return f"{head}, ..., {self._rank_of(self._last)}"
 
     def _start_of(self, indices: tuple[int, ...], rank: int) -> int:
-        """Return the place of ``rank`` with its coordinates along ``indices`` set to zero."""
+        """Return the place of ``rank`` if its coordinates along ``indices`` were 0."""
         coordinate, start = self.get_coordinate(rank), self.offset
         for index, axis in enumerate(self.modes):
             if index not in indices:
@@ -729,7 +729,7 @@ class Layout:
 
 
 def get_layout(mesh: Any, call: str) -> Layout:
-    """Return the layout of a DeviceMesh, or a Layout itself; else raise KindError."""
+    """Return the layout of a mesh or Layout; else raise."""
     if isinstance(mesh, Layout):
         return mesh
     layout = getattr(mesh, "layout", None)
@@ -744,7 +744,7 @@ def _build(
     offset: int,
     rank_map: tuple[int, ...] | None,
 ) -> Layout:
-    """Return a Layout of valid parts in normal form, without checks."""
+    """Return a Layout without checks or normalization."""
     layout = object.__new__(Layout)
     vars(layout).update(modes=modes, names=names, offset=offset, rank_map=rank_map)
     return layout

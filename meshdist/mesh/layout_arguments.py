@@ -1,4 +1,4 @@
-"""Check arguments of mesh constructors: names, sizes, arrays of ranks."""
+"""Check names, sizes and arrays of ranks."""
 
 from __future__ import annotations
 
@@ -15,13 +15,12 @@ from ..errors import AxisError, KindError, MeshError
 from .strides import AxisModes, coalesced
 
 _ABBREVIATED = 3
-"""Letters up to which a name is an abbreviation. One letter tells two of them apart, so that the
-nearest is no guess at what was meant where both may name a kind of parallelism: 'ep' is not 'dp',
-nor 'etp' 'edp'."""
+"""In names of at most this many letters, another letter can mean another kind of parallelism: 'ep'
+is not a typo of 'dp', nor 'etp' of 'edp'."""
 
 
 def checked_modes(axis: Any) -> AxisModes:
-    """Return an axis's (size, stride) pairs in normal form; raise if they are invalid."""
+    """Return an axis's (size, stride) pairs in normal form; or raise."""
     try:
         pairs = [(operator.index(size), operator.index(stride)) for size, stride in axis]
     except (TypeError, ValueError) as error:
@@ -38,7 +37,7 @@ def checked_modes(axis: Any) -> AxisModes:
 def checked_names(
     names: Sequence[str] | None, ndim: int, where: str | None = None
 ) -> tuple[str, ...] | None:
-    """Return axis names as a tuple of ``ndim`` different identifiers, or None; else raise."""
+    """Return None or axis names as a tuple of ``ndim`` different identifiers; else raise."""
     if names is None:
         return None
     if isinstance(names, str):
@@ -87,7 +86,7 @@ def _identifier_hint(name: object) -> str | None:
 
 
 def checked_sizes(sizes: Any, what: str) -> tuple[int, ...]:
-    """Return sizes as a tuple of positive ints and at most one -1; else raise."""
+    """Return a tuple of positive ints and at most one -1; else raise."""
     try:
         found = find_integers([sizes] if isinstance(sizes, int) else list(sizes))
     except TypeError:
@@ -114,7 +113,7 @@ def checked_sizes(sizes: Any, what: str) -> tuple[int, ...]:
 def inferred_sizes(
     sizes: tuple[int, ...], whole: int, what: str, whole_text: str
 ) -> tuple[int, ...]:
-    """Return ``sizes`` with a -1 replaced so that the product is ``whole``; or raise."""
+    """Return ``sizes`` with -1 replaced for the product ``whole``; or raise."""
     if -1 not in sizes:
         return sizes
     known = -math.prod(sizes)
@@ -128,7 +127,7 @@ def inferred_sizes(
 
 
 def checked_ranks(ranks: Any, world_size: int | None = None) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Return an array of distinct ranks below ``world_size`` (None: any); raise for a scalar."""
+    """Return an array of distinct ranks below ``world_size`` (None: any); or raise."""
     try:
         array = np.asarray(ranks)
     except ValueError as error:  # The rows have different lengths.

@@ -1,8 +1,8 @@
 """Find the spec of a pattern's side, and the sizes of its parts on arrays of a shape.
 
 A group is one dim of the array that consists of several **parts**; a plain dim is a single part. A
-pattern with two sides cuts, reorders and regroups parts. Only a group's first part is cut, so a
-shard splits into parts without a copy.
+pattern with two sides cuts, reorders and regroups parts. Only a group's first part is cut, so
+shards split into parts without a copy.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from .placement import DimSplit, Placement, shape_of, split_dim
 
 @dataclass(frozen=True)
 class Parts:
-    """The parts of an array's dims on a side of a pattern.
+    """The parts of an array's dims.
 
     Args:
         names: in order; the dims of "..." are "...0", "...1".
-        counts: the number of parts of each dim of the array: 0 for "1", 1 for a plain dim.
-        placement: of the array with a dim for each part.
+        counts: the number of parts per dim of the array: 0 for "1", 1 for a plain dim.
+        placement: of the array with a dim per part.
     """
 
     names: tuple[str, ...]
@@ -52,7 +52,7 @@ class Parts:
 
     @cached_property
     def dims(self) -> tuple[DimSplit, ...]:
-        """The dims of the array, each cut as its first part."""
+        """The array's dims, each cut as its first part."""
         rest = iter(self.placement.dims)
         return tuple([_joined([next(rest) for _ in range(count)]) for count in self.counts])
 
@@ -62,7 +62,7 @@ class Parts:
 
 
 def _joined(parts: Sequence[DimSplit]) -> DimSplit:
-    """Return the dim that consists of several parts, of which the first may be cut."""
+    """Return the dim of these parts; the first may be cut."""
     if not parts:
         return split_dim(1, (), ())
     first, inner = parts[0], math.prod([part.size for part in parts[1:]])
@@ -79,10 +79,10 @@ def spec_of(
     ndim: int,
     known_axes: Collection[str] = (),
 ) -> PartitionSpec:
-    """Return the spec of one side of a pattern for an array of ``ndim`` dims.
+    """Return a side's spec for an array of ``ndim`` dims.
 
     Args:
-        layout: the layout of the axes; None skips the check of their names.
+        layout: None skips the check of axis names.
         known_axes: names that no whole dim may have if there is no layout.
     """
     entries: list[Entry] = []
@@ -125,7 +125,7 @@ def _check_axis(pattern: Pattern, axis: str, layout: Layout | None, start: int) 
 
 
 def _fix_of_dims(side: PatternSide, ndim: int) -> str | None:
-    """Return the fix of a side whose number of dims is not ``ndim``; None if it has ``...``."""
+    """Return the fix of a side without ``ndim`` dims; None if it has ``...``."""
     if any(dim.is_rest for dim in side.dims):
         return None
     name = " ".join(side.names)
@@ -135,7 +135,7 @@ def _fix_of_dims(side: PatternSide, ndim: int) -> str | None:
 
 
 def _dims_of_array(pattern: Pattern, side: PatternSide, ndim: int) -> list[Dim]:
-    """Return the dims of ``side``, "..." replaced by as many dims as fit ``ndim``; or raise."""
+    """Return the side's dims, "..." replaced by as many as fit ``ndim``; or raise."""
     rest = [place for place, dim in enumerate(side.dims) if dim.is_rest]
     missing = ndim - len(side.dims) + len(rest)
     if missing < 0 or (missing and not rest):
@@ -162,7 +162,7 @@ _Cut = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 class Sizing:
-    """A search for the sizes of one side's parts, from shapes and from sizes by name."""
+    """A search for part sizes of a side, from shapes and sizes by name."""
 
     def __init__(
         self,
@@ -201,7 +201,7 @@ class Sizing:
         self.coordinate = None if rank is None else layout.get_coordinate(rank)
 
     def parts(self, *, needs_parts: bool = True) -> Parts:
-        """Return the parts; without ``needs_parts`` a group of unknown sizes is one part."""
+        """Return the parts; without ``needs_parts`` a group of unknown sizes is a single part."""
         layout = self.layout
         names: list[str] = []
         counts: list[int] = []
@@ -233,7 +233,7 @@ class Sizing:
         return parts
 
     def _whole_size(self, place: int, dim: Dim, cut: _Cut) -> int:
-        """Return the global size of dim number ``place``; store a part's size that follows."""
+        """Return the global size of a dim; store a part's size that follows."""
         known = math.prod(self.sizes.get(name, 1) for name in dim.names)
         unknown = [name for name in dim.names if name not in self.sizes]
         if dim.is_one:
@@ -270,10 +270,10 @@ class Sizing:
     def _from_local(
         self, local: int, dim: Dim, cut: _Cut, unknown: Sequence[str], known: int
     ) -> int:
-        """Return the global size of ``dim`` from ``local``, the size of this rank's shard.
+        """Return the global size of ``dim`` from its size in this rank's shard.
 
         Args:
-            unknown: the names of parts of unknown size.
+            unknown: the parts of unknown size.
             known: the product of the known parts' sizes.
         """
         first, num_shards = self.sizes.get(dim.names[0]), math.prod(cut[1])
@@ -343,7 +343,7 @@ class Sizing:
 
 
 def parse_side(text: str) -> tuple[Pattern, PatternSide]:
-    """Return the parsed pattern and its only side; raise if it has "->" or a comma."""
+    """Return the pattern and its only side; raise if it has "->" or a comma."""
     pattern = parse(text)
     side = pattern.get_operand()
     if pattern.result is not None:
@@ -358,7 +358,7 @@ def parse_side(text: str) -> tuple[Pattern, PatternSide]:
 
 
 def parse_sides(text: str) -> tuple[Pattern, PatternSide, PatternSide]:
-    """Return the parsed pattern and its sides; raise unless they are two, with the same dims."""
+    """Return the pattern and its sides; raise unless they are two with equal dims."""
     pattern = parse(text)
     left, right = pattern.get_operand(), pattern.result
     if right is None:
@@ -385,7 +385,7 @@ def parse_sides(text: str) -> tuple[Pattern, PatternSide, PatternSide]:
 
 
 def shape_of_side(side: PatternSide, sizes: Mapping[str, int]) -> tuple[int, ...]:
-    """Return the shape of ``side`` by the sizes of all parts, also of "...0", "...1"."""
+    """Return a side's shape from all parts' sizes, also of "...0", "...1"."""
     rest = [size for name, size in sizes.items() if name.startswith("...")]
     shape: list[int] = []
     for dim in side.dims:
@@ -395,7 +395,7 @@ def shape_of_side(side: PatternSide, sizes: Mapping[str, int]) -> tuple[int, ...
 
 
 def checked_sizes(pattern: Pattern, sizes: Mapping[str, Any]) -> dict[str, int]:
-    """Return ``sizes`` by dim name, as ints; raise for an unknown name or an invalid size."""
+    """Return ``sizes`` as ints; raise for an unknown name or an invalid size."""
     sides = [*pattern.operands, *([] if pattern.result is None else [pattern.result])]
     names = list(dict.fromkeys(name for side in sides for name in side.names if name != "..."))
     checked = {}

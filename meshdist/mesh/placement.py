@@ -1,9 +1,8 @@
 """Describe how mesh axes cut the dims of an array, as integers.
 
 A ``DimSplit`` cuts a dim into a cell for each combination of coordinates along its axes, major to
-minor. A ``Placement`` holds a ``DimSplit`` for each dim of a global array, and the axes along which
-ranks hold partial sums. Axes are indices into a mesh's sizes. Both are cache keys, so they keep
-their hashes and compare quickly.
+minor. A ``Placement`` holds a ``DimSplit`` per dim of a global array, and the axes along which
+ranks hold partial sums. Axes are indices into a mesh's sizes.
 
 Worked example: a dim of size 10 is cut along axis 0, of size 2, then along axis 1, of size 3.
 
@@ -50,7 +49,7 @@ _FEW_CELLS = 64
 
 @dataclass(frozen=True, eq=False)
 class _CacheKey:
-    """Base of dataclasses used as cache keys: computes the hash once, compares identity first."""
+    """Base of cache keys: computes the hash once, compares identity first."""
 
     def _keep_key(self, *key: Any) -> None:
         vars(self).update(_key=key, _hash=hash(key))
@@ -74,7 +73,7 @@ class DimSplit(_CacheKey):
     """A dim of known size, cut into cells along axes of the mesh.
 
     Args:
-        axes: indices of the mesh's axes, major to minor; () if every rank holds the global dim.
+        axes: indices of the mesh's axes, major to minor; () for an uncut dim.
         cell_sizes: the size of each cell, the last axis the fastest. None cuts axis after axis into
             balanced parts: sizes differ by at most 1, larger parts first, empty parts allowed.
 
@@ -109,14 +108,14 @@ class DimSplit(_CacheKey):
 
     @cached_property
     def boundaries(self) -> tuple[int, ...]:
-        """The starts of all cells in linear order, and the size of the dim."""
+        """The starts of all cells, and the size of the dim."""
         if self.cell_sizes is not None:
             return tuple(accumulate(self.cell_sizes, initial=0))
         return tuple(balanced_boundaries(self.size, self.axis_sizes))
 
     @cached_property
     def boundary_array(self) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """The ``boundaries`` as a read-only array, fast for thousands of cells."""
+        """The ``boundaries`` as a read-only array, fast for many cells."""
         if self.cell_sizes is None and self.num_cells > _FEW_CELLS:
             array = _balanced_array(self.size, self.axis_sizes)
         else:
@@ -125,7 +124,7 @@ class DimSplit(_CacheKey):
         return array
 
     def cell_at(self, coordinate: Sequence[int]) -> int:
-        """Return the linear number of the cell at a mesh coordinate."""
+        """Return the linear index of the cell at a mesh coordinate."""
         cell = 0
         for axis, size in zip(self.axes, self.axis_sizes, strict=True):
             cell = cell * size + coordinate[axis]
@@ -157,7 +156,7 @@ def split_dim(
 
 
 def balanced_boundaries(size: int, axis_sizes: tuple[int, ...]) -> Sequence[int]:
-    """Return the starts of the cells of a balanced split, and ``size``.
+    """Return the cell boundaries of a balanced split.
 
     Example:
         >>> list(balanced_boundaries(5, (2, 2)))
@@ -194,8 +193,8 @@ class Placement(_CacheKey):
     """The part or partial sum of an array of known shape at each coordinate of a mesh.
 
     Args:
-        unreduced: the axes along which each rank holds a partial sum, sorted.
-        reduced: the axes along which values are equal and the gradient is unreduced, sorted.
+        unreduced: axes along which each rank holds a partial sum, sorted.
+        reduced: axes along which values are equal and the gradient is unreduced, sorted.
 
     Example:
         >>> rows = Placement((2, 4), (10, 8), (DimSplit(10, (1,), (4,)), DimSplit(8)), (0,))
@@ -214,21 +213,20 @@ class Placement(_CacheKey):
 
     @cached_property
     def cut_axes(self) -> tuple[int, ...]:
-        """The axes that cut a dim, dim after dim, major to minor."""
+        """The axes that cut dims, in dim order, major to minor."""
         return tuple(axis for dim in self.dims for axis in dim.axes)
 
     @cached_property
     def free_axes(self) -> tuple[int, ...]:
-        """The axes that neither cut a dim nor are unreduced: ranks along them hold equal values."""
+        """The axes along which values are equal: they neither cut a dim nor are unreduced."""
         taken = {*self.cut_axes, *self.unreduced}
         return tuple(axis for axis in range(len(self.mesh_sizes)) if axis not in taken)
 
     def box(self, coordinate: Sequence[int]) -> Box:
-        """Return the part of the array at ``coordinate``: (start, stop) per dim."""
+        """Return the part at ``coordinate``: (start, stop) per dim."""
         return tuple([dim.interval(coordinate) for dim in self.dims])
 
     def local_shape(self, coordinate: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape of the part at ``coordinate``."""
         return shape_of(self.box(coordinate))
 
     def has_values(self, coordinate: Sequence[int]) -> bool:
@@ -236,17 +234,17 @@ class Placement(_CacheKey):
         return not any(coordinate[axis] for axis in self.unreduced)
 
     def transposed(self) -> Placement:
-        """Return the placement of the cotangent: unreduced and reduced are exchanged."""
+        """Return the cotangent's placement: unreduced and reduced are exchanged."""
         return Placement(self.mesh_sizes, self.shape, self.dims, self.reduced, self.unreduced)
 
     def permuted(self, order: Sequence[int]) -> Placement:
-        """Return the placement with reordered dims: dim i is dim ``order[i]`` here."""
+        """Return the placement with dim ``order[i]`` as dim i."""
         shape, dims = tuple(self.shape[i] for i in order), tuple(self.dims[i] for i in order)
         return Placement(self.mesh_sizes, shape, dims, self.unreduced, self.reduced)
 
 
 def place_along(axes: Sequence[int], mesh_sizes: Sequence[int], coordinate: Sequence[int]) -> int:
-    """Return the linear index of a coordinate along some axes, the last axis the fastest.
+    """Return the linear index of a coordinate along axes, the last axis the fastest.
 
     Example:
         >>> place_along((0, 2), (2, 3, 4), (1, 0, 2))

@@ -103,7 +103,7 @@ class NamedSharding:
             shape: of the global array; None takes each dim's size from ``sizes``, else the size of
                 ``local_shape`` times the number of shards.
             sizes: global sizes of dims by name, also inside groups.
-            local_shape: of the shard of ``rank``; it must fit the pattern and the other arguments.
+            local_shape: of the shard of ``rank``; it must fit the other arguments.
 
         Returns:
             The sharding; its ``parts`` have the names and sizes of the dims. A group is cut along
@@ -190,7 +190,7 @@ class NamedSharding:
         return found
 
     def shard_shape(self, shape: Sequence[int], rank: int | None = None) -> tuple[int, ...]:
-        """Return the shape of one rank's shard of an array of this shape.
+        """Return the shape of a rank's shard of an array of this shape.
 
         Args:
             shape: of the global array.
@@ -232,7 +232,7 @@ class NamedSharding:
         )
 
     def box(self, rank: int, shape: Sequence[int]) -> Box:
-        """Return the part of an array of this shape that a rank holds: (start, stop) per dim.
+        """Return a rank's part of an array of this shape: (start, stop) per dim.
 
         Raises:
             ShapeError: the spec does not fit the shape.
@@ -269,7 +269,7 @@ class NamedSharding:
 
     @property
     def replicated_axes(self) -> frozenset[str]:
-        """The axes that the spec omits: ranks along them hold equal values and equal gradients."""
+        """The axes that the spec omits: along them, values and gradients are equal."""
         names = self.layout.names or ()
         return frozenset(names[axis] for axis in self._free if axis not in self._reduced)
 
@@ -339,7 +339,7 @@ class NamedSharding:
         return Placement(sizes, shape, tuple(dims), self._unreduced, self._reduced)
 
     def _arrangement(self, ndim: int) -> tuple[object, ...]:
-        """Return a key that equivalent shardings share, whatever the names of their meshes."""
+        """Return a key that equivalent shardings share."""
         layout = self.layout
         dims = (*self._dims, *((),) * (ndim - len(self._dims)))
         cuts = tuple(
@@ -427,7 +427,7 @@ def _with_parts(
 
 
 def _sizes_of(shape: Any, where: object) -> tuple[int, ...]:
-    """Return ``shape`` as a tuple of ints; else raise KindError with this ``where``."""
+    """Return ``shape`` as a tuple of ints; else raise with ``where``."""
     try:
         sizes = find_integers(tuple(shape))
     except TypeError:
@@ -457,8 +457,8 @@ def sharding_of_side(
     """Return the sharding of one side of a pattern; see ``NamedSharding.from_pattern``.
 
     Args:
-        needs_parts: whether the sizes inside all groups must be known.
-        as_keywords: whether the calling function takes sizes as keywords, not as ``sizes=``.
+        needs_parts: whether all sizes inside groups must be known.
+        as_keywords: whether the caller takes sizes as keywords, not as ``sizes=``.
     """
     layout = get_layout(mesh, "NamedSharding")
     whole, local = (None if each is None else tuple(each) for each in (shape, local_shape))
@@ -485,7 +485,7 @@ def shardings_of_sides(
     local_shape: tuple[int, ...] | None = None,
     rank: int | None = None,
 ) -> tuple[NamedSharding, NamedSharding]:
-    """Return the shardings of both sides of a pattern with "->"; the arguments are the left's.
+    """Return both sides' shardings of a pattern with "->"; the arguments are the left's.
 
     Example:
         >>> mesh = Layout.from_shape((2,), ("tp",))
@@ -510,7 +510,7 @@ def sharding_of(
     unreduced: Iterable[str] = (),
     reduced: Iterable[str] = (),
 ) -> NamedSharding:
-    """Return the sharding on a mesh with these dims; the inverse of ``NamedSharding.placement``.
+    """Return the sharding with these dims; the inverse of ``NamedSharding.placement``.
 
     Example:
         >>> mesh = Layout.from_shape((2, 2), ("dp", "tp"))
@@ -533,13 +533,13 @@ def _sizes_of_cells(dims: Sequence[DimSplit]) -> dict[int, tuple[int, ...]]:
 def sized_by_shards(
     sharding: NamedSharding, shapes: Mapping[int, Sequence[int]]
 ) -> tuple[NamedSharding, tuple[int, ...]]:
-    """Return a sharding with the sizes of its dims' parts, and the global shape.
+    """Return a sharding with the sizes of its parts, and the global shape.
 
     Args:
         shapes: of the shards, by rank.
 
     Example: along 'i' of a mesh (i=2, j=2) ranks 0 and 1 hold part 0, ranks 2 and 3 part 1. The
-        shapes of ranks 0 and 2 give the sizes; the shapes of ranks 1 and 3 must match.
+        shapes of ranks 0 and 2 give the sizes; ranks 1 and 3 must match.
     """
     layout, mesh, spec = sharding.layout, sharding.mesh, sharding.spec
     sizes = dict(sharding.shard_sizes)

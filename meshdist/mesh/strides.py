@@ -24,7 +24,7 @@ def size_of(axis: AxisModes) -> int:
 
 
 def displacement(axis: AxisModes, index: int) -> int:
-    """Return the distance of index ``index`` of an axis from its index 0."""
+    """Return the distance of an index from index 0."""
     if len(axis) == 1:
         return index * axis[0][1]
     total = 0
@@ -35,7 +35,7 @@ def displacement(axis: AxisModes, index: int) -> int:
 
 
 def coalesced(modes: Iterable[Mode]) -> AxisModes:
-    """Return the fewest (size, stride) pairs that give the same places in the same order."""
+    """Return the fewest (size, stride) pairs with the same places in order."""
     kept: list[Mode] = []
     for size, stride in modes:
         if size == 1:
@@ -48,7 +48,7 @@ def coalesced(modes: Iterable[Mode]) -> AxisModes:
 
 
 def is_nested(modes: Iterable[Mode]) -> bool:
-    """Return whether each stride exceeds the reach of all smaller strides, so places are unique."""
+    """Return whether each stride exceeds the reach of smaller strides, so places are unique."""
     reach = 0
     for stride, size in sorted((stride, size) for size, stride in modes):
         if stride <= reach:
@@ -58,7 +58,7 @@ def is_nested(modes: Iterable[Mode]) -> bool:
 
 
 def split(axis: AxisModes, sizes: tuple[int, ...]) -> tuple[AxisModes, ...] | None:
-    """Return the modes of axes of ``sizes`` that make up ``axis``; None if no strides fit."""
+    """Return the modes of axes of ``sizes`` that make up ``axis``; or None."""
     rest = list(axis)
     parts: list[AxisModes] = []
     for wanted in reversed(sizes):
@@ -79,7 +79,7 @@ def split(axis: AxisModes, sizes: tuple[int, ...]) -> tuple[AxisModes, ...] | No
 def common_origin(
     offset: int, modes: Sequence[AxisModes], other: int, other_modes: Sequence[AxisModes]
 ) -> int | None:
-    """Return the offset of the layout that joins two that share a rank; None if they share none."""
+    """Return the offset of the layout that joins two with a common rank, else None."""
     # The layouts meet at ``offset + a = other + b``. If ``a`` is counted from its far end, both
     # unknowns are positive digits of one number, which nested strides decompose uniquely.
     ours = [(stride, size, True) for axis in modes for size, stride in axis]

@@ -1,7 +1,7 @@
 """Convert meshes to and from torch's DeviceMesh.
 
-torch's DeviceMesh sorts the ranks of its groups, which loses the order of a permuted mesh. So this
-module makes the groups in mesh order and builds torch's mesh from them.
+torch's DeviceMesh sorts the ranks of its groups, which loses the order of a permuted mesh. So
+torch's mesh is built from groups made in mesh order.
 """
 
 from __future__ import annotations
@@ -77,11 +77,7 @@ _TAKES_A_MESH = ("torch.distributed.", "torch.nn.parallel.")
 
 
 def reject_torch(mesh: MeshDefinition, whole: Layout) -> None:
-    """Raise MeshError if torch's code called the mesh's property or method that calls this.
-
-    Args:
-        whole: the layout of the root mesh.
-    """
+    """Raise MeshError if torch's code called the mesh's property or method that calls this."""
     # torch rarely checks the class of a mesh: fully_shard(mesh=ours) returns, and the first
     # optimizer.step() fails. So the names of our mesh that torch reads first call this function.
     # torch.compile traces these names but cannot trace code that reads frames.
@@ -103,7 +99,6 @@ def torch_name_error(
     """Return the error for a name that torch's mesh has and ours lacks.
 
     Args:
-        whole: the layout of the root mesh.
         has_ours: whether our mesh has this name without its underscore.
     """
     if reader := _reader_in_torch(sys._getframe(2)):
@@ -118,7 +113,7 @@ def torch_name_error(
 
 
 def _reader_in_torch(frame: FrameType) -> str:
-    """Return the torch function that the frame runs, or "" for other code."""
+    """Return the frame's torch function, or ""."""
     module = frame.f_globals.get("__name__", "")
     return f"{frame.f_code.co_name} of {module}" if module.startswith(_TAKES_A_MESH) else ""
 

@@ -1,7 +1,6 @@
 """Select the coordinates, labels and marks that a drawing of a mesh shows.
 
-Only shown coordinates are computed, so drawing is fast at any size. An ellipsis replaces the
-others, but never the highlighted rank.
+An ellipsis replaces coordinates that do not fit, but never the highlighted rank.
 """
 
 from __future__ import annotations
@@ -38,13 +37,13 @@ class Grid(Protocol):
         """The largest rank of the mesh."""
 
     def axis_text(self) -> str:
-        """Return the axes and their sizes: ``dp=2, tp=4``."""
+        """Return the axes as ``dp=2, tp=4``."""
 
     def coordinate_of(self, rank: int) -> tuple[int, ...] | None:
         """Return the coordinate of a rank, or None outside the mesh."""
 
     def coordinate_text(self, rank: int) -> str:
-        """Return the coordinate of a rank as text: ``dp=1, tp=0``."""
+        """Return the coordinate of a rank as ``dp=1, tp=0``."""
 
     def rank_at(self, coordinate: tuple[int, ...]) -> int:
         """Return the rank at a coordinate."""
@@ -55,7 +54,7 @@ class Grid(Protocol):
 
 @dataclass(frozen=True)
 class Marks:
-    """The marks of ranks in a drawing: a highlighted rank, and hosts."""
+    """A drawing's highlighted rank and hosts."""
 
     highlight_rank: int | None
     highlight_at: tuple[int, ...] | None
@@ -88,7 +87,7 @@ class Marks:
         return Marks(highlight_rank, at, hosts, tuple(names))
 
     def host_index(self, rank: int) -> int | None:
-        """Return the index in ``host_names`` of the host of ``rank``; None without hosts."""
+        """Return the index in ``host_names`` of the rank's host; None without hosts."""
         return None if self.hosts is None else self.host_names.index(str(self.hosts[rank]))
 
 
@@ -103,7 +102,7 @@ class View:
 
     @staticmethod
     def of(layout: Grid, marks: Marks, max_blocks: int, max_rows: int, max_columns: int) -> View:
-        """Return the coordinates that fit within the maxima, among them the highlighted rank's."""
+        """Return the coordinates that fit within the maxima, with the highlighted rank's."""
         at = marks.highlight_at
         outer = layout.sizes[:-2]
         columns = indices_shown(layout.sizes[-1], max_columns, None if at is None else at[-1])
@@ -124,16 +123,15 @@ class View:
         return ", ".join(map("{}={}".format, self.layout.names, block))
 
     def row_label(self, row: int) -> str:
-        """Return the text before a row: its index, or "rank" in a mesh of one axis."""
+        """Return a row's index, or "rank" in a mesh of one axis."""
         return "rank" if self.layout.ndim == 1 else str(row)
 
     def rank_at(self, block: tuple[int, ...], row: int, column: int) -> int:
-        """Return the rank in a cell of the table ``block``."""
         return self.layout.rank_at((column,) if self.layout.ndim == 1 else (*block, row, column))
 
 
 def corner(layout: Grid) -> str:
-    """Return the text in a table's corner: the axes of the rows and of the columns."""
+    """Return a table's corner: the axes of the rows and of the columns."""
     names = layout.names or tuple(f"axis {index}" for index in range(layout.ndim))
     return " \\ ".join(names[-2:])
 

@@ -36,14 +36,14 @@ def draw_svg(
     Args:
         highlight_rank: a rank to frame, and to keep in view.
         hosts: the host of each rank, shown by the colour of its cell and a legend.
-        width: maximum in pixels; three ranks per row are always shown.
+        width: maximum in pixels; three ranks per row always fit.
     """
     title = f"mesh ({layout.axis_text()})" if title is None else title
     return _Svg(layout, Marks.of(layout, highlight_rank, hosts), title, width).text()
 
 
 class _Svg:
-    """Builder of a mesh's SVG drawing; lengths are in pixels."""
+    """Builder of an SVG drawing; lengths are in pixels."""
 
     margin = 12
     cell_height = 28
@@ -191,7 +191,7 @@ def draw(
         highlight_rank: a rank to put in brackets, and to keep in view.
         hosts: the host of each rank, marked by a letter that is explained below the tables.
         legend: the meaning of the letters, if ``hosts`` holds other groups of ranks.
-        width: maximum in characters, 80 by default; three ranks per row are always shown.
+        width: maximum in characters, 80 by default; three ranks per row always fit.
         color: True for terminal colours, None if the terminal has them, False for plain text.
         ascii_only: draw with + - |; by default if stdout's encoding has no other lines.
 
@@ -218,7 +218,7 @@ def draw(
 
 
 class _GridDrawing:
-    """Builder of a mesh's text drawing; lengths are in characters."""
+    """Builder of a text drawing; lengths are in characters."""
 
     def __init__(
         self,
@@ -316,7 +316,6 @@ class _GridDrawing:
         return table
 
     def _cell(self, rank: int) -> tuple[str, str]:
-        """Return the text and the style of a rank's cell."""
         host = self.marks.host_index(rank)
         is_highlighted = rank == self.marks.highlight_rank
         text = f"[{rank}]" if is_highlighted else str(rank)
