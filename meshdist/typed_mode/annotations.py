@@ -71,8 +71,8 @@ def annotate(
     ``md.typed``.
 
     For a module, annotate each parameter and buffer that ``spec`` names. The module keeps these
-    annotations when it is copied or pickled, and applies them to tensors that replace its own, for
-    example by ``load_state_dict(assign=True)`` or ``to_empty``.
+    annotations when it is copied or pickled, and applies them to replaced tensors, for example
+    after ``load_state_dict(assign=True)`` or ``to_empty``.
 
     Args:
         tensor: this rank's plain tensor or parameter, or a module.
@@ -82,10 +82,10 @@ def annotate(
             in a name matches any text. Replaces ``varying``, ``reduced`` and ``unreduced``.
         varying: the axes along which each rank holds its own values.
         reduced: the axes along which the tensor is equal on all ranks and its gradient is a partial
-            sum on each rank.
+            sum.
         unreduced: the axes along which each rank holds a partial sum of the value.
-        mesh: the mesh of these axes. None means the mesh of the sharding, or the current mesh;
-            without either, axis names are not checked.
+        mesh: the mesh of these axes. None means the sharding's mesh, or the current mesh; without
+            either, axis names are not checked.
 
     Returns:
         ``tensor`` itself.
@@ -96,8 +96,8 @@ def annotate(
         AxisError: if the mesh has no such axis.
         AxisTypeError: if an axis has two types, the module is wrapped already, or a wrapper does
             not reduce the parameter over an axis in ``reduced``.
-        PatternError: if the pattern is invalid, or names a dimension like an axis of the mesh ("tp"
-            instead of "f@tp" or ``varying="tp"``).
+        PatternError: if the pattern is invalid, or names a dimension like an axis ("tp" instead of
+            "f@tp" or ``varying="tp"``).
         ShapeError: if the spec has the wrong number of dimensions.
         DtypeError: if a bool tensor is unreduced.
         MeshError: if the sharding has another mesh.
@@ -215,12 +215,11 @@ class TensorType:
 def typeof(x: torch.Tensor) -> TensorType:
     """Return the type of ``x`` over mesh axes, which prints as ``float32[8, 4]{V:dp}``.
 
-    An invariant tensor's type prints as ``float32[8, 4]``. With a spec, dimensions show the axes
-    that shard them: ``float32[8@dp, 4]{U:tp}``. Sizes are those on this rank.
+    Braces show the axes over which the tensor is not invariant. With a spec, dimensions show the
+    axes that shard them: ``float32[8@dp, 4]{U:tp}``. Sizes are local.
 
     Args:
-        x: a tensor. The result of an operation outside ``md.typed`` has no type and counts as
-            invariant.
+        x: a tensor. The result of an operation outside ``md.typed`` counts as invariant.
 
     Raises:
         KindError: if ``x`` is not a tensor.

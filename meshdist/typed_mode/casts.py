@@ -4,13 +4,13 @@ A context casts an operand that is invariant over some axes if the other operand
 is an alias with the same memory and version; only the operation sees it, and torch does not allow
 writing to it. Its backward sums the gradient over the axes.
 
-A tensor keeps the cast for each missing type as long as it exists, so three uses of an activation
-cost one psum. The casts of a leaf, which would keep it alive, are dropped after each backward.
+A tensor keeps its casts, so three uses of an activation cost one psum. The casts of a leaf, which
+would keep it alive, are dropped after each backward.
 
 A psum per parameter would send many small messages. So when a context ends, it groups the leaves
-that it cast alone into buckets, in the order of the casts. The next context casts a complete bucket
-at its first use of any of these leaves. A leaf keeps its bucket as long as it exists and is used,
-so programs that alternate between models keep both.
+that it cast alone into buckets, in the order of the casts. The next context casts a whole bucket at
+its first use of any of these leaves. A leaf keeps its bucket as long as it exists and is used, so
+programs that alternate between models keep both.
 
 All ranks must insert the same casts, but the garbage collector runs at different times on each
 rank. So the slot of a freed leaf stays on all ranks and sends zeros, until several backwards have
@@ -71,7 +71,7 @@ _Leaf = weakref.ref[torch.Tensor]
 
 
 class LeafSlot:
-    """A leaf's index in the order of casts, and then in a bucket; it does not keep the leaf alive.
+    """A leaf's index in the order of casts or in a bucket; it does not keep the leaf alive.
 
     Args:
         missing: the type that its cast adds.
@@ -88,7 +88,7 @@ class LeafSlot:
         self.num_unused = 0  # Consecutive backwards in which no rank used the leaf.
 
     def fits(self, leaf: torch.Tensor) -> bool:
-        """Return whether the leaf is unchanged and has no hooks, as a bucket requires."""
+        """Return whether a bucket can cast the leaf: it is unchanged and has no hooks."""
         return (
             leaf.requires_grad
             and leaf.is_leaf
@@ -114,7 +114,7 @@ class LeafGroup:
 
 
 class LeafGroups:
-    """The buckets of leaves that are cast over axes of a mesh."""
+    """The buckets of leaves for a mesh."""
 
     def __init__(self) -> None:
         self._bucket_of: dict[tuple[int, str], tuple[LeafGroup, LeafSlot, _Leaf]] = {}
@@ -130,7 +130,7 @@ class LeafGroups:
         return bucket if is_there and slot.fits(leaf) else None
 
     def new_slot(self, leaf: torch.Tensor, missing: str) -> LeafSlot:
-        """Return a slot of a leaf whose cast adds type ``missing``."""
+        """Return a slot of a leaf whose cast adds ``missing``."""
         # In a bucket, torch would call the hooks of an unused leaf with None.
         is_alone = (
             id(leaf) in self._alone
@@ -189,7 +189,7 @@ class Casts:
 
     @property
     def num_kept(self) -> int:
-        """Return the number of tensors that have a cast now."""
+        """Return the number of tensors with a cast."""
         return len(self._kept)
 
     def cast(self, x: torch.Tensor, missing: str) -> torch.Tensor:
@@ -233,7 +233,7 @@ class Casts:
         return self._kept[id(leaf)][missing].alias
 
     def _member(self, slot: LeafSlot) -> torch.Tensor | None:
-        """Return the slot's leaf if it is to be cast with its bucket, else None."""
+        """Return the slot's leaf if its bucket must cast it, else None."""
         leaf = slot.leaf()
         if leaf is None or not slot.fits(leaf):
             return None
@@ -249,7 +249,7 @@ class Casts:
             self._order.append(slot)
 
     def find_leaf_over(self, axes: Container[str]) -> torch.Tensor | None:
-        """Return a leaf cast to varying over any of ``axes`` since the last backward, or None."""
+        """Return a leaf cast to varying over ``axes`` since the last backward, or None."""
         for key, leaf in self._tensors.items():
             if isinstance(leaf, torch.Tensor):
                 for missing in self._kept[key]:
@@ -271,7 +271,6 @@ class Casts:
         self._kept[key][missing] = _KeptCast(x, alias)
 
     def forget_leaves(self) -> None:
-        """Drop the casts of leaves after a backward."""
         for key in [key for key, x in self._tensors.items() if isinstance(x, torch.Tensor)]:
             del self._tensors[key], self._kept[key]
 
@@ -303,13 +302,13 @@ class _KeptCast:
 
 
 def _alias(x: torch.Tensor) -> torch.Tensor:
-    """Return a view of the memory of ``x`` without its history; does not keep ``x`` alive."""
+    """Return a view of the memory of ``x`` without history; does not keep ``x`` alive."""
     apart = x.detach()
     return apart.view_as(apart)
 
 
 class _Cast(Function):
-    """The autograd function of a tensor's cast: an alias, whose backward is a psum."""
+    """The autograd function of a tensor's cast."""
 
     @staticmethod
     def forward(

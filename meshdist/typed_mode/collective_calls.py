@@ -2,8 +2,8 @@
 
 Functional collectives follow the table in ``axis_types``. In-place collectives run without the
 context, which then annotates the tensors that they write. Over the axes of the group, such a tensor
-becomes invariant if all ranks hold the same value, else varying. Over all other axes it gets the
-joined type of the tensors that the collective has read. Other views of its memory keep their types.
+becomes invariant if all ranks hold the same value, else varying. Over other axes it gets the joined
+type of the tensors that were read. Other views of its memory keep their types.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def watch(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> Any:
-    """Return the result of ``call``, a torch collective; in a context type the written tensors."""
+    """Return the result of ``call``, a torch collective; a context types the written tensors."""
     mode = find_context()
     if mode is None:
         return call(*args, **kwargs)
@@ -59,7 +59,7 @@ _signature = cache(inspect.signature)
 
 
 def _mark(mode: ContextMode, row: OperationSpec, given: Mapping[str, Any]) -> None:
-    """Set the types of the tensors that a torch collective with arguments ``given`` has written."""
+    """Type the tensors that a torch collective with arguments ``given`` wrote."""
     group = given.get("group")
     if row.writes == "p2p_op_list":
         operations = given["p2p_op_list"]
@@ -80,7 +80,7 @@ def _mark(mode: ContextMode, row: OperationSpec, given: Mapping[str, Any]) -> No
 
 
 def _joined(tensors: Sequence[torch.Tensor]) -> str:
-    """Return the joined type of ``tensors``; if they cannot join, a type with all their kinds."""
+    """Return the tensors' joined type; if they cannot join, a type with all kinds."""
     found = join_types([type_of(tensor) for tensor in tensors])
     if isinstance(found, JoinedType):
         return found.text
@@ -110,7 +110,7 @@ def kinds_over(mesh: DeviceMesh, group: ProcessGroup, kind: str) -> dict[str, st
 
 
 def made_equal(group: ProcessGroup, *tensors: torch.Tensor) -> None:
-    """Type tensors as invariant over ``group``, in a typed context; else do nothing."""
+    """Type tensors as invariant over ``group``, in a typed context."""
     mode = find_context(is_awake=False)
     if mode is not None and not mode.is_asleep:
         kinds = kinds_over(mode.mesh, group, "I")
@@ -121,7 +121,7 @@ def made_equal(group: ProcessGroup, *tensors: torch.Tensor) -> None:
 def find_typed_operation(
     operation: str, axes: DeviceMesh, to: str | None = None
 ) -> TypedOperation | None:
-    """Return the TypedOperation of ``operation(to=to)`` over ``axes``; None without a context."""
+    """Return the TypedOperation of ``operation(to=to)``; None without a context."""
     mode = find_context()
     if mode is None:
         return None
@@ -133,7 +133,7 @@ def find_typed_operation(
 
 
 class TypedOperation:
-    """A lax collective in a typed context, over axes of its mesh."""
+    """A lax collective in a typed context."""
 
     def __init__(self, mode: ContextMode, operation: str, axes: DeviceMesh, to: str | None) -> None:
         self._mode = mode
@@ -172,11 +172,7 @@ class TypedOperation:
         text: str,
         leaf_name: str = "x",
     ) -> Any:
-        """Return ``on_tensor``'s result on ``x``, annotated with the type ``text``.
-
-        Args:
-            leaf_name: the name of ``x`` in reports.
-        """
+        """Return ``on_tensor``'s result on ``x`` with type ``text``; errors show ``leaf_name``."""
         if self._operation == "pcast":
             result = self._cast(on_tensor, x, leaf_name)
         else:
@@ -187,7 +183,7 @@ class TypedOperation:
         return result
 
     def joined(self, x: Any, *others: Any) -> tuple[list[Any], str]:
-        """Return the operands cast to their joined type, and the type; raise if ``x`` has none."""
+        """Return the operands cast to their joined type, and the type."""
         given = [x, *others]
         tensors = [operand for operand in given if isinstance(operand, torch.Tensor)]
         if isinstance(x, torch.Tensor):

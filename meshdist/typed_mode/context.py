@@ -65,7 +65,7 @@ from .type_errors import (
 
 
 def keep_marks_in_parameters() -> None:
-    """Patch the constructor of ``nn.Parameter`` to copy the annotation of its tensor."""
+    """Patch ``nn.Parameter`` to copy the annotation of its tensor."""
     # torch creates the tensor in C++, which calls no mode and no hook. A wrapper's annotation is
     # not copied, because the wrapper does not know the new parameter.
     new = Parameter.__new__
@@ -114,7 +114,7 @@ class TypedHook:
         self._hook, self._of, self._type = hook, weakref.ref(x), type_of(x)
 
     def __call__(self, given: torch.Tensor) -> Any:
-        """Return the result of the hook on a typed gradient; raise if it changes the type."""
+        """Run the hook on a typed gradient; raise if it changes the type."""
         mode, x = self.mesh.caches.of(Backwards).running, self._of()
         # torch passes the leaf itself to a post-accumulate hook; the gradient is its `.grad`.
         is_behind = x is not None and given is x
@@ -145,7 +145,7 @@ class TypedHook:
 
 
 def follow_hooks(mesh: DeviceMesh, x: torch.Tensor) -> None:
-    """Replace the program's gradient hooks on ``x`` by ``TypedHook``s for contexts of ``mesh``."""
+    """Replace the program's gradient hooks on ``x`` by ``TypedHook``s."""
     both: Any = (x._backward_hooks or {}, x._post_accumulate_grad_hooks or {})
     for hooks in both:
         for key, hook in hooks.items():
@@ -163,7 +163,7 @@ keep_marks_in_parameters()
 
 
 class ContextMode(TorchFunctionMode):
-    """The state of a thread's typed context."""
+    """The state of a typed context."""
 
     is_noting = False
 
@@ -191,10 +191,10 @@ class ContextMode(TorchFunctionMode):
         """Note the operation that made ``result``, in contexts with notes."""
 
     def stop_notes(self) -> None:
-        """End the notes of the mesh's contexts, if they take notes."""
+        """End the notes of the mesh's contexts."""
 
     def type_of(self, tensor: torch.Tensor, operation: str) -> str:
-        """Return an operand's type; raise for a tensor subclass, or a non-leaf without a type."""
+        """Return an operand's type; raise for a subclass, or a non-leaf without a type."""
         if type(tensor) not in PLAIN_TENSORS:
             raise of_a_subclass(tensor, operation)
         if tensor._backward_hooks or tensor._post_accumulate_grad_hooks:
@@ -213,7 +213,7 @@ class ContextMode(TorchFunctionMode):
         return text
 
     def check_axes(self, tensor: torch.Tensor, kinds: Any, operation: str) -> None:
-        """Raise AxisTypeError if ``kinds`` of ``tensor`` name an axis that the mesh lacks."""
+        """Raise AxisTypeError if ``kinds`` name an axis that the mesh lacks."""
         for axis in kinds:
             if axis not in self.axes:
                 raise foreign_axis(axis, tensor, operation, self.mesh)
@@ -261,7 +261,7 @@ class ContextMode(TorchFunctionMode):
         return found
 
     def _check_transformed(self, name: str, operands: Sequence[torch.Tensor]) -> None:
-        """Raise, naming ``name``, if an operand in a torch.func transform is not invariant."""
+        """Raise if an operand in a torch.func transform is not invariant."""
         for operand in operands:
             inner = operand
             while is_wrapped(inner) and not type_of(inner):
@@ -294,7 +294,7 @@ class ContextMode(TorchFunctionMode):
         """Return a target's type after a write: its old type, joined with ``text``.
 
         Args:
-            is_out: whether the target is no operand, so that ``text`` lacks its type.
+            is_out: whether ``text`` lacks the target's type, as the target is no operand.
         """
         before = type_of(target)
         if before == text or not is_out or not before:
@@ -303,7 +303,7 @@ class ContextMode(TorchFunctionMode):
         return made.text if isinstance(made, JoinedType) else text
 
     def cast(self, x: torch.Tensor, missing: Mapping[str, str]) -> torch.Tensor:
-        """Return ``x`` cast by ``missing``, kind by axis; ``x`` itself if it needs no gradient."""
+        """Return ``x`` cast by ``missing``, or ``x`` if it needs no gradient."""
         if missing and x.requires_grad and torch.is_grad_enabled():
             return self.casts.cast(x, type_text(missing))
         return x
@@ -323,7 +323,7 @@ def find_context(*, is_awake: bool = True) -> ContextMode | None:
     """Return the context that sees this thread's calls; None in collectives, backwards, Functions.
 
     Args:
-        is_awake: False returns the context of this thread even if it sees no calls.
+        is_awake: False returns the thread's context even if it sees no calls.
     """
     if is_mode_enabled() or not is_awake:
         for place in range(num_modes() - 1, -1, -1):
@@ -363,6 +363,6 @@ def paused(mode: ContextMode, *, is_asleep: bool = True) -> Iterator[None]:
 
 
 def mark(tree: Any, text: str) -> None:
-    """Set the type of all tensors in nested lists, tuples and dicts to ``text``."""
+    """Set the type of all tensors in nested lists, tuples and dicts."""
     for x in tensors_in(tree):
         set_type(x, text)

@@ -1,9 +1,9 @@
 """Type special calls in a typed context: reads of numbers, lists of tensors, custom Functions.
 
-While a context is open, ``apply`` is overridden in the torch class from which all Functions inherit
-it, so a context also sees an ``apply`` that the program looked up earlier. From torch 2.15 on,
-``apply`` is in torch's core, so the metaclass of Functions returns our ``apply``. An earlier lookup
-then calls the core directly, and raises when the core looks up ``forward``.
+While a context is open, ``apply`` is overridden in the torch class from which Functions inherit it,
+so a context also sees an ``apply`` that was looked up earlier. From torch 2.15 on, ``apply`` is in
+torch's core, so the metaclass of Functions returns our ``apply``. An earlier lookup calls the core,
+and raises when the core looks up ``forward``.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def run_on_items(
 
 @cache
 def _written_places(name: str) -> frozenset[int]:
-    """Return the positions of the arguments that a function of this name writes."""
+    """Return the positions of the arguments that a function writes."""
     packet = getattr(torch.ops.aten, name)
     schema = getattr(packet, packet.overloads()[0])._schema
     return frozenset(
@@ -171,7 +171,7 @@ def calls_seen() -> Iterator[None]:
 
 
 def _part_of(cls: Any, name: str) -> Any:
-    """Return attribute ``name`` of a Function class; in a typed context a watched ``apply``."""
+    """Return a Function's attribute; in a typed context a watched ``apply``."""
     # torch's core looks up `forward` with a mode enabled only if its own `apply` was called.
     found = type.__getattribute__(cls, name)
     if name not in ("apply", "forward") or not is_mode_enabled() or are_transforms_active():

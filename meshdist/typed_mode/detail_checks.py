@@ -1,7 +1,7 @@
 """Compare values that are typed as invariant between ranks, at debug level DETAIL.
 
-Types cannot detect wrong annotations, or Python numbers that differ between ranks. So operands that
-are cast, losses, and the gradients of leaves are compared.
+Types cannot detect wrong annotations, or Python numbers that differ between ranks. So cast
+operands, losses, and gradients of leaves are compared.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def check_loss(loss: torch.Tensor, mesh: DeviceMesh) -> None:
 def check_gradient_of(
     leaf: torch.Tensor, grad: torch.Tensor | None, text: str, mesh: DeviceMesh
 ) -> None:
-    """Raise unless ``grad`` is equal along the invariant axes of its type ``text``; collective."""
+    """Raise unless ``grad`` is equal along the invariant axes of ``text``; collective."""
     group = _invariant_group(text, mesh)
     if group is None:
         return
@@ -77,7 +77,7 @@ def check_gradient_of(
 
 
 def _differing_axes(mesh: DeviceMesh, group: ProcessGroup, far: Collection[int]) -> str:
-    """Return, as an argument's text, the axes along which ``far`` ranks differ from the first."""
+    """Return the axes along which ``far`` ranks differ from the first, as an argument."""
     # If ranks 2 and 3 of (dp=2, tp=2) differ from rank 0, the axis is 'dp', the only axis along
     # which rank 2 differs.
     first, *others = (mesh.layout.coordinate_of(rank) or () for rank in (group.ranks[0], *far))
@@ -90,7 +90,7 @@ def _differing_axes(mesh: DeviceMesh, group: ProcessGroup, far: Collection[int])
 
 
 def _invariant_group(text: str, mesh: DeviceMesh) -> ProcessGroup | None:
-    """Return the group along the axes over which ``text`` is invariant, or None."""
+    """Return the group along the invariant axes of ``text``, or None."""
     kinds = kinds_in(text)
     axes = tuple(axis for axis in mesh.axis_names if axis not in kinds)
     return resolve_group(mesh[axes]) if axes else None

@@ -1,8 +1,8 @@
 """Define the rules of typed contexts for torch's functions: closed tables, by name.
 
 By default, all results of a function have the joined type of its operands. The tables list the
-exceptions and the linear functions. The rule of a function is cached; ``torch.add``, ``Tensor.add``
-and ``torch.ops.aten.add`` share it.
+exceptions and the linear functions. ``torch.add``, ``Tensor.add`` and ``torch.ops.aten.add`` share
+a rule.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class Kind(Enum):
     DRAW = auto()
     """It may draw from a random generator."""
     ITEMS = auto()
-    """It does the same to the items of lists, one by one."""
+    """It treats each item of its lists separately."""
     NORM = auto()
-    """A norm, by which torch clips gradients: of tensors that vary each rank finds its own."""
+    """A norm, by which torch clips gradients: it differs between ranks if the tensors vary."""
     BACKWARD = auto()
     """``Tensor.backward`` and ``torch.autograd.backward``."""
     GRADIENT = auto()
@@ -57,7 +57,7 @@ Place = tuple[int, str]
 
 @dataclass(frozen=True)
 class TorchFunction:
-    """The rule of a function of torch in typed contexts.
+    """The rule of a torch function in typed contexts.
 
     Args:
         linearity: in which unreduced operands it is linear; see ``axis_types.join_types``.
@@ -204,7 +204,7 @@ _CALLS: dict[Any, Kind] = {
 
 
 class _Operations(dict[Any, TorchFunction]):
-    """A dict of rules by function, which makes a rule at its first lookup."""
+    """A dict of rules by function, filled at lookup."""
 
     def __missing__(self, function: Any) -> TorchFunction:
         found = _find_operation(function)
@@ -239,7 +239,7 @@ def _find_operation(function: Any) -> TorchFunction:
 
 
 def _find_attribute(descriptor: Any, access: str) -> TorchFunction:
-    """Return the rule for a descriptor's ``access``: "__get__", "__set__" or "__delete__"."""
+    """Return the rule for a descriptor's ``access``, such as "__get__"."""
     name = getattr(descriptor, "__name__", "") or getattr(
         getattr(descriptor, "fget", None), "__name__", "an attribute"
     )
@@ -282,7 +282,7 @@ OPERATIONS: dict[Any, TorchFunction] = _Operations()
 
 
 def argument(place: Place, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Any:
-    """Return the argument at ``place`` of a call, or None if it is not given.
+    """Return a call's argument at ``place``, or None.
 
     Example:
         >>> argument((1, "running_mean"), ("x", "mean"), None)
@@ -295,7 +295,7 @@ def argument(place: Place, args: Sequence[Any], kwargs: Mapping[str, Any] | None
 
 
 def draws(operation: TorchFunction, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> bool:
-    """Return whether this call draws from a random generator; dropout with p=0 does not."""
+    """Return whether this call draws from a random generator."""
     switches = _DRAWS_IF.get(operation.name, ())
     if kwargs and "train" in kwargs:  # torch.dropout's name of the argument.
         kwargs = {**kwargs, "training": kwargs["train"]}
@@ -305,7 +305,7 @@ def draws(operation: TorchFunction, args: Sequence[Any], kwargs: Mapping[str, An
 
 
 def shape_depends_on_values(operation: TorchFunction, args: Sequence[Any], kwargs: Any) -> bool:
-    """Return whether this call's result shape depends on values, as of a bool mask."""
+    """Return whether the result's shape depends on values, as of a bool mask."""
     if operation.name == "where":
         return len(args) + len(kwargs or ()) == 1
     if operation.name != "__getitem__":
@@ -317,7 +317,7 @@ def shape_depends_on_values(operation: TorchFunction, args: Sequence[Any], kwarg
 def written_tensors(
     operation: TorchFunction, args: Sequence[Any], kwargs: Mapping[str, Any] | None
 ) -> list[torch.Tensor]:
-    """Return the tensors that this call writes in place, including ``out``."""
+    """Return the tensors that this call writes, including ``out``."""
     written: list[Any] = []
     if operation.writes and _are_on(_WRITES_IF.get(operation.name, ()), args, kwargs):
         written = [argument(place, args, kwargs) for place in operation.writes]

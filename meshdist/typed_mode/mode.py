@@ -1,8 +1,7 @@
 """Infer axis types through torch's functions and insert casts: ``md.typed``.
 
-The context is a ``TorchFunctionMode``, which sees every torch function that the program calls. It
-casts operands that lack an axis, runs the function without the mode, and sets the operands' joined
-type on the results.
+A ``TorchFunctionMode`` sees every torch function that the program calls. It casts operands that
+lack an axis, runs the function without the mode, and sets the operands' joined type on the results.
 """
 
 from __future__ import annotations
@@ -172,7 +171,7 @@ def untyped() -> Iterator[None]:
 
 
 class _TypedMode(ContextMode):
-    """The torch function mode of ``md.typed``, which types and casts each call."""
+    """The torch function mode of ``md.typed``."""
 
     @untraced
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -243,7 +242,7 @@ class _TypedMode(ContextMode):
         args: Sequence[Any],
         kwargs: dict[str, Any] | None,
     ) -> Any:
-        """Return a call's typed result, without checks if its operands' types are known to join."""
+        """Return a call's typed result, without checks if its types are known to join."""
         places: list[Any] = list(range(len(args)))
         values = [*args, *kwargs.values()] if kwargs else args
         if kwargs:
@@ -317,7 +316,7 @@ class _TypedMode(ContextMode):
         kwargs: Mapping[str, Any],
         added: str = INVARIANT,
     ) -> Any:
-        """Return ``call``'s result with the joined type of its operands and ``added``; or raise."""
+        """Return ``call``'s result with the joined type of operands and ``added``; or raise."""
         written = written_tensors(operation, args, kwargs)
         out = kwargs.get("out")
         operands = self._operands(operation, args, kwargs)
@@ -353,7 +352,7 @@ class _TypedMode(ContextMode):
         return tensors_in(read + [value for name, value in kwargs.items() if name not in names])
 
     def _marked(self, result: Any, text: str, operands: Sequence[torch.Tensor]) -> Any:
-        """Set ``result``'s type to ``text`` and return it, as a view if it is itself an operand."""
+        """Return ``result`` with type ``text``, as a view if it is itself an operand."""
         if isinstance(result, _Tensor):
             # If the function returns an operand, the operand must keep its type.
             if type_of(result) != text and any(result is x for x in operands):
@@ -420,7 +419,7 @@ class _TypedMode(ContextMode):
 
 
 class _NotingMode(_TypedMode):
-    """The typed mode that notes operations for errors, until the mesh's first backward."""
+    """The typed mode before the mesh's first backward: it notes operations for errors."""
 
     is_noting = True
 
@@ -474,12 +473,12 @@ def _is_clipping() -> bool:
 def _ignores(
     operation: TorchFunction, args: Sequence[Any], kwargs: Mapping[str, Any] | None
 ) -> bool:
-    """Return whether the call ignores the values of a tensor, as of ``x`` in ``y.to(x)``."""
+    """Return whether the call ignores a tensor's values, as of ``x`` in ``y.to(x)``."""
     return any(isinstance(argument(place, args, kwargs), _Tensor) for place in operation.ignores)
 
 
 def _mark_base(target: Any, text: str) -> None:
-    """Set the type of the tensor of which ``target`` is a view, if it has none."""
+    """Set the type of ``target``'s base, if it has none."""
     base = target._base if isinstance(target, _Tensor) else None
     if base is not None and find_type(base) is None:
         set_type(base, text)

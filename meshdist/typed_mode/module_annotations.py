@@ -1,9 +1,9 @@
 """Keep the annotations of a module's parameters and buffers when its tensors are replaced.
 
 ``copy.deepcopy``, ``load_state_dict(assign=True)`` and ``to_empty`` create tensors without
-annotations. So ``md.annotate(module, {...})`` also records the annotations by name in the module
-that owns each tensor, in a dict that is copied and pickled with it but is not in its
-``state_dict``. The owner's dicts of tensors annotate each new tensor.
+annotations. So ``md.annotate(module, {...})`` also records the annotations by name in each tensor's
+owner, in a dict that is copied and pickled but not in the ``state_dict``. The owner's dicts of
+tensors annotate each new tensor.
 
 Worked example: torch copies a tensor without its annotation; a module annotates the copy.
 
@@ -54,7 +54,7 @@ NOTED_MARKS = "_noted_marks"
 
 
 class AnnotatedTensors(dict[str, Any]):
-    """A module's dict of parameters or buffers that types each tensor set, by its ``notes``."""
+    """A module's dict of parameters or buffers, which types new tensors by ``notes``."""
 
     # Pickled modules refer to this class: if you move it, keep this name as an alias.
 
@@ -75,7 +75,7 @@ class AnnotatedTensors(dict[str, Any]):
 
 
 def annotate_module(module: M, specs: object, mesh: DeviceMesh | None) -> M:
-    """Annotate the tensors of ``module`` named by ``specs``, record this, return ``module``."""
+    """Annotate the tensors that ``specs`` name, record this, return ``module``."""
     if not isinstance(specs, Mapping) or not all(isinstance(pattern, str) for pattern in specs):
         raise KindError(
             "annotate takes a mapping from names to specs for a module",
@@ -107,7 +107,7 @@ def annotate_module(module: M, specs: object, mesh: DeviceMesh | None) -> M:
 
 
 def _notes_of(owner: nn.Module) -> dict[str, tuple[str, str]]:
-    """Return a module's recorded annotations; its dicts then also type tensors set later."""
+    """Return a module's recorded annotations; its dicts then also type new tensors."""
     notes: dict[str, tuple[str, str]] = owner.__dict__.setdefault(NOTED_MARKS, {})
     for name in ("_parameters", "_buffers"):
         tensors = owner.__dict__[name]
@@ -155,7 +155,7 @@ def _places(module: nn.Module) -> Iterator[tuple[str, tuple[nn.Module, str, torc
 
 
 def _patterns_of(names: list[str], specs: Mapping[str, Any]) -> dict[str, str]:
-    """Return {name: its pattern}; raise for a pattern without names, or a name with two."""
+    """Return {name: pattern}; raise for patterns without names or names with two."""
     found: dict[str, str] = {}
     for pattern in specs:
         fitting = [name for name in names if fnmatchcase(name, pattern)]
@@ -183,7 +183,7 @@ def _patterns_of(names: list[str], specs: Mapping[str, Any]) -> dict[str, str]:
 def _checked(
     name: str, tensor: torch.Tensor, given: object, mesh: DeviceMesh | None
 ) -> PartitionSpec:
-    """Return ``given`` as tensor ``name``'s spec; raise if it is invalid, or a wrapper's tensor."""
+    """Return ``given`` as the tensor's spec; raise if invalid, or a wrapper's tensor."""
     if type(tensor) not in PLAIN_TENSORS:
         raise _about(of_a_subclass(tensor, "annotate"), name)
     if annotation_of(tensor).has_owner:
@@ -207,7 +207,7 @@ def _checked(
 
 
 def _about(error: MeshdistError, name: str) -> MeshdistError:
-    """Return a copy of ``error`` whose ``where`` begins with the tensor's ``name``."""
+    """Return a copy of ``error`` whose ``where`` begins with ``name``."""
     where = name if error.where is None else f"{name}\n{error.where}"
     told = type(error)(error.summary, **{**fields_among(vars(error)), "where": where})
     told.__dict__.update({key: value for key, value in vars(error).items() if key != "where"})

@@ -1,8 +1,8 @@
 """Track the operation and the leaf that made a value vary over an axis.
 
 Until a mesh's first typed backward begins, each autograd node gets a note of its operation. If the
-loss varies, the error follows the notes from the loss. An example over 'tp' in which the psum after
-``down`` is missing:
+loss varies, the error follows the notes. An example over 'tp' in which the psum after ``down`` is
+missing:
 
     norm(x)  ->  up(x)       ->  gelu(h)     ->  down(h)      ->  x + y        ->  loss
     {V:dp}       {V:dp,tp}       {V:dp,tp}       {V:dp,tp}        {V:dp,tp}        {V:dp,tp}
@@ -36,7 +36,7 @@ _NOTE = "meshdist: where types joined"
 
 @dataclass(frozen=True)
 class _Operand:
-    """A varying operand without a gradient history: a parameter or data."""
+    """A varying parameter or data: an operand without a gradient history."""
 
     tensor: weakref.ref[torch.Tensor]
     axes: tuple[str, ...]
@@ -51,7 +51,7 @@ class _Operand:
 
 @dataclass(frozen=True)
 class _MakingOperation:
-    """The operation that created a value, and the axes over which the value varies.
+    """The operation that created a value, and the value's varying axes.
 
     Args:
         leaves: its varying leaf operands, also through functions of parameters alone.
@@ -69,12 +69,11 @@ class _MakingOperation:
         return f"{self.name} at {show_site(self.site)}"
 
     def leaves_over(self, axis: str) -> list[_Operand]:
-        """Return the noted leaves that vary over ``axis``."""
         return [leaf for leaf in self.leaves if axis in leaf.axes]
 
 
 class Notes:
-    """The notes of a mesh's contexts, recorded until a backward begins."""
+    """The notes of a mesh's contexts."""
 
     are_taken = True
     count = 0
@@ -102,7 +101,7 @@ class Notes:
 
 
 def _leaves(operands: Sequence[torch.Tensor]) -> tuple[list[_Operand], bool]:
-    """Return the varying leaves of operands, and whether all operands derive from parameters."""
+    """Return varying leaves of operands, and whether all operands derive from parameters."""
     leaves: list[_Operand] = []
     is_of_leaves = bool(operands)
     for operand in operands:
@@ -142,7 +141,7 @@ def _find_joins(loss: torch.Tensor, axis: str) -> list[_MakingOperation]:
 def varying_loss(
     loss: torch.Tensor, axes: Sequence[str], mesh: DeviceMesh, operation: str, *, is_noted: bool
 ) -> AxisTypeError:
-    """Return the error of a backward from a varying loss, with operations if recorded."""
+    """Return the error of a varying loss, with operations if recorded."""
     mesh.caches.of(Notes).are_taken = True  # The next context takes notes.
     # If data vary over the axis, the fix is a mean of the loss. If parameters vary, a mean would
     # train another model: a psum is missing after the last varying parameter.

@@ -1,9 +1,8 @@
-"""Seed random generators (``md.seed``), and infer the types of random values in typed contexts.
+"""Seed random generators (``md.seed``), and infer the types of random values.
 
-A rank cannot know whether its generator's state differs from the other ranks'. So ``md.seed``
-records the axes along which seeds differ. The record is valid while the generator's
-``initial_seed()`` is unchanged: every other way of seeding changes this number, while restoring a
-state from a checkpoint does not.
+A rank cannot know whether its generator's state differs from other ranks'. So ``md.seed`` records
+the axes along which seeds differ. The record is valid while ``initial_seed()`` is unchanged: every
+other seeding changes it, while restoring a state from a checkpoint does not.
 """
 
 from __future__ import annotations
@@ -114,7 +113,7 @@ def seed(
 
 
 def find_seeded_axes() -> tuple[str, ...] | None:
-    """Return the axes along which ``md.seed`` gave unequal seeds; None if it did not seed last."""
+    """Return the axes along which ``md.seed`` last gave unequal seeds; None after other seeding."""
     seeding = seed_notes().get(torch.default_generator)
     if seeding is None or seeding.number != torch.initial_seed() % _WORD:
         return None
@@ -122,17 +121,13 @@ def find_seeded_axes() -> tuple[str, ...] | None:
 
 
 def note_seeding(axes: tuple[str, ...], layout: Layout | None) -> None:
-    """Record that the restored seeds of torch's generator differ along ``axes`` of ``layout``."""
+    """Record that restored seeds of torch's generator differ along ``axes``."""
     number = torch.initial_seed() % _WORD
     seed_notes()[torch.default_generator] = _Seeding(number, axes, layout)
 
 
 def _find_mesh_and_axes(differ_over: Any, mesh: Any) -> tuple[DeviceMesh | None, tuple[str, ...]]:
-    """Return the mesh and its axes that ``differ_over`` names, (None, ()) if none; or raise.
-
-    Args:
-        mesh: None means the current mesh, if there are names.
-    """
+    """Return the mesh and its axes that ``differ_over`` names, or (None, ())."""
     names = (differ_over,) if isinstance(differ_over, str) else differ_over
     if not isinstance(names, (tuple, list)) or not all(isinstance(name, str) for name in names):
         raise KindError(
@@ -170,7 +165,7 @@ def type_of_draw(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> str:
-    """Return the type of a random draw; raise if md.seed did not set the generator's state."""
+    """Return a random draw's type; raise if md.seed did not set the generator's state."""
     values = (*args, *kwargs.values())
     given = next((value for value in values if isinstance(value, torch.Generator)), None)
     noted = seed_notes().get(given or torch.default_generator)
@@ -223,7 +218,7 @@ def varying_axes(
     """Return the axes of ``layout`` along which seeds differ, or None if a rank has no seed.
 
     Args:
-        axes: the axes of ``seeded`` along which seeds differ; without a layout, none do.
+        axes: the same axes of ``seeded``.
     """
     if seeded is None:
         return ()
@@ -244,7 +239,7 @@ def varying_axes(
 
 
 def _own_generator(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Generator:
-    """Return torch's default generator for the device of a call."""
+    """Return torch's default generator for a call's device."""
     if not torch.cuda.is_initialized():
         return torch.default_generator
     device = kwargs.get("device")
