@@ -120,9 +120,8 @@ class Annotation(NamedTuple):
         kinds: the text of its type; None means no type, which counts as invariant.
         dims: its sizes with the axes that shard them, such as "4@tp, 6"; None without a spec.
         owner_axes: the axes over which a wrapper reduces a leaf's ``.grad`` after the backward, so
-            that the gradient is invariant although the leaf is reduced; None without such axes.
-        owner_ranks: the ranks over which a wrapper reduces ``.grad`` if it has a group, but no mesh
-            axes.
+            that the gradient is invariant although the leaf is reduced; or None.
+        owner_ranks: the ranks over which a wrapper without mesh axes reduces ``.grad``.
         summed_axes: the axes over which each use of a leaf sums its gradient, unless a wrapper
             annotated it as reduced over them and sums all gradients together.
     """
@@ -154,7 +153,7 @@ def _read(fields: tuple[Any, ...]) -> Annotation:
 
 @lru_cache(maxsize=4096)
 def type_alone(kinds: str) -> tuple[Any, ...]:
-    """Return an annotation with a type only, as of an operation's result."""
+    """Return an annotation with only a type."""
     return tuple(Annotation(kinds))
 
 
@@ -176,13 +175,13 @@ def type_of(x: Any) -> str:
 
 
 def find_owner_axes(x: Any) -> tuple[str, ...] | None:
-    """Return the axes over which a wrapper reduces a leaf's gradient, or None."""
+    """Return the axes over which a wrapper reduces the gradient, or None."""
     found: tuple[str, ...] | None = x.__dict__.get(ANNOTATION, EMPTY)[2]
     return found
 
 
 def set_type(x: Any, kinds: str) -> None:
-    """Set a tensor's type, and keep the rest of its annotation."""
+    """Set a tensor's type; keep the rest of its annotation."""
     attributes = x.__dict__
     before = attributes.get(ANNOTATION)
     if before is None:
@@ -192,7 +191,7 @@ def set_type(x: Any, kinds: str) -> None:
 
 
 def set_spec(x: Any, kinds: str, dims: str | None) -> None:
-    """Set a tensor's type and dims, and keep the rest of its annotation."""
+    """Set a tensor's type and dims; keep the rest of its annotation."""
     attributes = x.__dict__
     attributes[ANNOTATION] = (kinds, dims, *attributes.get(ANNOTATION, EMPTY)[2:])
 
@@ -221,7 +220,7 @@ def kinds_in(text: str) -> Mapping[str, str]:
 
 
 def type_text(kinds: Mapping[str, str]) -> str:
-    """Return the text of the type with these kinds by axis; the inverse of ``kinds_in``.
+    """Return the text of a type from kinds by axis; the inverse of ``kinds_in``.
 
     Example:
         >>> type_text({"tp": "V", "ep": "U", "dp": "V", "pp": "I"})
@@ -233,7 +232,7 @@ def type_text(kinds: Mapping[str, str]) -> str:
 
 @lru_cache(maxsize=4096)
 def gradient_type(text: str) -> str:
-    """Return the type of the gradient of a value of type ``text``.
+    """Return the gradient's type of a value of type ``text``.
 
     Example:
         >>> gradient_type("V:dp R:ep")
@@ -243,7 +242,7 @@ def gradient_type(text: str) -> str:
 
 
 def with_kinds(text: str, kinds: Mapping[str, str]) -> str:
-    """Return the type ``text`` with the kinds over some axes replaced.
+    """Return ``text`` with the kinds over some axes replaced.
 
     Example:
         >>> with_kinds("V:dp,tp", {"dp": "I"})
@@ -258,7 +257,7 @@ def _with_kinds(text: str, *kinds: tuple[str, str]) -> str:
 
 
 def axes_of_kind(text: str, kinds: str) -> tuple[str, ...]:
-    """Return the axes over which a value of type ``text`` is of any of ``kinds``, sorted.
+    """Return the axes over which type ``text`` is of any of ``kinds``, sorted.
 
     Example:
         >>> axes_of_kind("V:tp R:ep U:dp", "RU")
@@ -280,7 +279,6 @@ class JoinedType:
     """The type of an operation's results, and the casts that its operands need.
 
     Args:
-        text: the type of the results.
         missing: for each operand, the type that a cast must add: the axes over which the operand is
             invariant and the result is not; "" for none.
     """
@@ -328,7 +326,7 @@ def join_types(types: Sequence[str], linearity: str = "") -> JoinedType | Refusa
 
 
 def _is_linear(kinds: Sequence[str], linearity: str) -> bool:
-    """Return whether ``linearity``, such as "add", admits operands of these kinds, some "U"."""
+    """Return whether ``linearity`` admits operands of these kinds, some "U"."""
     # linearity       means                    operands that may be unreduced:
     # "add"           a + b, cat               all operands
     # "multiply"      a * b, a @ b             any single operand

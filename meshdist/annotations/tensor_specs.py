@@ -38,13 +38,13 @@ def mark_spec(tensor: torch.Tensor, spec: PartitionSpec) -> torch.Tensor:
 
 
 def find_spec(tensor: torch.Tensor) -> PartitionSpec | None:
-    """Return the spec that ``mark_spec`` attached; None if it is missing or outdated."""
+    """Return the attached spec; None if it is missing or outdated."""
     kinds, dims, *_ = tensor.__dict__.get(ANNOTATION, EMPTY)
     return None if dims is None else read_spec(kinds or INVARIANT, dims, tuple(tensor.shape))
 
 
 def dims_text(shape: tuple[int, ...], spec: PartitionSpec) -> str:
-    """Return the text of an array's dims with the axes that cut them.
+    """Return an array's dims with the axes that cut them.
 
     Example:
         >>> dims_text((8, 4, 6), PartitionSpec("dp", None, ("ep", "tp")))
@@ -61,7 +61,7 @@ def checked_spec(
     """Return the PartitionSpec of a spec, sharding or pattern; raise if it does not match.
 
     Args:
-        layout: the layout of the axes; None skips the check of their names.
+        layout: None skips the check of axis names.
         call: the name of the public call.
     """
     if isinstance(given, str):
@@ -98,7 +98,7 @@ def checked_spec(
 
 
 def layout_of(spec: object, mesh: DeviceMesh | None) -> Layout | None:
-    """Return the layout of a sharding, else of ``mesh``, else of the current mesh; or None."""
+    """Return the layout of a sharding, of ``mesh``, or of the current mesh; or None."""
     if isinstance(spec, NamedSharding):
         if mesh is not None and mesh.layout != spec.layout:
             raise MeshError(
@@ -122,7 +122,7 @@ def spec_texts(spec: PartitionSpec, shape: tuple[int, ...]) -> tuple[str, str]:
 
 @lru_cache(maxsize=4096)
 def read_spec(types: str, dims: str, shape: tuple[int, ...]) -> PartitionSpec | None:
-    """Return the spec of two texts of ``spec_texts``; None if shape or type do not match."""
+    """Return the spec of ``spec_texts``; None if shape or type do not match."""
     words = [word.partition("@") for word in dims.split(", ")] if dims else []
     entries = [tuple(axes.strip("()").split(",")) if axes else () for _, _, axes in words]
     cut = tuple(sorted(axis for axes in entries for axis in axes))

@@ -2,8 +2,7 @@
 
 A layer holds this rank's part of the parameters, under torch's names, and the global sizes.
 ``parallelize`` changes the class of torch's layer, so copies, pickles and ``isinstance`` keep
-working. ``style`` determines how input and output are sharded. A copy keeps ``mesh``; loading a
-pickle opens it again.
+working. A copy keeps ``mesh``; loading a pickle opens it again.
 
 Worked example: the styles ``column`` and ``row`` on an axis 'tp' of 2 ranks. Rank 0 has the first 8
 of 16 hidden features: the first 8 rows of ``up``, and the first 8 columns of ``down``:
@@ -51,7 +50,7 @@ __all__ = ["ColumnParallelLinear", "RowParallelLinear", "VocabParallelEmbedding"
 
 
 class SplitLayer(nn.Module):
-    """A layer that holds this rank's part of its parameters; its mesh has one axis."""
+    """A layer with this rank's part of its parameters, on a mesh of one axis."""
 
     mesh: DeviceMesh
     style: str
@@ -61,7 +60,6 @@ class SplitLayer(nn.Module):
 
     @property
     def axis(self) -> str:
-        """The name of the axis."""
         return self.mesh.axis_names[0]
 
     def ready(self) -> None:
@@ -70,7 +68,7 @@ class SplitLayer(nn.Module):
             restore_annotations(self)
 
     def check_features(self, x: torch.Tensor, expected: int, fix: str) -> None:
-        """Raise unless the input has the number of features that the style expects."""
+        """Raise unless the input has the style's number of features."""
         if not x.dim() or x.shape[-1] != expected:
             raise ShapeError(
                 f"{self.style} cannot take an input with this number of features",
@@ -81,7 +79,6 @@ class SplitLayer(nn.Module):
             )
 
     def extra_repr(self) -> str:
-        """Return torch's text of the global layer, and the style."""
         return f"{super().extra_repr()}, {self.style} over {self.axis}={self.mesh.size()}"
 
 
@@ -92,8 +89,8 @@ class ColumnParallelLinear(SplitLayer, nn.Linear):
     and ``column_sequence_whole``.
 
     Gradient:
-        The gradient of the input is summed over the axis, by one all-reduce for all layers with the
-        same input (``_sequence``: one reduce-scatter).
+        One all-reduce over the axis sums the gradient of the input for all layers with this input
+        (``_sequence``: one reduce-scatter).
 
     Cost:
         The forward sends nothing. ``_sequence`` gathers the input once for all layers with this
@@ -198,7 +195,7 @@ def moved(x: torch.Tensor, pattern: str, mesh: DeviceMesh, **sizes: Any) -> torc
 
 
 def own_part(size: int, mesh: DeviceMesh) -> tuple[int, int]:
-    """Return (start, stop) of this rank's part of a dim of ``size``."""
+    """Return (start, stop) of this rank's part of ``size``."""
     bounds, place = balanced_boundaries(size, (mesh.size(),)), mesh.get_local_rank()
     return bounds[place], bounds[place + 1]
 
@@ -226,14 +223,14 @@ def local_index(
 
 
 def scattered_sequence(y: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """Return this rank's part, along dim -2, of the sum of all ranks' ``y``."""
+    """Return this rank's part (dim -2) of the sum of all ranks' ``y``."""
     check_length(y, mesh)
     tp = mesh.axis_names[0]
     return moved(y, f"... s f {{U:{tp}}} -> ... s@{tp} f", mesh)
 
 
 def check_length(y: torch.Tensor, mesh: DeviceMesh) -> None:
-    """Raise unless dim -2 of ``y`` can be cut into equal parts along the axis."""
+    """Raise unless the axis can cut dim -2 of ``y`` into equal parts."""
     length, parts = y.shape[-2] if y.dim() > 1 else 0, mesh.size()
     if not length or length % parts:
         raise ShapeError(
@@ -260,7 +257,7 @@ def _gathered(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
 
 
 class _KeptGathers:
-    """Cache of each activation's gathered sequence, while the activation is in memory."""
+    """Cache of gathered sequences, while their activations are in memory."""
 
     def __init__(self) -> None:
         self._kept: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -340,16 +337,14 @@ class CutSequence(UseHook):
     """A forward hook that keeps this rank's part of the sequence (dim -2)."""
 
     def __call__(self, module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part of ``output`` along dim -2."""
         check_length(output, self.mesh)
         tp = self.mesh.axis_names[0]
         return moved(output, f"... s d -> ... s@{tp} d", self.mesh)
 
 
 class GatherSequence(UseHook):
-    """A forward hook that gathers a sequence from all ranks' parts."""
+    """A forward hook that gathers the global sequence from all ranks' parts."""
 
     def __call__(self, module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
-        """Return the global sequence, equal on all ranks, from the part ``output``."""
         tp = self.mesh.axis_names[0]
         return moved(output, f"... s@{tp} d -> ... s d", self.mesh)

@@ -66,7 +66,7 @@ class Assignment:
 
 
 def read_plan(model: nn.Module, plan: object, axis: str, parts: int) -> list[Assignment]:
-    """Return each module in a plan with its style; raise if it cannot be split in ``parts``."""
+    """Return the plan's modules and styles; raise if a module cannot be split in ``parts``."""
     styles = styles_of(plan)
     modules = dict(model.named_modules(remove_duplicate=False))
     found: dict[int, tuple[str, str, Assignment]] = {}
@@ -180,7 +180,7 @@ def _computes_parameters(module: nn.Module) -> bool:
 
 
 def _check_class(each: Assignment, takes: type[nn.Module], own: Mapping[str, Any]) -> None:
-    """Raise unless the module is exactly of class ``takes``, with plain parameters (``own``)."""
+    """Raise unless the module is exactly a ``takes``, with plain parameters (``own``)."""
     module, wanted = each.module, f"a torch.nn.{takes.__name__} (not a subclass)"
     found = fix = None
     if nn.utils.parametrize.is_parametrized(module):
@@ -257,7 +257,7 @@ def _check_around(
 
 
 def _check_tied(assigned: list[Assignment], modules: Mapping[str, nn.Module], axis: str) -> None:
-    """Raise if modules share a parameter but would split it in different ways."""
+    """Raise if modules would split a shared parameter in different ways."""
     layouts = {id(each.module): _layout_texts(each, axis) for each in assigned}
     seen: dict[int, tuple[str, str]] = {}
     for path, module in modules.items():
@@ -278,7 +278,7 @@ def _check_tied(assigned: list[Assignment], modules: Mapping[str, nn.Module], ax
 
 
 def _layout_texts(each: Assignment, axis: str) -> dict[str, str]:
-    """Return, by parameter, a text of how it is split or reduced."""
+    """Return how each parameter is split or reduced, as text."""
     if each.style == "reduced":
         return {leaf: "reduced" for leaf, _ in each.module.named_parameters(recurse=False)}
     return {leaf: _dim_text(spec) for leaf, spec in _specs(each, axis).items()}
@@ -290,7 +290,7 @@ def _dim_text(spec: str) -> str:
 
 
 def _specs(each: Assignment, axis: str) -> dict[str, str]:
-    """Return, by parameter, the spec over ``axis`` in the module's style."""
+    """Return, by parameter, the style's spec over ``axis``."""
     becomes = STYLES[each.style].becomes
     own = dict(each.module.named_parameters(recurse=False))
     if becomes is None:
@@ -329,8 +329,8 @@ def parallelize(module: M, mesh: DeviceMesh, plan: Mapping[str, str], *, check: 
         annotated with their specs. Uneven sizes are balanced.
 
     Gradient:
-        The gradient of the unsplit model; each rank holds its part for split parameters. Gradients
-        of ``reduced`` modules are summed over the axis.
+        As of the unsplit model; each rank holds its part for split parameters. Gradients of
+        ``reduced`` modules are summed over the axis.
 
     Cost:
         See ``md.tensor_parallel.explain(module)``. The comparison reads the model once and sends 16
@@ -392,7 +392,7 @@ def parallelize(module: M, mesh: DeviceMesh, plan: Mapping[str, str], *, check: 
 
 
 def _check_equal(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Raise UnequalError on every rank along the axis if they hold different models; collective."""
+    """Raise UnequalError on every rank if ranks hold different models; collective."""
     try:
         assert_equal(model, mesh)
     except UnequalError as error:
@@ -404,7 +404,7 @@ def _check_equal(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _warn_of_norms(model: nn.Module, assigned: list[Assignment], axis: str) -> None:
-    """Warn of norm layers that a plan omits although it splits the sequence over ``axis``."""
+    """Warn of norm layers that a plan omits although it splits the sequence."""
     if not any("sequence" in each.style for each in assigned):
         return
     named = {id(each.module) for each in assigned}
@@ -500,7 +500,7 @@ def _change(each: Assignment, mesh: DeviceMesh) -> None:
 def explain(
     module: nn.Module, mesh: DeviceMesh | None = None, plan: Mapping[str, str] | None = None
 ) -> str:
-    """List the communication of each layer of a module in the forward and backward pass.
+    """Describe the communication of a module's layers in the forward and backward pass.
 
     Args:
         module: a module that ``parallelize`` has changed. With ``mesh`` and ``plan``, a module that
@@ -547,7 +547,7 @@ def explain(
 
 
 def _parallelized(module: nn.Module) -> Iterator[tuple[str, Assignment]]:
-    """Yield (axis and size as "tp=2", assignment) for each parallelized module."""
+    """Yield ("tp=2", assignment) for each parallelized module."""
     for name, child in module.named_modules():
         uses = [child] if isinstance(child, SplitLayer) else _uses_of(child)
         for use in uses[:1]:
