@@ -382,8 +382,9 @@ class DeviceMesh:
                 group.abort(reason)
 
     def close(self) -> None:
-        """Close the mesh and all meshes derived from it; communicators that another mesh shares
-        stay open.
+        """Close the mesh and all meshes derived from it.
+
+        Communicators that another mesh shares stay open.
 
         Raises:
             MeshError: If this mesh was derived from another mesh.
@@ -432,10 +433,10 @@ class DeviceMesh:
         return DeviceMesh.from_definition(definition, groups=groups)
 
     def to_torch(self) -> torch.distributed.device_mesh.DeviceMesh:
-        """Return a torch DeviceMesh of the same ranks, for FSDP2 and DTensor. Inverse of
-        ``from_torch``.
+        """Return a torch DeviceMesh of the same ranks, for FSDP2 and DTensor.
 
         Collective over the world. Initializes torch.distributed, or reuses its process group.
+        Inverse of ``from_torch``.
         """
         return make_torch_mesh(self._definition)
 

@@ -136,8 +136,8 @@ class Layout:
             world_size: the maximum number of ranks, or None.
 
         Raises:
-            MeshError: a size of 0 or below -1, two sizes of -1, a -1 without a ``world_size`` that
-                it divides, a mesh larger than the world.
+            MeshError: a size of 0 or below -1, two sizes of -1, a -1 that ``world_size`` does not
+                determine, a mesh larger than the world.
 
         Example:
             >>> Layout.from_shape((2, -1), ("dp", "tp"), world_size=8)
@@ -336,8 +336,7 @@ class Layout:
         return np.take(by_place, places)
 
     def ranks_of_axis(self, axis: Axis, rank: int) -> tuple[int, ...]:
-        """Return the group along ``axis`` that holds ``rank``, ordered by the coordinate along the
-        axis.
+        """Return the group along ``axis`` that holds ``rank``, in the order of the axis's indices.
 
         Raises:
             AxisError: no such axis.

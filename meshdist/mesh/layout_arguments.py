@@ -16,7 +16,7 @@ from .strides import AxisModes, coalesced
 
 _ABBREVIATED = 3
 """In names of at most this many letters, another letter can mean another kind of parallelism: 'ep'
-is not a typo of 'dp', nor 'etp' of 'edp'."""
+must not suggest 'dp', nor 'etp' 'edp'."""
 
 
 def checked_modes(axis: Any) -> AxisModes:

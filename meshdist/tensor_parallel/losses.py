@@ -87,7 +87,7 @@ def cross_entropy(
     index, is_mine = local_index(
         target.where(counts, 0), start, stop, size, "cross_entropy, target"
     )
-    # Ranks compare the names of tensors that they send. The size in it detects a mismatch.
+    # Ranks compare the names of the tensors that they send, so this size detects a mismatch.
     name = f"logits of {size} classes"
     if num_classes is None:
         name += " (uneven parts need num_classes=)"

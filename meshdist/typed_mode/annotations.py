@@ -71,8 +71,8 @@ def annotate(
     ``md.typed``.
 
     For a module, annotate each parameter and buffer that ``spec`` names. The module keeps these
-    annotations when it is copied or pickled, and applies them to replaced tensors, for example
-    after ``load_state_dict(assign=True)`` or ``to_empty``.
+    annotations when it is copied or pickled, and applies them to replacement tensors, for example
+    of ``load_state_dict(assign=True)`` or ``to_empty``.
 
     Args:
         tensor: this rank's plain tensor or parameter, or a module.
@@ -216,7 +216,7 @@ def typeof(x: torch.Tensor) -> TensorType:
     """Return the type of ``x`` over mesh axes, which prints as ``float32[8, 4]{V:dp}``.
 
     Braces show the axes over which the tensor is not invariant. With a spec, dimensions show the
-    axes that shard them: ``float32[8@dp, 4]{U:tp}``. Sizes are local.
+    axes that shard them: ``float32[8@dp, 4]{U:tp}``. Sizes are this rank's.
 
     Args:
         x: a tensor. The result of an operation outside ``md.typed`` counts as invariant.

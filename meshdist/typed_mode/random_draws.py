@@ -218,7 +218,7 @@ def varying_axes(
     """Return the axes of ``layout`` along which seeds differ, or None if a rank has no seed.
 
     Args:
-        axes: the same axes of ``seeded``.
+        axes: the axes of ``seeded`` along which seeds differ; without a layout, none do.
     """
     if seeded is None:
         return ()

@@ -417,8 +417,8 @@ _variants: dict[type, type] = {}
 
 def as_no_type_error(error: MeshdistError) -> MeshdistError:
     """Return ``error``, its class changed to a variant that is not a TypeError."""
-    # Python treats a TypeError from `x + y` as "unsupported operands": `+` then raises a TypeError
-    # without our text, and `==` silently returns False.
+    # An operator on tensors treats any TypeError as "unsupported operands": `+` then raises a
+    # TypeError without our text, and `==` silently returns False.
     kind = type(error)
     if kind not in _variants:
 
