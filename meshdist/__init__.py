@@ -7,9 +7,8 @@
     y = md.lax.psum(x, "tp", mesh=mesh)
     model = md.DDP(model, device_mesh=mesh["dp"])
 
-This is the public API: ``__init__.pyi`` names everything public, and a module is loaded when one of
-its names is first used. ``meshdist.distributed`` has the names of torch.distributed, and
-``meshdist.errors`` all errors; they resolve here as well.
+``__init__.pyi`` lists the public API; modules load on first use. ``meshdist.distributed`` has the
+names of torch.distributed, ``meshdist.errors`` all errors; both resolve here as well.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Where to go for what torch.distributed or JAX has and meshdist does not, by name.
+"""Explain names of torch.distributed and JAX that meshdist lacks.
 
-Imports the standard library alone: an import that fails must not load torch to say why.
+Import only the standard library: a failed import must not load torch for its error.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ _MODULES = (
     "device_mesh distributed_c10d elastic flight_recorder fsdp launcher logging_handlers nn optim "
     "pipelining remote_device rpc run tensor utils"
 )
-# Torch has it under another name, in that module.
+# torch has these in the same module, under other names.
 _THERE = {"FSDP": "FullyShardedDataParallel as FSDP", "NamedOptimizer": "_NamedOptimizer"}
 _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 _HOMES |= dict.fromkeys(_MODULES.split(), "")
 
-# Ours in place of torch's, where a program need not go to torch.
+# Alternatives in meshdist to names of torch.
 OURS = {
     "DTensor": "meshdist.ShardedArray; meshdist.distributed.to_dtensor and from_dtensor go between "
     "the two",
@@ -69,7 +69,7 @@ OURS = {
     "run": "the command meshdist run, which takes torchrun's flags",
     "tensor": "meshdist.ShardedArray",
 }
-# Where to go in place of names of JAX's, of rooms of ours, and of what torch imports.
+# Alternatives to names of JAX, of meshdist's modules and of torch's imports.
 _INSTEAD = {
     "meshdist.lax.{}": "axis_index axis_size pbroadcast pcast pmax pmean pmin ppermute pshuffle "
     "psum psum_scatter pswapaxes pvary ragged_all_to_all",
@@ -99,7 +99,7 @@ _INSTEAD = {
     "typing_extensions.deprecated": "deprecated",
 }
 PLACES = {name: place for place, names in _INSTEAD.items() for name in names.split()}
-# The collective of lax that does it, for what is typed there by torch's name or MPI's.
+# The collectives of lax for the names of torch or MPI.
 IN_LAX = {
     "all_reduce": "psum",
     "allreduce": "psum",
@@ -110,7 +110,7 @@ IN_LAX = {
     "reduce_scatter": "psum_scatter",
     "reduce_scatter_tensor": "psum_scatter",
 }
-# Torch's own that communicate in a world of torch's, which our backends can serve.
+# torch modules that communicate on torch process groups, which meshdist's backends support.
 _IN_A_WORLD = [
     "algorithms",
     "device_mesh",
@@ -123,10 +123,10 @@ _IN_A_WORLD = [
 
 
 def where_else(name: str, module: str = _PACKAGE) -> str | None:
-    """Return a message on where torch or JAX has ``name``; None for any other name.
+    """Return a message on where torch or JAX has ``name``; None for others.
 
     Args:
-        module: the module of ours that was asked for it.
+        module: the module of meshdist that lacks it.
 
     Example:
         >>> print(where_else("fully_shard"))

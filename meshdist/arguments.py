@@ -17,7 +17,7 @@ _LONGEST = timedelta(days=36500)
 
 
 def find_integers(given: Any) -> list[int] | None:
-    """Return a list or tuple as ints; None for other types or if an entry is not an integer."""
+    """Return a list or tuple as ints; None for other types or entries."""
     if not isinstance(given, (list, tuple)):
         return None
     if {*map(type, given)} <= {int}:
@@ -50,11 +50,9 @@ def mesh_kind_error(
 def get_integer(
     given: Any, name: str, least: int | None = None, most: int | None = None, **parts: str | None
 ) -> int:
-    """Return an integer as a plain int; raise if it is not an integer or not in range.
+    """Return an integer of any library as an int; raise for other types, bool, or out of range.
 
     Args:
-        given: an integer of any library; a bool is rejected.
-        name: the name of the argument, for messages.
         parts: further fields of the error, such as ``fix``; ``expected`` replaces the range.
     """
     numbers = [given] if type(given) is int else find_integers([given])
@@ -69,11 +67,9 @@ def get_integer(
 
 
 def get_number(given: Any, name: str, **parts: str | None) -> float:
-    """Return a Python or NumPy number as a plain int or float; raise for other types.
+    """Return a Python or NumPy number as an int or float; raise for other types and bool.
 
     Args:
-        given: a number; a bool is rejected.
-        name: the name of the argument, for messages.
         parts: further fields of the error, such as ``expected``.
     """
     if isinstance(given, bool) or not isinstance(given, Real):

@@ -1,13 +1,11 @@
 """Convert NumPy and CuPy arrays to torch tensors and back, without copies.
 
-The collectives compute on torch tensors. A NumPy or CuPy array becomes a tensor that shares its
-memory, so that an in-place collective writes the caller's array. Libraries are looked up in
-``sys.modules`` and never imported by this module.
+A NumPy or CuPy array becomes a torch tensor that shares its memory, so in-place collectives write
+the caller's array. Libraries are looked up in ``sys.modules``, never imported.
 
-CuPy uses separate streams. ``as_tensor`` imports an array by DLPack, which makes torch's current
-stream wait for CuPy's queued work; ``like`` exports an array the same way. The function returned by
-``find_hand_back`` makes CuPy's current stream wait for torch's queued work on arrays that a
-collective has read or written in place.
+``as_tensor`` imports CuPy arrays by DLPack, which makes torch's current stream wait for CuPy's
+queued work; ``like`` exports the same way. The function from ``find_hand_back`` makes CuPy's
+current stream wait for torch's work on arrays that a collective used.
 """
 
 from __future__ import annotations
@@ -32,19 +30,18 @@ _Tensor = torch.Tensor
 _strided = torch.strided
 
 _recorded_streams: dict[int, Any] = {}
-"""CuPy's streams that are recorded on memory of torch's, by id, kept from being destroyed: torch
-uses them when the memory is freed, and the process would end where one is gone by then."""
+"""CuPy streams recorded on torch memory, by id, kept alive: torch uses a stream when it frees the
+memory, and the process crashes if the stream was destroyed."""
 
 _SHARED_DTYPES = frozenset(facts.name for facts in DTYPES.values() if facts.is_in_numpy)
 _SERVED = "a torch tensor, or an array of NumPy or CuPy"
 
 
 def as_tensor(x: Array, *, argument: str, operation: str, writable: bool = True) -> torch.Tensor:
-    """Return a torch tensor that shares the memory of ``x``; a torch tensor is returned itself.
+    """Return a torch tensor that shares the memory of ``x``, or ``x`` if it is a torch tensor.
 
     Args:
-        writable: False for a collective that only reads; then read-only arrays and NumPy scalars
-            are allowed, too.
+        writable: False also allows read-only arrays and NumPy scalars.
 
     Example:
         >>> import numpy as np
@@ -64,7 +61,7 @@ def as_tensor(x: Array, *, argument: str, operation: str, writable: bool = True)
         return _from_numpy(x, argument, operation, writable)
     if is_of("cupy", x, "ndarray"):
         _check_memory(x, argument, operation)
-        with x.device:  # CuPy lets torch wait for its stream on the current device, whatever x's is
+        with x.device:  # CuPy makes torch wait for its stream on the current device, not on x's
             return from_dlpack(x)
     raise _wrong_kind(x, argument, operation)
 
@@ -92,11 +89,11 @@ def like(tensor: torch.Tensor, original: Array) -> Array:
 
 def find_hand_back(arrays: Sequence[Array]) -> Callable[[], None] | None:
     """Return a function that makes CuPy's streams wait for torch's; None without CuPy arrays."""
-    # Each call of it lets CuPy's current stream on the arrays' devices wait, by an event, for
-    # torch's current stream there; the host does not wait. Both streams are the calling thread's
-    # own, so it is called wherever the collective has been waited for, once torch's stream comes
-    # after the collective. Arrays that the collective only reads need it, too: else CuPy could
-    # write into them, or use their memory for another array, while the backend still reads.
+    # Each call makes CuPy's current stream on the arrays' devices wait, by an event, for torch's
+    # current stream there; the host does not wait. Both streams belong to the calling thread, so
+    # call it after the wait for the collective, when torch's stream follows it. Arrays that the
+    # collective only reads need it, too: otherwise CuPy could overwrite or reuse their memory while
+    # the backend still reads.
     if "cupy" not in sys.modules:  # by far the most frequent
         return None
     of_cupy = [x for x in arrays if is_of("cupy", x, "ndarray")]
@@ -121,7 +118,7 @@ def _record_cupys_stream(tensor: torch.Tensor) -> None:
 def _cupys_stream(device: int) -> torch.cuda.Stream:
     """Return CuPy's current stream on a device, as a stream of torch's."""
     pointer = sys.modules["cupy"].cuda.get_current_stream(device).ptr
-    if pointer in (0, 1):  # both name the default stream, which ExternalStream cannot be
+    if pointer in (0, 1):  # both are the default stream, which ExternalStream does not support
         return torch.cuda.default_stream(device)
     return torch.cuda.ExternalStream(pointer, device)
 
@@ -159,8 +156,8 @@ def cuda_devices(arrays: Iterable[Any]) -> list[torch.device]:
 
 
 def apart(tensor: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
-    """Return ``tensor``, copied if its memory overlaps that of ``output``."""
-    # Both are contiguous. A backend may write what has come before it has read all that is to go.
+    """Return ``tensor``, copied if it overlaps ``output`` in memory."""
+    # Both are contiguous. A backend may write received data before it has read all data to send.
     start, begin = tensor.data_ptr(), output.data_ptr()
     if start < begin + output.nbytes and begin < start + tensor.nbytes:
         return tensor.clone()
@@ -170,7 +167,7 @@ def apart(tensor: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
 def apart_from_all(
     tensors: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """Return ``tensors``, each copied if its memory overlaps that of any of ``outputs``."""
+    """Return ``tensors``, each copied if it overlaps any of ``outputs`` in memory."""
     begin = min(output.data_ptr() for output in outputs)
     end = max(output.data_ptr() + output.nbytes for output in outputs)
     found = list(tensors)
@@ -183,7 +180,6 @@ def apart_from_all(
 
 
 def shape_text(shape: Sequence[int]) -> str:
-    """Return a shape for messages: ``(4, 8)``."""
     return str(tuple(shape))
 
 
@@ -193,7 +189,7 @@ def describe(x: Array) -> str:
 
 
 def is_of(library: str, x: Any, *names: str) -> bool:
-    """Return whether ``x`` is of a named class of a library, which is not imported for this."""
+    """Return whether ``x`` is of a named class of a library, without importing it."""
     module = sys.modules.get(library)
     return isinstance(x, tuple(getattr(module, name) for name in names if hasattr(module, name)))
 
@@ -278,7 +274,7 @@ def _from_numpy(x: Any, argument: str, operation: str, writable: bool) -> torch.
             )
         array = numpy.asarray(_AsIfWritable(array))
     tensor = torch.from_numpy(array)
-    # Under a mode of torch's, such as FakeTensorMode, it may be of another kind.
+    # Under a torch mode, such as FakeTensorMode, it may have another type.
     return tensor if type(tensor) is _Tensor else _checked_tensor(tensor, argument, operation)
 
 
@@ -292,7 +288,6 @@ class _AsIfWritable:
 
 
 def _check_memory(array: Any, argument: str, operation: str) -> None:
-    """Raise if torch lacks the array's dtype, byte order or strides."""
     dtype = array.dtype
     if dtype.name not in _SHARED_DTYPES:
         raise DtypeError(

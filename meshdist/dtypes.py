@@ -21,13 +21,13 @@ class DtypeFacts:
     """The properties of a dtype.
 
     Args:
-        group: the group of similar dtypes that shares an entry in the table of capabilities.
-        wide: the dtype for reductions if a backend lacks this dtype or rounds too often in it.
-        same_bits: a dtype of equal or half the width with bitwise equal sums, for libraries that
-            lack this dtype.
+        group: similar dtypes that share an entry in the table of capabilities.
+        wide: the dtype for reductions if a backend lacks this dtype or rounds too often.
+        same_bits: a dtype of equal or half width with bitwise equal sums, for libraries without
+            this dtype.
         mpi: the name of the MPI datatype; "" if MPI can only move it.
         is_in_c10d: whether all c10d backends support it; other dtypes move as bytes.
-        is_in_numpy: whether NumPy and CuPy have it, under the same name.
+        is_in_numpy: whether NumPy and CuPy have it under this name.
         in_files: the name in safetensors files; "" if they lack it.
     """
 
@@ -47,7 +47,7 @@ class DtypeFacts:
 
     @property
     def is_whole(self) -> bool:
-        """Return whether values of the dtype are integers or bool."""
+        """Return whether values are integers or bool."""
         return self.group in ("integers", "unsigned", "bool")
 
 
@@ -73,7 +73,7 @@ _TABLE = (
     DtypeFacts(torch.uint8, "unsigned", torch.int32, mpi="UINT8_T", is_in_c10d=True, in_files="U8"),
     DtypeFacts(
         torch.bool, "bool", mpi="UINT8_T", is_in_c10d=True, in_files="BOOL"
-    ),  # the byte that it lies in
+    ),  # the byte that stores it
     DtypeFacts(torch.complex128, "complex", None, torch.float64, "C_DOUBLE_COMPLEX"),
     DtypeFacts(torch.complex64, "complex", None, torch.float32, "C_FLOAT_COMPLEX", in_files="C64"),
     DtypeFacts(torch.complex32, "complex", torch.complex64, torch.float16, is_in_numpy=False),
@@ -98,4 +98,4 @@ IN_ORDER = {torch.float32: torch.int32, torch.float64: torch.int64}
 """The integers among which the smallest or largest of floats is found."""
 
 QUANTIZED = frozenset({torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4})
-"""Dtypes whose numbers need the scale of their tensor, which is not sent along."""
+"""Dtypes that need the scale of their tensor, which is not sent."""

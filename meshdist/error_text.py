@@ -1,7 +1,6 @@
 """Format error messages: a summary, then where, expected, found and fix.
 
-Imports only the standard library, so that the launcher and the command line can use it without
-loading torch.
+Import only the standard library: the launcher and command line must not load torch.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ def fields_among(values: Mapping[str, object]) -> dict[str, str]:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's text, or the name of its class if the text is empty.
+    """Return the first line of an error's text, or its class name if empty.
 
     Example:
         >>> first_line(RuntimeError("no store\\n  at store.cpp:7")), first_line(RuntimeError())
@@ -78,7 +77,6 @@ class ExplainedError(Exception):
 
     Args:
         summary: what happened, in one line.
-        where, expected, found, fix: as for ``explain``.
     """
 
     def __init__(
@@ -134,7 +132,7 @@ def first_texts(texts: Sequence[str], separator: str = "\n", most: int = 8) -> s
 
 
 def ranks_text(ranks: Iterable[int]) -> str:
-    """Return a short text for ranks in the given order, with ranges for consecutive ranks.
+    """Return a short text for ranks in order, with ranges.
 
     Example:
         >>> ranks_text([0, 1, 2, 5]), ranks_text([3])
@@ -152,7 +150,7 @@ def ranks_text(ranks: Iterable[int]) -> str:
 
 
 def grouped_text(texts: Iterable[tuple[int, str]], separator: str = "\n") -> str:
-    """Return the text of each rank, grouped by equal texts, with at most 50 different texts.
+    """Return each rank's text, grouped by equal texts, at most 50 of them.
 
     Example:
         >>> print(grouped_text([(0, "float32"), (1, "float32"), (2, "int64"), (3, "float32")]))

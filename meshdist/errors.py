@@ -1,8 +1,7 @@
 """Define every exception that meshdist raises.
 
-Each exception derives from ``MeshdistError`` and from the torch or builtin class that programs
-written for torch.distributed catch. All texts have the same form (see ``error_text``). The fields
-of the text are attributes of the exception, so that handlers need not parse it.
+Each derives from ``MeshdistError`` and from the torch or builtin class that torch programs catch.
+All texts have the same form (``error_text``), and their fields are attributes.
 """
 
 from __future__ import annotations
@@ -102,19 +101,19 @@ class ArgumentError(MeshdistError, ValueError, RuntimeError):
 
 
 class KindError(ArgumentError, TypeError):
-    """An argument has the wrong type; nothing was sent."""
+    """An argument has the wrong type."""
 
 
 class GroupKindError(KindError, AttributeError, KeyError):
-    """The argument ``group`` is not a process group; nothing was sent."""
+    """The argument ``group`` is not a process group."""
 
 
 class LengthError(ArgumentError, IndexError, TypeError):
-    """A list has the wrong length; nothing was sent."""
+    """A list has the wrong length."""
 
 
 class PicklingError(KindError, pickle.PicklingError, AttributeError):
-    """An object cannot be pickled; nothing was sent."""
+    """An object cannot be pickled."""
 
 
 class ShapeError(ArgumentError, IndexError):
@@ -130,11 +129,11 @@ class MeshError(ArgumentError):
 
 
 class MeshAttributeError(MeshError, AttributeError):
-    """An attribute exists only in torch's DeviceMesh; nothing was sent."""
+    """An attribute exists only in torch's DeviceMesh."""
 
 
 class PatternError(ArgumentError):
-    """A pattern is invalid, or does not match the call; nothing was sent.
+    """A pattern is invalid, or does not match the call.
 
     Attributes:
         text: the pattern.
@@ -188,7 +187,7 @@ class MismatchError(BackendError, ValueError):
 
 
 class CollectiveTimeoutError(BackendError, TimeoutError):
-    """A collective, a connection setup or a rendezvous exceeded its timeout."""
+    """A collective, connection setup or rendezvous exceeded its timeout."""
 
 
 class AbortedError(BackendError):
@@ -196,7 +195,7 @@ class AbortedError(BackendError):
 
 
 class JoinError(MeshdistError, RuntimeError):
-    """A rank called a collective that ranks without more data cannot shadow (``Join``)."""
+    """A rank called a collective that ranks out of data cannot shadow (``Join``)."""
 
 
 class NestedCollectiveError(MeshdistError, RuntimeError):
@@ -204,7 +203,7 @@ class NestedCollectiveError(MeshdistError, RuntimeError):
 
 
 class RankFailedError(MeshdistError, RuntimeError):
-    """A rank that this program started raised an exception, which is the cause of this error.
+    """A rank that this program started raised the exception that caused this error.
 
     Attributes:
         rank: the first rank that failed.
@@ -214,7 +213,7 @@ class RankFailedError(MeshdistError, RuntimeError):
 
 
 class DeadlockError(BackendError):
-    """All simulated ranks wait; the text lists what each rank waits for."""
+    """All simulated ranks wait; the text lists the call of each rank."""
 
 
 class GradientError(MeshdistError, RuntimeError):

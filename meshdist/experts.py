@@ -4,9 +4,9 @@
     dispatch     V -> V       combine without weights
     combine      V -> V       dispatch of the gradient, times the weights
 
-Nothing is dropped or padded: each expert gets one row for each token that selects it. The forward
-of a layer has three exchanges, one of counts and two of rows; its backward has two. The router, its
-losses, a capacity (-1 drops an entry) and shared experts belong to your model.
+Nothing is dropped or padded: each expert gets a row per token that selects it. A layer's forward
+exchanges counts once and rows twice, its backward rows twice. Router, losses, capacity (-1 drops an
+entry) and shared experts belong to your model.
 
 Worked example: 3 experts on 2 ranks; rank 0 has experts 0 and 1. Each token selects 2 experts.
 
@@ -64,12 +64,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False)
 class Route:
-    """The route of the rows of one ``dispatch``, which ``combine`` reverses.
+    """The route of the rows of a ``dispatch``, which ``combine`` reverses.
 
     Attributes:
-        counts: the number of rows of each expert of this rank, in the order of the experts; int64,
-            in the library and on the device of the tokens. ``counts.cumsum(0)`` in int32 is
-            the ``offs`` argument of ``torch.nn.functional.grouped_mm``.
+        counts: rows per expert of this rank, in order; int64, in the library and on the device of
+            the tokens. ``counts.cumsum(0)`` in int32 is the ``offs`` argument of
+            ``torch.nn.functional.grouped_mm``.
     """
 
     counts: Any
@@ -93,26 +93,26 @@ def dispatch(
 ) -> tuple[T, Route]:
     """Send each token to the ranks of its experts; return the received rows, sorted by expert.
 
-    Varying -> varying. Each rank along ``axis_name`` has a contiguous block of experts, in balanced
-    sizes: with 5 experts on 2 ranks, rank 0 has 3. A rank may have none.
+    Varying -> varying. Each rank along ``axis_name`` has a contiguous, balanced block of experts:
+    of 5 experts on 2 ranks, rank 0 has 3. A rank may have none.
 
     Args:
         tokens: an array of shape [n, ...] and any dtype; n may differ between ranks.
         experts: the experts of each token, integers of shape [n, k]. -1 sends nothing (a dropped
             entry, or padding). A token may select an expert twice.
-        num_experts: the total number of experts of all ranks, equal on every rank.
+        num_experts: the total number of experts, equal on every rank.
         axis_name, mesh: as for ``lax.psum``.
 
     Returns:
-        The rows of this rank's experts, shape [rows, ...] and dtype as ``tokens``, in new memory:
-        sorted by expert, then sender, then token. And the ``Route``, whose ``counts`` are the
-        numbers of rows per expert.
+        The rows of this rank's experts, shape [rows, ...] and dtype as ``tokens``, in new memory,
+        sorted by expert, then sender, then token; and the ``Route``, with the rows per expert as
+        ``counts``.
 
     Gradient:
-        ``combine`` without weights: a token gets the sum of the gradients of its rows.
+        ``combine`` without weights: a token gets the sum of its rows' gradients.
 
     Cost:
-        One small all-to-all of 2 p + num_experts int64 per rank, and one of the rows, n k tokens.
+        An all-to-all of 2 p + num_experts int64 per rank, and an all-to-all of n k rows.
 
     Raises:
         AxisError, MeshError, NotInGroupError: as for ``lax.psum``.
@@ -149,28 +149,27 @@ def dispatch(
 
 @one_frame
 def combine(rows: T, route: Route, weights: Any = None) -> T:
-    """Send rows back to their tokens; return the weighted sum of the rows of each token.
+    """Send rows back to their tokens; return the weighted sum of each token's rows.
 
     Varying -> varying. It reverses ``dispatch``.
 
     Args:
-        rows: an array with one row for each row that ``dispatch`` returned, in the same order, of
-            any width.
+        rows: one row, of any width, for each that ``dispatch`` returned, in order.
         route: the ``Route`` that ``dispatch`` returned.
-        weights: the factor of each row, of shape [n, k] like the experts; None for 1. Weights of
-            entries that sent nothing (-1) are ignored.
+        weights: the factor of each row, of shape [n, k] like the experts, ignored for entries that
+            sent nothing (-1); None for 1.
 
     Returns:
         An array of shape [n, ...], in new memory: for token i the sum over j of weights[i, j] times
-        the row of entry j, or zeros if it sent nothing. Its dtype is that of the product.
+        the row of entry j, or zeros if it sent nothing; in the dtype of the product.
 
     Gradient:
         ``rows`` get the dispatched gradient times the weights; ``weights`` get the inner product of
         gradient and row, zero if nothing was sent. As in every collective, rows must require a
-        gradient on all ranks or on none, also on a rank without experts.
+        gradient on all ranks or on none, also without experts.
 
     Cost:
-        An all-to-all of the rows, and another in the backward.
+        An all-to-all of the rows, also in the backward.
 
     Raises:
         KindError: ``route`` is not a Route. ShapeError: a wrong number of rows or shape of weights.
@@ -247,7 +246,6 @@ def _dispatch(tokens: Any, experts: Any, axes: DeviceMesh, num_experts: int) -> 
 
 
 def _check_here(x: torch.Tensor, chosen: torch.Tensor, group: ProcessGroup) -> None:
-    """Raise unless the ``chosen`` experts match the tokens ``x`` of this rank."""
     where = f"rank {group.world.rank}, {group.name}"
     is_whole = not (chosen.is_floating_point() or chosen.is_complex())
     if not is_whole or chosen.dtype == torch.bool:
@@ -272,13 +270,13 @@ def _check_here(x: torch.Tensor, chosen: torch.Tensor, group: ProcessGroup) -> N
 def _exchange_counts(
     flat: torch.Tensor, num_experts: int, group: ProcessGroup, op_name: str
 ) -> tuple[tuple[int, ...], torch.Tensor]:
-    """Return the number of rows sent to each rank, and received from each rank by expert.
+    """Return the rows sent to each rank, and received from each rank by expert.
 
     Args:
         flat: the expert of each row; -1 for a row that is not sent.
 
     Raises:
-        ArgumentError: an entry of any rank selects an expert that does not exist; on every rank.
+        ArgumentError: an expert of any rank does not exist; on every rank.
     """
     # Send each rank the lowest and highest selected expert, then a count for each of its experts,
     # so that every rank, also one without experts, detects errors of any rank.
@@ -380,5 +378,4 @@ class _Added(LinearFunction):
 
 
 def _row_text(x: torch.Tensor) -> str:
-    """Return the shape and dtype of a row of ``x``."""
     return f"rows of {shape_text(x.shape[1:])}, {dtype_name(x.dtype)}"

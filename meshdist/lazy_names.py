@@ -1,7 +1,7 @@
 """Load a module's public names on first use.
 
-The module's stub (``.pyi``) lists the names: each of its imports gives a module of this package and
-the names to load from it. Type checkers read the same stub.
+The module's stub (``.pyi``) imports each name from a module of this package; type checkers read the
+same stub.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _DOORS = (_PACKAGE, f"{_PACKAGE}.distributed", f"{_PACKAGE}.lax")
 
 
 class LazyNames:
-    """The names that a module's stub imports, loaded from the package at first use."""
+    """The names that a module's stub imports, loaded at first use."""
 
     def __init__(self, module: str, file: str) -> None:
         """Read the stub of ``module``: its ``file`` with "i" appended."""
@@ -33,7 +33,7 @@ class LazyNames:
             if not isinstance(line, ast.ImportFrom):
                 continue
             names = [alias.name for alias in line.names]
-            if names == ["*"]:  # all of another listener; names behind this line are not listed
+            if names == ["*"]:  # all of another stub; later names are not listed
                 self._other_listener = f"{_PACKAGE}.{line.module}"
                 continue
             self._homes.update(dict.fromkeys(names, line.module or ""))
@@ -68,8 +68,8 @@ class LazyNames:
 
 def reject_absent(name: str, *_path_and_target: object) -> None:
     """Raise ImportError with a hint if the package lacks ``name``; as a finder, find nothing."""
-    # `from meshdist import FSDP` puts aside what __getattr__ raises, and tries the import of
-    # meshdist.FSDP. Of that it puts a ModuleNotFoundError aside, so a finder has to raise.
+    # `from meshdist import FSDP` ignores the error of __getattr__ and tries to import
+    # meshdist.FSDP. It also ignores a ModuleNotFoundError of that import, so a finder has to raise.
     module, _, last = name.rpartition(".")
     if module in _DOORS and (text := _text_of_absent(module, last)) is not None:
         raise ImportError(text, name=name)

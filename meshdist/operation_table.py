@@ -1,8 +1,7 @@
-"""Define all operations in two tables, from which other lists of collectives are derived.
+"""Define all operations in two tables; other lists of collectives derive from them.
 
-``OPERATIONS`` has the public operations, ``BACKEND_OPERATIONS`` the operations of a communicator
-that execute them. This module imports only the standard library, so that the command line can use
-it without torch.
+``OPERATIONS`` are public; ``BACKEND_OPERATIONS`` of a communicator execute them. Import only the
+standard library: the command line must not load torch.
 """
 
 from __future__ import annotations
@@ -92,7 +91,7 @@ class Role(Enum):
 
 
 class Parameter(NamedTuple):
-    """Parameter of a public collective, with its name and the role of its argument."""
+    """Parameter of a public collective, with its name and role."""
 
     name: str
     role: Role
@@ -102,7 +101,7 @@ class TorchMethod(NamedTuple):
     """The signature of an operation in torch's process groups.
 
     Args:
-        tensors: the parameter names of the tensors and their sizes, outputs first.
+        tensors: parameter names of tensors and sizes, outputs first.
         options: the fields of torch's options that may follow.
         is_listed: whether each tensor, or list of tensors, is wrapped in a list.
     """
@@ -117,14 +116,11 @@ class OperationSpec:
     """A public operation.
 
     Args:
-        backend_operations: the operations of a communicator that execute it.
         parameters: its parameters except the group; a root comes last.
         kind: the type of its output over the group's axes: "I" if equal on all ranks, else "V".
         torch_method: the signature in torch's process groups, or None.
-        alias_of: torch's older name of the same operation, or "".
-        is_plain: whether it is a single backend operation; else it is composed of several.
-        sends: whether it sends a message.
-        is_of_objects: whether it sends pickled objects.
+        alias_of: torch's older name, or "".
+        is_plain: whether a single backend operation executes it.
     """
 
     name: str
@@ -139,7 +135,6 @@ class OperationSpec:
 
     @property
     def reduces(self) -> bool:
-        """Return whether the operation reduces."""
         return not REDUCING_OPERATIONS.isdisjoint(self.backend_operations)
 
     @property

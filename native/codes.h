@@ -7,8 +7,8 @@
 
 namespace meshdist {
 
-// The dtypes: name in Python, bytes, and what puts their loops, and those of their order, into the
-// tables of kernels (see kernels_level.h).
+// The dtypes: name in Python, bytes, and the macro that adds their loops and orderings to the tables of
+// kernels (see kernels_level.h).
 #define MESHDIST_DTYPES(X)                                        \
   X(float64, 8, put_float<double>, put_order<double>)             \
   X(float32, 4, put_float<float>, put_order<float>)               \
@@ -32,9 +32,8 @@ namespace meshdist {
   X(float8_e5m2fnuz, 1, put_nothing, put_nothing)                 \
   X(float8_e8m0fnu, 1, put_nothing, put_nothing)
 
-// The core's collectives: name, its method of `Collectives`, whether it reduces, and how many parts its
-// outputs and its inputs are: none where they are one buffer, one, one per member, the same on the
-// root alone, or any number.
+// The core's collectives: name, its method of `Collectives`, whether it reduces, and the number of parts of
+// its outputs and inputs: 0 for a single buffer, 1, the number of members, the same only on the root, or any.
 enum class Parts { none, one, each, at_root, any };
 #define MESHDIST_OPERATIONS(X)                              \
   X(all_reduce, all_reduce, true, none, none)          \

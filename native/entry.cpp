@@ -60,7 +60,7 @@ bool Entry::is_quiet(bool is_uneven) {
   if (sequence % headers_->check_every == 0) return false;
   if (!is_uneven || sequence < headers_->uneven_window) return true;
   const std::uint64_t reached = sequence - (headers_->uneven_window - 1);
-  for (const Words& other : others_) {  // no member may still look for what is to be overwritten
+  for (const Words& other : others_) {  // no member may still read the entry to be overwritten
     const std::uint64_t ahead = ((other.get(reached % headers_->window) >> 32) - reached) & kLow;
     if (ahead >= std::uint64_t{1} << 31) return false;
   }

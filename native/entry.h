@@ -1,7 +1,7 @@
-// What comes before a plain call: its tensors are checked, it is noted, and it is compared.
+// Check the tensors of a plain call, record it, and compare it.
 //
-// `DeviceGroup` and `collectives/argument_checks.py` do in Python what this does for plain calls; every other call
-// is left to them. So a function here that says that a call is not plain has changed nothing.
+// `DeviceGroup` and `collectives/argument_checks.py` do in Python what this does for plain calls; every other
+// call is left to them. So a function here that reports that a call is not plain has changed nothing.
 #pragma once
 
 #include <optional>
@@ -44,13 +44,13 @@ struct Message {
 
 class Entry {
  public:
-  // Calls are noted as those of `group`. `headers` may be null: then none are compared. `calls` has the
-  // `Call` of each tuple of its fields, as Python makes it. `disagree(number, message)` makes the error of
-  // members whose calls differ.
-  // If members are on several hosts, `fingerprints` gets those of the last `check_every` calls, and the
-  // calls at which Python compares them are left to Python; else `check_every` is 0. If `get_level`, which
-  // may be None, returns more than `most_level`, all calls are left to Python, which compares them before
-  // data move. `device_type` is that of its tensors, as DLPack numbers them.
+  // Calls are recorded for `group`. If `headers` is null, no calls are compared. `calls` maps the tuple of a
+  // call's fields to its `Call`, which Python makes. `disagree(number, message)` makes the error of members
+  // whose calls differ.
+  // If members are on several hosts, `fingerprints` gets the fingerprints of the last `check_every` calls,
+  // and calls at which Python compares them are left to Python; else `check_every` is 0. If `get_level`,
+  // which may be None, returns more than `most_level`, all calls are left to Python, which compares them
+  // before data move. `device_type` is the tensors' device type, as DLPack numbers it.
   Entry(Notes& notes, nb::object group, const Headers* headers, nb::dict aborts, nb::object label,
         nb::object log, nb::object log_level, nb::tuple ranks, std::uint64_t member, nb::object calls,
         nb::object disagree, const Words* fingerprints, std::uint64_t check_every, nb::object get_level,
@@ -65,7 +65,7 @@ class Entry {
     std::int64_t root = -1;
   };
 
-  // How many elements go to and come from each member, of an uneven call: `part`, or as the lists say.
+  // Numbers of elements to and from each member in an uneven call: `part`, or the lists.
   struct Sizes {
     std::uint64_t part = 0;
     const Counts* sent = nullptr;
@@ -82,9 +82,9 @@ class Entry {
   bool read(nb::handle x, Plain& plain) { return reader_.read(x, plain); }
   bool find_code(nb::handle dtype, unsigned& code) const { return reader_.find_code(dtype, code); }
 
-  // Where the plain tensors of a list of one per member lie, all of the size and dtype of `like`, or
-  // of the first, which `like` is then; false where it is no such list. `kept` has them as a tuple.
-  // Their sizes may differ where they are asked for.
+  // The addresses of the plain tensors of a list of one tensor per member, all with the size and dtype of
+  // `like`, or of the first tensor, which then becomes `like`; false if it is not such a list. `kept` gets
+  // the tensors as a tuple. Sizes may differ if `counts` is given.
   bool read_list(nb::handle list, Plain& like, Addresses& addresses, nb::object& kept,
                  Counts* counts = nullptr);
 
@@ -94,9 +94,9 @@ class Entry {
   // Whether a message of tensor `x` is plain and may start; fills the rest in.
   bool read(nb::handle x, Message& message);
 
-  // Note a call and compare it with the others'; raises where one differs. Parts of several sizes are
-  // compared by the backend alone. Returns what a backend that compares has to compare beside all else: the
-  // fingerprint of a call that has an operation name, else 0.
+  // Record a call and compare it with the other members' calls; raise if they differ. Only the backend
+  // compares parts of several sizes. Return the value that a comparing backend has to compare in addition:
+  // the fingerprint of a call that has an operation name, else 0.
   std::uint32_t enter(const Call& call, const Plain& plain, const Sizes* sizes = nullptr);
 
   // As `DeviceGroup.enter`, for an even call of Python's: false where there is something to wait for.
@@ -148,8 +148,8 @@ class Entry {
 
   Known find(const Call& called, const Plain& plain, bool is_uneven);
   Known find(const Message& message);
-  // `last` is what was found last for such calls; `make` gives the fields and the kind of a call that is not
-  // known yet.
+  // `last` is the previous result for such calls; `make` returns the fields and the kind of a call that is
+  // not known yet.
   template <class Make>
   Known find(const Key& key, bool is_kept, const Row*& last, Make make);
   void compare(std::uint64_t sequence, std::uint64_t header, const std::uint64_t* part);

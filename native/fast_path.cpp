@@ -1,8 +1,8 @@
 // The fast path of the collectives: calls on plain tensors, on a backend that has a runner.
 //
-// What the collectives do in Python for any argument takes longer than to move a few numbers. Each method
-// checks its tensors, notes and compares the call, notifies autograd of what is written, and lets
-// the runner do it, or start it; or it returns false, has changed nothing, and Python does it all.
+// The Python code of the collectives, which accepts any argument, takes longer than moving a few numbers.
+// Each method checks its tensors, records and compares the call, notifies autograd of writes, and lets the
+// runner do or start it. If it returns false, it has changed nothing, and Python does everything.
 #include "fast_path.h"
 
 #include <algorithm>
@@ -254,7 +254,8 @@ class FastPath {
     return code >= 0;
   }
 
-  // By its address; an op that came from another process is another object, equal to one of ours.
+  // Look up the op by its address. An op that another process has sent is a different object that is equal to
+  // a known op.
   const Reduction* find(nb::handle op) const {
     for (const Reduction& one : reductions_) {
       if (one.op.is(op)) return &one;
@@ -275,8 +276,8 @@ class FastPath {
     return !overlap({{like.address}, count, like.item}, all) && !(are_written && overlap_each_other(all));
   }
 
-  // `part` has one member's part, which goes to and comes from each of an uneven call where the call
-  // has no counts; `plain` is what is noted.
+  // `part` is one member's part, to and from each member, of an uneven call without counts; `plain` is
+  // recorded.
   bool run(Collective& call, const Plain& part, const Plain& plain, bool is_uneven = false) {
     call.count = part.count;
     call.item = part.item;
@@ -300,7 +301,7 @@ class FastPath {
 
   // The Work of a call that was started.
   nb::object make_work(const Collective& call, const nb::object& request) {
-    // Where this member only sends, those that receive may tell.
+    // If this member only sends, the receiving members warn about dropped Works.
     const bool warns = call.written.is_valid() || !call.read.is_valid();
     const WorkFacts facts{terms_, call.header.operation, warns ? terms_->warn_dropped : nb::none(), call.note};
     const nb::object result =

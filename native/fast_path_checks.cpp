@@ -114,7 +114,7 @@ PlainReader::PlainReader(std::int32_t device_type)
   TorchTensor::look();
   const nb::object torch = nb::module_::import_("torch");
   for (std::size_t code = 0; code < kNumDtypes; ++code) {
-    const nb::object dtype = nb::getattr(torch, kDtypeNames[code], nb::none());  // none in an older one
+    const nb::object dtype = nb::getattr(torch, kDtypeNames[code], nb::none());  // None in older torch
     const bool is_plain = !dtype.is_none() && !nb::cast<bool>(dtype.attr("is_complex"));
     if (is_plain) codes_[dtype] = code;  // complex tensors may hold conjugates
   }
@@ -162,7 +162,7 @@ bool PlainReader::read(nb::handle x, Plain& plain) {
         if (kinds_.size() >= kMostKinds) kinds_.clear();
         found = kinds_.emplace(key, kind_of(x)).first;
       }
-      last_kind_ = &*found;  // also behind `clear`
+      last_kind_ = &*found;  // remains valid after `clear`
     }
     kind = &last_kind_->second;
   } else {
@@ -175,7 +175,7 @@ bool PlainReader::read(nb::handle x, Plain& plain) {
   return plain.dtype.is_valid();
 }
 
-// Whether autograd does not have to know of it, and its elements are what lies in its memory.
+// Whether autograd may ignore the write, and the elements are the values in memory (not negated).
 bool PlainReader::is_as_written(nb::handle x) const {
   if (torch_.is_known() && torch_.is_plain(x)) return true;
   return !is_true(get(x, names::requires_grad)) && !is_true(call(x, names::is_neg));

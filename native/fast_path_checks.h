@@ -16,7 +16,7 @@ struct Plain {
   unsigned code = 0;                   // the core's, of the dtype
   const std::int64_t* dims = nullptr;  // the tensor's own
   int num_dims = 0;
-  int device = 0;        // among those of its type
+  int device = 0;        // its index for the device type
   bool is_kept = false;  // whether `data` is the same object each time
 
   std::uint64_t bytes() const { return count * item; }
@@ -57,8 +57,8 @@ class PlainReader {
   // Of tensors on devices of a type, as DLPack numbers them.
   explicit PlainReader(std::int32_t device_type);
 
-  // Whether `x` is a plain tensor: dense, contiguous, on such a device, without a gradient of its own;
-  // fills `plain`.
+  // Whether `x` is a plain tensor: dense, contiguous, on such a device, and without a gradient; fills
+  // `plain`.
   bool read(nb::handle x, Plain& plain);
 
   // Whether plain tensors may have a dtype; `code` is the core's.

@@ -1,5 +1,5 @@
-// The collective that the main thread is in, as Python notes it: one that a signal's handler calls meanwhile is
-// rejected, in Python.
+// The collective that the main thread is in, as Python records it. If a signal handler then calls another
+// collective, Python rejects that.
 #pragma once
 
 #include <pthread.h>

@@ -25,7 +25,7 @@ using namespace nanobind::literals;
 namespace meshdist {
 namespace {
 
-// Where the memory of a plain tensor begins.
+// The address of a plain tensor's memory.
 void* memory_of(nb::handle tensor) { return pointer(number(tensor.attr("data_ptr")())); }
 
 // `output` becomes the reduction of `num_parts` equal parts of `data`, first to last; both are plain.
@@ -40,7 +40,7 @@ void reduce_parts(nb::handle output, nb::handle data, std::size_t num_parts, uns
   reduce(memory_of(output), parts.data(), num_parts, count);
 }
 
-// A method that is given a collective, as Python tells it, and then the `More`.
+// A method with a collective, in Python's form, and then the `More` as arguments.
 template <class... More, class Run>
 auto with_job(Run run) {
   return [run](PyCommunicator& self, unsigned operation, Count count, unsigned dtype, unsigned op, int root,
@@ -207,7 +207,7 @@ NB_MODULE(native, m) {
   c.def("abort", &PyCommunicator::abort, nb::call_guard<nb::gil_scoped_release>());
   c.def("close", &PyCommunicator::close, nb::call_guard<nb::gil_scoped_release>());
   c.def("announce_end", [](PyCommunicator& self) { self.end->announce_end(); });
-  // Whether parts of some size are read where they lie in other members' memory; see reach.h.
+  // Whether parts of some size are read from other members' memory; see reach.h.
   c.def_prop_ro("reads_others",
                 [](PyCommunicator& self) { return self.progress->collectives().reads_others(); });
   // For measurements.

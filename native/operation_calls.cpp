@@ -1,8 +1,8 @@
 // A call of a public collective, from its arguments to the fast path of its group.
 //
-// A plain call is one step here: its group is found, and the group's fast path is asked. Where anything is
-// not plain, or the fast path declines, the function in Python gets the arguments as they came, and nothing
-// has happened. It rejects wrong arguments, too.
+// A plain call is one step here: look up its group, and call the group's fast path. If anything is not plain,
+// or the fast path declines, the function in Python gets the arguments unchanged, and nothing has happened.
+// It also rejects wrong arguments.
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
@@ -63,13 +63,13 @@ struct LaunchEnvironment {
 
 class OperationCall {
  public:
-  // A call gives an argument for each parameter of the collective's own; `defaults` has what they are by default.
-  // Parameters are named by their places, -1 where there is none: `taken` are those that the method of the
-  // fast path is given, `places` the group, whether the call is only started, that among `taken` which names
-  // a member by its rank in the world, and that which names it by its place in the group; `missing` is a
-  // tuple of the rank that is meant where neither does, or empty. `stays_off_streams`: not where the group
-  // has a backend on a stream. Where `watchers`, a list, is not empty, `watched` takes the call; where the fast
-  // path is not taken, `function` as the collective that the main thread is in, or `slow`.
+  // A call has an argument for each parameter of the collective; `defaults` has the defaults. Parameters are
+  // identified by index, -1 for none. `taken` are the parameters of the fast path's method. `places` are the
+  // group, whether the call is only started, the index in `taken` of the member's global rank, and of its
+  // group rank; `missing` is a tuple of the rank to use if neither is given, or empty. With
+  // `stays_off_streams`, the fast path is not used in a group that has a backend on a stream. If the list
+  // `watchers` is not empty, `watched` runs the call. Without the fast path, `function` runs it as the
+  // collective that the main thread is in, or `slow` does.
   OperationCall(const LaunchEnvironment& around, const std::string& name, const nb::kwargs& facts)
       : around_(around), name_(checked(PyUnicode_InternFromString(name.c_str()))),
         method_(find_fast_method(name)), missing_(nb::borrow<nb::tuple>(facts["missing"])),
@@ -134,8 +134,8 @@ class OperationCall {
     return {};
   }
 
-  // The place in the group of the member that is named in one of two ways; None for any, which a receive
-  // may mean; none where Python is to say what is wrong.
+  // The group rank of the member, given by global or group rank; None for any, which a receive accepts; no
+  // value if Python has to report the error.
   nb::object find_member(nb::handle group, nb::handle rank, nb::handle place) const {
     nb::handle given = rank.is_none() ? place : rank;
     if (given.is_none()) {

@@ -92,7 +92,7 @@ class PythonStarted final : public PyOperation {
         is_on_stream_(is_true(get(request_, names::on_stream))) {}
 
   int wait(double timeout) override {
-    if (is_true(facts_.terms->uses_streams) && !is_on_stream_) return 1;  // Python orders streams behind it
+    if (is_true(facts_.terms->uses_streams) && !is_on_stream_) return 1;  // Python orders streams after it
     return static_cast<int>(number(call(request_, names::wait, nb::float_(is_on_stream_ ? 0 : timeout))));
   }
   bool is_done() override { return is_true(call(request_, names::poll)); }
@@ -106,12 +106,12 @@ class PythonStarted final : public PyOperation {
 
 class PythonRunner final : public Runner {
  public:
-  // Methods are those of `communicator.torch_group`; `communicator.failure` makes a backend's failure of
-  // their errors. Functions use neither. `find(operation, op, dtype, root, is_list, is_empty)` returns the
-  // shortcut of a kind of call, as in `meshdist/backends/c10d/fast_path.py`, with a method's name or a
-  // function; None leaves these calls to Python. `end(work, note)` waits for a work that is not None; of
-  // calls that are started, `end(work, then, note)` returns the operation. `explain(error)` returns the
-  // error to raise.
+  // Methods are methods of `communicator.torch_group`; `communicator.failure` converts their errors to a
+  // backend's failure. Functions use neither. `find(operation, op, dtype, root, is_list, is_empty)` returns
+  // the shortcut of a kind of call, as in `meshdist/backends/c10d/fast_path.py`, with a method's name or a
+  // function; None leaves these calls to Python. `end(work, note)` waits for a work that is not None; for
+  // calls that are started, `end(work, then, note)` returns the operation. `explain(error)` returns the error
+  // to raise.
   PythonRunner(nb::object communicator, nb::object find, nb::object end, nb::object explain)
       : Runner(0), communicator_(std::move(communicator)), find_(std::move(find)), end_(std::move(end)),
         explain_(std::move(explain)) {}
@@ -151,7 +151,7 @@ class PythonRunner final : public Runner {
     nb::object method, options, prepare;  // no method if Python does it
     std::uint64_t most_bytes = 0;
   };
-  // The work, and what completes the result behind it, or None.
+  // The work, and a function that completes the result afterwards, or None.
   struct Begun {
     nb::object work, then;
   };

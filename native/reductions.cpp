@@ -13,8 +13,8 @@ namespace {
 // What is reduced at a time where the result is copied on, and stays in the L1 cache until then.
 constexpr std::size_t kL1BlockBytes = 8192;
 
-// Call `use(data, offset, count)` for the stretches of the elements [start, start + count) that lie one
-// after the other in what `job` reduces: one buffer, or those of a list.
+// Call `use(data, offset, count)` for each contiguous stretch of the elements [start, start + count) that
+// `job` reduces, in one buffer or several.
 template <class Use>
 void for_stretches(const Job& job, std::uint64_t start, std::uint64_t count, std::size_t item, Use use) {
   if (job.operation() != OperationSpec::all_reduce_list) return use(job.out + start * item, 0, count);
@@ -122,7 +122,7 @@ void Collectives::reduce_shared(const Job& job) {
   }
 }
 
-// Whether two members reduce each a half of what they read where it lies; both answer the same.
+// Whether each of two members reduces a half of the inputs directly from memory; equal on both.
 bool Collectives::is_halved(const Job& job) const {
   const std::size_t bytes = job.count() * item_;
   const std::size_t least = streams(bytes) ? tuning.far_halves_least_bytes : tuning.halves_least_bytes;
@@ -206,7 +206,7 @@ Status Collectives::reduce_half(const Job& job, Ends& ends) {
   return rounds_.has_anyone_missed() ? Status::unsupported : Status::ok;
 }
 
-// Finish by slots: each member has reduced what lies before its end in its half, and not the rest.
+// Finish by slots: each member has reduced its half up to its end, and not the rest.
 Status Collectives::finish_halves(Job& job, const Ends& ends) {
   const std::uint64_t per_chunk = lay_out(1, job.count() * item_) / item_;
   const auto go_through = [&](Range range, auto take) {
@@ -316,7 +316,7 @@ Status Collectives::reduce_by_parts(Job& job) {
     reduce_shared(job);
     return finish_direct(job, true);
   }
-  if (sharing == Sharing::some) {  // members that offered have written nothing: begin anew
+  if (sharing == Sharing::some) {  // members that offered have written nothing: start over
     first = rounds_.next();
     write(0, first);
     rounds_.publish();
@@ -363,8 +363,8 @@ void Collectives::reduce_out(Bytes to, std::uint64_t count) {
   }
 }
 
-// Whether the result of a reduce-scatter would be written over what is still to be read. Its own
-// part of the input is read before it is written, if the two begin together.
+// Whether the result of a reduce-scatter would overwrite input that is still to be read. Its own part of the
+// input is read before it is written, if the two begin together.
 bool Collectives::writes_over_input(const Job& job) const {
   const bool varies = job.operation() == OperationSpec::reduce_scatter_v;
   const Part out = varies ? job.outs[0] : Part{job.out, job.count()};
@@ -430,7 +430,7 @@ Status Collectives::reduce_scatter_apart(Job& job) {
   // A result in place has just been read: its lines are in the cache.
   streams_out_ = !is_in_place && count_of(me) * item_ > tuning.stream_out_bytes;
   const auto direct = [&] {
-    // Where another's part may prove unreadable, the call must be able to begin anew.
+    // If another member's part may be unreadable, the call must be able to start over.
     const bool may_fail = std::find(is_afar_.begin(), is_afar_.end(), true) != is_afar_.end();
     std::vector<std::uint8_t> beside(is_in_place && may_fail ? part : 0);
     const Bytes result = beside.empty() ? target : beside.data();

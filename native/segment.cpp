@@ -50,8 +50,8 @@ int create_sealed(std::uint64_t bytes, std::uint64_t reserved, const char* name)
   return fd;
 }
 
-// Allocate all pages of a shared mapping, and map them; false where the system has none, or is too
-// old to say so (Linux 5.14), where a write to them would end the process.
+// Allocate all pages of a shared mapping, and map them. Return false if the system has no memory, or is too
+// old (before Linux 5.14) to report that: a write would then end the process.
 bool populate(void* begin, std::uint64_t bytes) {
   int result;
   do {

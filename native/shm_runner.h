@@ -10,8 +10,8 @@ namespace meshdist {
 
 class ShmRunner final : public Runner {
  public:
-  // `fail(status, note, message)` makes the error of a collective, or of a noted message;
-  // `give_up(error)` raises what a signal's handler has raised in a collective, and tells the others.
+  // `fail(status, note, message)` makes the error of a collective, or of a recorded message; `give_up(error)`
+  // raises the exception of a signal handler in a collective, and notifies the other members.
   ShmRunner(PyCommunicator& core, nb::object fail, nb::object give_up, std::int64_t largest_tag,
             double timeout)
       : Runner(largest_tag), core_(core), fail_(std::move(fail)), give_up_(std::move(give_up)),
@@ -37,7 +37,7 @@ class ShmRunner final : public Runner {
 
   void run(Message& message, nb::handle x, Entry& entry) override {
     const Plain& plain = message.plain;
-    // As the other side is told; a finalizer that notes a call of its own meanwhile takes that number.
+    // Use the number that the other side gets; a finalizer that meanwhile records a call takes that number.
     std::uint64_t note = entry.num_notes() + 1;
     const TransferPtr transfer = core_.transfer(message.is_send, plain.address, plain.count, plain.code,
                                                 message.member, message.number, note);

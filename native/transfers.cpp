@@ -55,11 +55,11 @@ void Transfers::start(const TransferPtr& transfer, bool in_background) {
   if ((in_background && !transfer->is_done.load()) || num_owed_ > 0) leave_to_helper(lock);
 }
 
-// Let the helper advance what is under way, when this thread no longer does.
+// Let the helper advance the transfers in flight when this thread no longer does.
 void Transfers::leave_to_helper(std::unique_lock<std::mutex>& lock) {
   if (!has_helper_) {
     has_helper_ = true;
-    // The thread owns what it works on, so that no thread has to wait for its end.
+    // The thread owns its data, so that no other thread has to wait for its end.
     std::thread([self = shared_from_this()] { self->help(); }).detach();
   }
   lock.unlock();
@@ -68,7 +68,7 @@ void Transfers::leave_to_helper(std::unique_lock<std::mutex>& lock) {
 
 bool Transfers::test(const TransferPtr& transfer) {
   if (transfer->is_done.load(std::memory_order_acquire)) return true;
-  if (end_->is_forked()) return false;  // what is in flight is the parent's
+  if (end_->is_forked()) return false;  // transfers in flight belong to the parent
   std::lock_guard<std::mutex> lock(mutex_);
   advance();
   if (!transfer->is_done.load() && end_->is_over()) give_up(transfer, end_->over_status());
@@ -118,7 +118,7 @@ Status Transfers::wait(const TransferPtr& transfer, Nanoseconds deadline, Interr
     }
     if (status != Status::ok) {
       std::lock_guard<std::mutex> lock(mutex_);
-      advance();  // what a member wrote before its end still counts
+      advance();  // data that a member wrote before its end still count
       give_up(transfer, status);
       break;
     }
@@ -169,8 +169,8 @@ void Transfers::help() {
   }
 }
 
-// Whether no member is left that could do the other half; or, for a receive from any member, whether
-// one that could has died.
+// Whether no member can still do the other half; or, for a receive from any member, whether a possible sender
+// has died.
 bool Transfers::is_hopeless(const Transfer& transfer) const {
   if (transfer.peer == static_cast<int>(end_->rank)) return false;
   if (transfer.peer >= 0) return end_->is_gone(transfer.peer);
@@ -297,7 +297,7 @@ bool Transfers::fetch(const TransferPtr& receive, unsigned from, const Packet& p
   if (!is_readable) is_readable = can_read(*end_, from);
   if (!*is_readable) return false;
   const bool is_read = read_from(*end_, from, receive->data, packet.place, packet.bytes);
-  // If the sender took an offer back before all was read, it may have been this one.
+  // If the sender has revoked an offer before all was read, it may have been this offer.
   std::atomic_thread_fence(std::memory_order_seq_cst);
   const auto& revocations = end_->segment.device_group(from, end_->rank).revocations;
   const bool is_valid = revocations.load() == packet.revocations;
@@ -306,7 +306,7 @@ bool Transfers::fetch(const TransferPtr& receive, unsigned from, const Packet& p
 }
 
 void Transfers::post(const TransferPtr& receive) {
-  // First take what has arrived, so that messages keep their order.
+  // Take the messages that have arrived first, so that they keep their order.
   for (unsigned j = 0; j < end_->size; ++j) {
     if (j != end_->rank && (receive->peer < 0 || receive->peer == static_cast<int>(j))) drain(j);
   }
@@ -476,11 +476,11 @@ void Transfers::take(unsigned from, const Packet& packet, const std::uint8_t* pa
   }
 }
 
-// Write a packet and its payload where there is room for it in one piece.
+// Write a packet and its payload if the ring has contiguous space for it.
 bool Transfers::put(unsigned peer, const Packet& packet, const std::uint8_t* payload) {
   DeviceGroup& device_group = end_->segment.device_group(end_->rank, peer);
   const std::uint64_t need = sizeof packet + round_up(packet.payload, sizeof packet);
-  // The packet that tells of it still has room in the page: all packets are multiples of its size.
+  // The packet that announces the switch still fits in the page: all packets are multiples of its size.
   if (peers_[peer].may_grow && need >= peers_[peer].out.to_end(device_group.written)) grow(peer);
   const Ring& ring = peers_[peer].out;
   std::uint64_t at = device_group.written.load(std::memory_order_relaxed);
@@ -504,7 +504,7 @@ bool Transfers::put(unsigned peer, const Packet& packet, const std::uint8_t* pay
   return true;
 }
 
-// Go on in the whole ring: what is in the page stays there until it is read.
+// Continue in the whole ring: the page keeps its packets until they are read.
 void Transfers::grow(unsigned to) {
   Peer& peer = peers_[to];
   peer.may_grow = false;

@@ -11,10 +11,12 @@ from __future__ import annotations
 import ast
 import inspect
 import logging
+import posixpath
 import re
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -73,14 +75,17 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Let links to files of the checkout, outside the site, be their names."""
+    """Replace links to files of the checkout, outside the site, by their names."""
     if page.file.src_uri.startswith("reference/"):
         return markdown
-    return re.sub(r"\[([^\]]+)\]\((\.\./[^)]+)\)", _named, markdown)
+    folder = posixpath.join("docs", posixpath.dirname(page.file.src_uri))
+    return re.sub(r"\[([^\]]+)\]\((\.\./[^)]+)\)", partial(_named, folder), markdown)
 
 
-def _named(link: re.Match[str]) -> str:
-    text, path = link[1], link[2].removeprefix("../")
+def _named(folder: str, link: re.Match[str]) -> str:
+    text, path = link[1], posixpath.normpath(posixpath.join(folder, link[2]))
+    if path.startswith("docs/"):
+        return link[0]
     return f"`{path}`" if text.strip("`") in path else f"{text} (`{path}`)"
 
 

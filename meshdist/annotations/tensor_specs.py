@@ -1,9 +1,8 @@
 """Check the specs of tensors, attach them, and read them back.
 
 A tensor carries its spec as text: each dimension's size on this rank with the axes that shard it,
-such as ``"4@dp, 6@(ep,tp), 3"``. Unreduced and reduced axes are only in the text of its type. The
-text is valid while the tensor has these sizes and varies over exactly these axes; a tensor that
-another operation has overwritten has no spec.
+such as ``"4@dp, 6@(ep,tp), 3"``. Unreduced and reduced axes are only in its type. The text is valid
+while the tensor has these sizes and varies over exactly these axes.
 """
 
 from __future__ import annotations
@@ -32,20 +31,20 @@ from .axis_types import (
 
 
 def mark_spec(tensor: torch.Tensor, spec: PartitionSpec) -> torch.Tensor:
-    """Attach ``spec``, unchecked, and the type that follows to ``tensor``; return ``tensor``."""
+    """Attach ``spec``, unchecked, and its type to ``tensor``; return ``tensor``."""
     types, text = spec_texts(spec, tuple(tensor.shape))
     set_spec(tensor, types, text)
     return tensor
 
 
 def find_spec(tensor: torch.Tensor) -> PartitionSpec | None:
-    """Return the spec that ``mark_spec`` attached; None if there is none or it is outdated."""
+    """Return the attached spec; None if it is missing or outdated."""
     kinds, dims, *_ = tensor.__dict__.get(ANNOTATION, EMPTY)
     return None if dims is None else read_spec(kinds or INVARIANT, dims, tuple(tensor.shape))
 
 
 def dims_text(shape: tuple[int, ...], spec: PartitionSpec) -> str:
-    """Return the text of an array's dims with the axes that cut them.
+    """Return an array's dims with the axes that cut them.
 
     Example:
         >>> dims_text((8, 4, 6), PartitionSpec("dp", None, ("ep", "tp")))
@@ -62,11 +61,11 @@ def checked_spec(
     """Return the PartitionSpec of a spec, sharding or pattern; raise if it does not match.
 
     Args:
-        layout: the layout of the axes; None skips the check of their names.
-        call: the name of the public call, for messages.
+        layout: None skips the check of axis names.
+        call: the name of the public call.
     """
     if isinstance(given, str):
-        # Even without a layout, a dimension named like an axis of any known mesh is rejected.
+        # Without a layout, a dimension must not have the name of an axis of any known mesh.
         world = find_world()
         known_axes = world.axis_layouts if world is not None else ()
         spec = spec_of(*parse_side(given), layout, tensor.ndim, known_axes)
@@ -99,7 +98,7 @@ def checked_spec(
 
 
 def layout_of(spec: object, mesh: DeviceMesh | None) -> Layout | None:
-    """Return the layout of a sharding, else of ``mesh``, else of the current mesh; or None."""
+    """Return the layout of a sharding, of ``mesh``, or of the current mesh; or None."""
     if isinstance(spec, NamedSharding):
         if mesh is not None and mesh.layout != spec.layout:
             raise MeshError(
@@ -115,7 +114,7 @@ def layout_of(spec: object, mesh: DeviceMesh | None) -> Layout | None:
 
 @lru_cache(maxsize=4096)
 def spec_texts(spec: PartitionSpec, shape: tuple[int, ...]) -> tuple[str, str]:
-    """Return the type that follows from ``spec``, and the dims of ``shape`` as "8@dp, 4"."""
+    """Return the type of ``spec``, and the dims of ``shape`` as "8@dp, 4"."""
     kinds = {axis: "V" for entry in spec.partitions for axis in axes_of(entry)}
     kinds |= dict.fromkeys(spec.unreduced, "U") | dict.fromkeys(spec.reduced, "R")
     return type_text(kinds), dims_text(shape, spec)
@@ -123,7 +122,7 @@ def spec_texts(spec: PartitionSpec, shape: tuple[int, ...]) -> tuple[str, str]:
 
 @lru_cache(maxsize=4096)
 def read_spec(types: str, dims: str, shape: tuple[int, ...]) -> PartitionSpec | None:
-    """Return the spec of two texts of ``spec_texts``; None if shape or type do not match."""
+    """Return the spec of ``spec_texts``; None if shape or type do not match."""
     words = [word.partition("@") for word in dims.split(", ")] if dims else []
     entries = [tuple(axes.strip("()").split(",")) if axes else () for _, _, axes in words]
     cut = tuple(sorted(axis for axes in entries for axis in axes))

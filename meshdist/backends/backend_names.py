@@ -24,7 +24,7 @@ _DEFAULT_BACKENDS = {"cpu": ("shm", "gloo"), "cuda": ("nccl",), "xpu": ("xccl",)
 class Backend(str):
     """A backend name in lower case: ``Backend("GLOO") == "gloo" == Backend.GLOO``.
 
-    An unknown name raises only when a group is created with it.
+    Unknown names raise only when a group is created.
     """
 
     __slots__ = ()
@@ -37,7 +37,6 @@ class Backend(str):
     UNDEFINED: ClassVar[str] = "undefined"
 
     def __new__(cls, name: str) -> Backend:
-        """Return the name in lower case."""
         if not isinstance(name, str):
             raise ArgumentError(
                 "a backend name must be a str",
@@ -58,12 +57,12 @@ class Backend(str):
         """Register a backend that was written for torch.distributed, and set ``Backend.NAME``.
 
         Args:
-            name: The name of the backend.
+            name: The backend's name.
             func: Called as ``func(store, rank, world_size, timeout)`` for each group; returns a
                 torch process group.
             extended_api: If True, ``func`` is called as ``func(options, backend_options)``, with
                 torch's DistributedBackendOptions.
-            devices: The device types that the backend supports. None means cpu and cuda, with a
+            devices: The device types that the backend supports. None means cpu and cuda, and logs a
                 warning.
         """
         if devices is None:
@@ -75,7 +74,7 @@ class Backend(str):
 
 
 def usable_defaults() -> set[str]:
-    """Return the names of the default backends that work on this machine."""
+    """Return the default backends that work on this machine."""
     backends = filter(
         None, (find_backend(name) for names in _DEFAULT_BACKENDS.values() for name in names)
     )
@@ -83,7 +82,7 @@ def usable_defaults() -> set[str]:
 
 
 def default_backends(usable: Collection[str] | None = None) -> dict[str, str]:
-    """Return the best of the ``usable`` backends (None: all that work here) per device type."""
+    """Return the best ``usable`` backend (None: any that works here) per device type."""
     found = usable_defaults() if usable is None else usable
     return {
         device_type: next(filter(found.__contains__, names), names[-1])
@@ -95,8 +94,8 @@ def parse_backends(backend: str | None) -> dict[str, str]:
     """Return ``{device type: backend}`` for the argument ``backend``.
 
     Args:
-        backend: a name, also of a plug-in's backend, for all device types that it supports; pairs
-            such as "cpu:gloo,cuda:nccl"; or None, for the default of each device type.
+        backend: a name, for all device types that the backend supports; pairs such as
+            "cpu:gloo,cuda:nccl"; or None for the defaults.
 
     Example:
         >>> parse_backends("cpu:gloo,cuda:NCCL")
@@ -150,7 +149,7 @@ def _device_types(name: str) -> list[str]:
 
 
 def backends_in(world: World | None, backends: dict[str, str]) -> dict[str, str]:
-    """Return ``backends``, or the simulated backend in a simulated world; reject unknown names."""
+    """Return ``backends``, in a simulated world the simulated backend; reject unknown names."""
     # Simulated ranks ignore the named backend, so that a program runs there unchanged.
     is_simulated = world is not None and world.is_simulated
     for name in set(backends.values()):
@@ -160,7 +159,7 @@ def backends_in(world: World | None, backends: dict[str, str]) -> dict[str, str]
 
 
 def backends_text(backends: dict[str, str]) -> str:
-    """Return ``backends`` as the text that ``parse_backends`` reads.
+    """Format ``backends`` for ``parse_backends``.
 
     Example:
         >>> backends_text({"cpu": "gloo", "cuda": "nccl"})
@@ -170,7 +169,7 @@ def backends_text(backends: dict[str, str]) -> str:
 
 
 class BackendConfig:
-    """The backend of each device type, parsed from a string as ``init_process_group`` takes it.
+    """The backend of each device type, parsed from an ``init_process_group`` argument.
 
     Example:
         >>> BackendConfig("cpu:gloo")

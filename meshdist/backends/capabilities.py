@@ -1,8 +1,7 @@
 """Tabulate which operations, ops and dtypes each backend supports.
 
-The table is generated from ``BackendType.support``. ``meshdist doctor`` prints it;
-``python -m meshdist.backends.capabilities docs/collectives.md`` writes it into the page, between
-its markers.
+``meshdist doctor`` prints the table; ``python -m meshdist.backends.capabilities
+docs/collectives.md`` writes it between the page's markers.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ def public_support(
     dtype: torch.dtype,
     op: ReduceKind | None = None,
 ) -> str:
-    """Return how ``backend`` runs a public operation: ``"native"``, ``"built"``, or ``""`` (not).
+    """Return ``backend``'s support of a public operation: ``"native"``, ``"built"`` or ``""``.
 
     Example:
         >>> gloo = find_backend("gloo")
@@ -73,7 +72,7 @@ def public_support(
 
 
 def available_backends() -> list[BackendType]:
-    """Return the backends that work on this machine, also those of torch plug-ins."""
+    """Return the backends, including torch plug-ins', that work on this machine."""
     adopt_torch_backends()
     backends = [backend for name in backend_names() if (backend := find_backend(name)) is not None]
     return [backend for backend in backends if backend.is_available()]
@@ -83,9 +82,10 @@ def capabilities(backends: Iterable[BackendType] | None = None) -> dict[str, Any
     """Return names as ``{backend: {device type: {operation: {op: {state: dtypes}}}}}``.
 
     Args:
-        backends: None means all that are available here.
+        backends: None means all available.
     """
-    # The op is ``""`` for operations without one. Dtypes in neither state are not supported.
+    # The op is ``""`` for operations without a reduction. Dtypes in neither state are not
+    # supported.
     table: dict[str, Any] = {}
     for backend in available_backends() if backends is None else backends:
         for device_type in _in_order(backend.device_types):
@@ -102,7 +102,7 @@ def capabilities(backends: Iterable[BackendType] | None = None) -> dict[str, Any
 
 
 def dtypes_text(dtypes: Iterable[torch.dtype]) -> str:
-    """Return a short text of dtypes, in which group names replace complete groups.
+    """Format dtypes, with group names for complete groups.
 
     Example:
         >>> dtypes_text([torch.bool, *DTYPE_GROUPS["floating"], torch.int8])
@@ -121,7 +121,7 @@ def dtypes_text(dtypes: Iterable[torch.dtype]) -> str:
 def overview_grid(
     backends: Sequence[BackendType], device_types: Collection[str] | None = None
 ) -> list[tuple[str, ...]]:
-    """Return a header and a row per operation, a column per backend; merge equal rows.
+    """Return a header and rows: operations by backends; merge equal rows.
 
     Args:
         device_types: None means all.
@@ -147,7 +147,7 @@ def overview_grid(
 def table_grid(
     backends: Sequence[BackendType], device_types: Collection[str] | None = None
 ) -> list[tuple[str, ...]]:
-    """Return a header and a row per backend, devices, operations and ops; merge equal rows.
+    """Return a header and rows of backend, devices, operations and ops; merge equal rows.
 
     Args:
         device_types: None means all.
@@ -182,7 +182,7 @@ _OWN = ("gloo", "mpi", "nccl", "shm", "simulated", "ucc", "xccl")
 
 
 def table_page(page: str) -> str:
-    """Return the Markdown text ``page`` with new tables between its two markers."""
+    """Replace the tables between the two markers of the Markdown text ``page``."""
     backends = [backend for name in _OWN if (backend := find_backend(name)) is not None]
     parts = [_markdown(overview_grid(backends)), _markdown(table_grid(backends))]
     before, rest = page.split(_BEGIN)
@@ -197,7 +197,7 @@ def _markdown(grid: Sequence[Sequence[str]]) -> str:
 
 
 def _states(backend: BackendType, operation: str, device_type: str) -> list[tuple[str, _Profile]]:
-    """Return for each op ("" for none) the state of every dtype, in the order of ``DTYPES``."""
+    """Return the state of every dtype, in ``DTYPES`` order, for each op ("" for none)."""
     named = {op.name: op for op in OPS} if OPERATIONS[operation].reduces else {"": None}
     return [
         (
@@ -213,7 +213,7 @@ def _with(state: str, states: _Profile) -> list[torch.dtype]:
 
 
 def _summary(rows: Iterable[tuple[str, _Profile]]) -> str:
-    """Return "native", "built", "native, in part built" or "-" for all ops of an operation."""
+    """Summarize all ops of an operation: "native", "built", "native, in part built" or "-"."""
     # PREMUL_SUM is built for every backend.
     found = {state for op, states in rows if op != _PREMUL_SUM for state in states if state}
     if len(found) == 2:
@@ -222,7 +222,7 @@ def _summary(rows: Iterable[tuple[str, _Profile]]) -> str:
 
 
 def _joined(table: Mapping[_Key, _Value]) -> list[tuple[list[_Key], _Value]]:
-    """Return the keys and the value for each distinct value, in order of their first key."""
+    """Group keys by equal value, in order of their first key."""
     keys_of: dict[_Value, list[_Key]] = {}
     for key, value in table.items():
         keys_of.setdefault(value, []).append(key)

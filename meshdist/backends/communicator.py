@@ -1,22 +1,22 @@
-"""Define the interface through which a group starts operations on one backend.
+"""Define the interface of a group to one backend.
 
-The public collectives check tensors before they reach a backend: contiguous torch tensors of a
-supported device type, without gradients. Roots and peers are group ranks. Only numbers of elements
-matter, never shapes. A backend that ``takes_layouts`` may get tensors in other memory orders,
-without gaps. Results are bitwise equal on all members, since each reduces in group order.
+Backends get checked tensors: contiguous, of a supported device type, without gradients. Roots and
+peers are group ranks. Shapes do not matter, only numbers of elements. A backend that
+``takes_layouts`` may get gapless tensors in other memory orders. Members reduce in group order, so
+results are bitwise equal.
 
 Operations of a communicator:
 
-* all_reduce, all_reduce_list: replace each tensor by the reduction of all members' tensors.
+* all_reduce, all_reduce_list: replace each tensor by the members' reduction.
 * reduce: the same on the root; leave the other members' tensors unchanged.
 * reduce_scatter: write member j's block of the reduction into its output. reduce_scatter_list:
-  reduce the j-th inputs of all lists for member j; their sizes may differ.
-* broadcast: copy the root's tensor to every member. gather, scatter: collect or distribute tensors
-  of equal size at the root; the lists of the other members are empty.
-* all_gather: concatenate all inputs in every output. all_gather_list: copy member j's input into
-  the j-th output, of any size.
+  reduce the lists' j-th inputs for member j; sizes may differ.
+* broadcast: copy the root's tensor to all. gather, scatter: collect or distribute equal tensors at
+  the root; the other members' lists are empty.
+* all_gather: concatenate all inputs. all_gather_list: copy member j's input, of any size, into the
+  j-th output.
 * all_to_all, all_to_all_single: send the j-th input, or part, to member j; any sizes.
-* barrier: finish on a member when every member has started it.
+* barrier: finish when every member has started.
 * send: finish when the tensor may be overwritten. recv: receive from the root, or any member.
 """
 
@@ -63,10 +63,10 @@ FAST_REDUCTIONS = [
 
 
 def explained(explain: Explain, timeout: timedelta, error: BaseException) -> BaseException:
-    """Return ``error``, or its explanation if a backend or a signal's handler raised ``error``.
+    """Return ``error``, explained if a backend or signal handler raised it.
 
     Args:
-        timeout: of the failed call, for the error's text.
+        timeout: the failed call's.
     """
     if not isinstance(error, BackendFailure) and not is_of_handler(error):
         return error
@@ -76,7 +76,7 @@ def explained(explain: Explain, timeout: timedelta, error: BaseException) -> Bas
 
 
 class Communicator(ABC):
-    """Connection of a group over one backend, which starts calls."""
+    """A group's connection over one backend."""
 
     # ``start`` never waits for the caller. A finished operation keeps no references to tensors.
     # One thread at a time starts the operations of a communicator, in program order.
@@ -110,36 +110,36 @@ class Communicator(ABC):
 
     @classmethod
     def support(cls, operation: str, device_type: str, dtype: torch.dtype, op: ReduceKind) -> str:
-        """Return ``"native"`` for an operation of the backend itself, else ``"built"``."""
+        """Return ``"native"`` for the backend's own operations, else ``"built"``."""
         return "native" if operation in cls.ways else "built"
 
     def takes_layouts(self, operation: str, tensors: Tensors, op: ReduceKind | None) -> bool:
-        """Return whether the backend takes gapless tensors in any memory order for ``operation``.
+        """Return whether ``operation`` accepts gapless tensors in any memory order.
 
         Args:
-            operation: an operation whose tensors correspond element by element on all members.
-            tensors: their dtypes, like ``op``, are equal on all members.
+            operation: elementwise across members.
+            tensors: like ``op``, their dtypes are equal on all members.
         """
         # Elements correspond by their indices in the shape: a backend that returns True must give
         # correct results if the members' layouts differ.
         return False
 
     def start(self, prepared: OperationArgs) -> Request:
-        """Start ``prepared`` by the backend's method, or by ``build``; return the request."""
+        """Start ``prepared`` by the backend's method or by ``build``."""
         own = self.ways.get(prepared.way)
         return self.build(prepared) if own is None else getattr(self, own)(prepared)
 
     def build(self, prepared: OperationArgs) -> Request:
-        """Start ``prepared`` as a composition of other collectives; return the request."""
+        """Start ``prepared`` as a composition of other collectives."""
         return COMPOSED[prepared.way](self, prepared)
 
     @abstractmethod
     def abort(self) -> None:
-        """Release every thread of this process that waits here; any thread may call this."""
+        """Release every thread of this process that waits here; thread-safe."""
 
     @classmethod
     def abort_together(cls, communicators: Sequence[Communicator]) -> None:
-        """Abort all ``communicators`` of this class; log exceptions and continue."""
+        """Abort all ``communicators``; log exceptions and continue."""
         for communicator in communicators:
             try:
                 communicator.abort()
@@ -148,42 +148,42 @@ class Communicator(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Close this member's connection; a backend may wait here for calls in flight."""
+        """Close this member's connection; may wait for calls in flight."""
 
     def leave(self) -> None:  # noqa: B027 (most backends announce nothing)
-        """Announce to the other members that this process exits normally."""
+        """Announce this process's normal exit to the other members."""
 
     def shared_bytes(self, num_bytes: int, timeout: timedelta) -> torch.Tensor:
-        """Allocate ``num_bytes``, in memory that all members map if possible; collective."""
+        """Allocate ``num_bytes`` of memory, shared by all members if possible; collective."""
         return torch.empty(
             num_bytes, dtype=torch.uint8, device="cpu"
         )  # for a backend without shared memory
 
     def batch(self, explain: Explain) -> AbstractContextManager[None]:
-        """Start the sends and receives in the context as a batch, in any order.
+        """Batch the context's sends and receives, in any order.
 
         Args:
-            explain: makes the error if the batch fails.
+            explain: makes the error of a failed batch.
         """
         return nullcontext()  # for a backend that never waits in the start of a message
 
     def connect(self, device: torch.device) -> None:  # noqa: B027 (most connect as they open)
-        """Connect now instead of at the first collective; collective; may raise BackendFailure."""
+        """Connect now, not at the first collective; collective; may raise BackendFailure."""
 
     def take_error(self) -> MeshdistError | None:
-        """Return, once, the error of a call that failed while no thread waited for it, or None."""
+        """Return, once, the error of a failed call that no thread waited for, or None."""
         return None
 
     def watch(self, explain: Explain) -> None:  # noqa: B027 (most calls can be ended)
-        """Store ``explain``, with which a watchdog explains a call that hangs."""
+        """Store ``explain``, by which a watchdog reports a hanging call."""
 
     def fast_path(
         self, entry: Any, explain: Explain, timeout: timedelta, works: tuple[Any, ...]
     ) -> FastPath | None:
-        """Return the native object that runs the group's fast-path calls, or None.
+        """Return the native object for the group's fast-path calls, or None.
 
         Args:
-            entry: the native object that records and compares fast-path calls.
-            works: the arguments of the Works of started calls, as ``FastPath`` takes them.
+            entry: the native object that records and compares these calls.
+            works: ``FastPath``'s argument.
         """
         return None

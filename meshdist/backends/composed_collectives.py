@@ -1,6 +1,6 @@
-"""Compose collectives from those of every backend, and reduce tensors in this process.
+"""Compose collectives of basic collectives, and reduce tensors in this process.
 
-Reductions are deterministic: equal inputs give bitwise equal results on all ranks.
+Reductions of equal inputs are bitwise equal on all ranks.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .requests import Chain, Request, followed
 
 
 class ComposingCommunicator(Protocol):
-    """A communicator for which a collective is composed of others."""
+    """A communicator that composes collectives."""
 
     backend: str
     rank: int
@@ -81,7 +81,7 @@ def find_lack(op: ReduceKind, dtype: torch.dtype) -> str | None:
 
 
 def check_reducible(backend: str, op: ReduceKind, dtype: torch.dtype) -> None:
-    """Raise DtypeError, with the name of ``backend``, if ``reduced`` lacks ``op`` on ``dtype``."""
+    """Raise DtypeError for ``backend`` if ``reduced`` lacks ``op`` on ``dtype``."""
     lack = find_lack(op, dtype)
     if lack is not None:
         raise DtypeError(
@@ -92,7 +92,7 @@ def check_reducible(backend: str, op: ReduceKind, dtype: torch.dtype) -> None:
 
 
 def reduce_into(output: torch.Tensor, parts: Tensors, op: ReduceKind) -> None:
-    """Write the reduction of flat ``parts``, in order, into ``output``, which does not overlap."""
+    """Reduce flat ``parts``, in order, into ``output``, which does not overlap."""
     dtype = output.dtype
     if dtype in _EXACT and output.is_cpu:
         output.copy_(parts[0])
@@ -105,7 +105,7 @@ def reduce_into(output: torch.Tensor, parts: Tensors, op: ReduceKind) -> None:
 
 
 def reduce_parts(output: torch.Tensor, whole: torch.Tensor, num_parts: int, op: ReduceKind) -> None:
-    """Write the reduction of ``num_parts`` equal parts of flat ``whole`` into ``output``."""
+    """Reduce ``num_parts`` equal parts of flat ``whole`` into ``output``."""
     codes = REDUCTION_CODES.get((output.dtype, op.value))
     if codes is not None and whole.is_cpu and whole.nbytes <= _SMALL_BYTES:
         core.reduce_parts(output, whole, num_parts, *codes)
@@ -115,7 +115,7 @@ def reduce_parts(output: torch.Tensor, whole: torch.Tensor, num_parts: int, op: 
 
 
 def reduced(parts: Tensors, op: ReduceKind) -> torch.Tensor:
-    """Return the reduction of flat tensors as a new tensor; narrow floats reduce in float32."""
+    """Reduce flat tensors into a new tensor; narrow floats reduce in float32."""
     dtype = parts[0].dtype
     device = parts[0].device
     if dtype is torch.bool:
@@ -147,7 +147,7 @@ def divide(total: torch.Tensor, num: int) -> None:
 
 
 def to_order(x: torch.Tensor, op: ReduceKind) -> torch.Tensor:
-    """Map floats to integers of equal order, NaN as what ``op`` picks; in place except on CUDA."""
+    """Map floats to integers of equal order, NaN as ``op``'s choice; in place except on CUDA."""
     bits = x.view(IN_ORDER[x.dtype])
     if x.is_cuda:  # one kernel, which writes a new tensor
         return _cuda_kernel("to_max" if op == ReduceOp.MAX else "to_min")(bits)
@@ -161,7 +161,7 @@ def to_order(x: torch.Tensor, op: ReduceKind) -> torch.Tensor:
 
 
 def flip(bits: torch.Tensor) -> torch.Tensor:
-    """Map integers from ``to_order`` back to bits of floats, in place except on CUDA."""
+    """Invert ``to_order``, in place except on CUDA."""
     if bits.is_cuda:
         return _cuda_kernel("flip")(bits)
     with writing():
@@ -172,7 +172,7 @@ def flip(bits: torch.Tensor) -> torch.Tensor:
 
 @cache
 def _cuda_kernel(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return the kernel "flip", "to_max" or "to_min" on bits of floats, compiled at first call."""
+    """Return the kernel "flip", "to_max" or "to_min" on float bits, compiled at first call."""
     # With torch's operations the conversions would take ten kernels, each of which reads all bits.
     most = "~(T(1) << (8 * sizeof(T) - 1))"
     infinity = f"({most} ^ ((T(1) << (sizeof(T) == 4 ? 23 : 52)) - 1))"
@@ -200,7 +200,7 @@ def _flip(bits: torch.Tensor) -> torch.Tensor:
 
 
 def _divide_unsigned(bits: torch.Tensor, num: int) -> None:
-    """Divide uint64 numbers, viewed as int64 in ``bits``, by ``num`` in place."""
+    """Divide uint64 numbers, viewed as int64, by ``num`` in place."""
     # torch has no wider dtype for the division.
     halves = (bits >> 1).bitwise_and_(torch.iinfo(bits.dtype).max)
     quotient = halves.div_(num, rounding_mode="trunc").mul_(2)
@@ -209,7 +209,7 @@ def _divide_unsigned(bits: torch.Tensor, num: int) -> None:
 
 
 def _reduced_unsigned(parts: Tensors, op: ReduceKind) -> torch.Tensor:
-    """Return the reduction of flat unsigned tensors, computed in signed integers of their size."""
+    """Reduce flat unsigned tensors, in signed integers of their size."""
     dtype = parts[0].dtype
     signed = SIGNED[dtype]
     # Wrapping sums and bitwise ops ignore the sign; ordering needs it, so flip the sign bit.
@@ -223,7 +223,7 @@ def _reduced_unsigned(parts: Tensors, op: ReduceKind) -> torch.Tensor:
 
 
 def all_reduce_by_gathering(backend: ComposingCommunicator, prepared: OperationArgs) -> Request:
-    """Start an all-reduce as an all-gather, and a reduction in this process at its end."""
+    """Start an all-gather, then reduce in this process."""
     (tensor,), op = prepared.outputs, prepared.op
     assert op is not None
     check_reducible(backend.backend, op, tensor.dtype)
@@ -233,7 +233,7 @@ def all_reduce_by_gathering(backend: ComposingCommunicator, prepared: OperationA
 
 
 def all_reduce_dividing(backend: ComposingCommunicator, prepared: OperationArgs) -> Request:
-    """Start a mean as an all-reduce to the sum, which is divided at its end."""
+    """Start a sum, then divide it."""
     (tensor,) = prepared.outputs
     check_reducible(backend.backend, ReduceOp.AVG, tensor.dtype)
     summed = backend.start(prepared.by("all_reduce", [tensor], [tensor], ReduceOp.SUM))
@@ -243,7 +243,7 @@ def all_reduce_dividing(backend: ComposingCommunicator, prepared: OperationArgs)
 def all_reduce_widened(
     backend: ComposingCommunicator, prepared: OperationArgs, dtype: torch.dtype
 ) -> Request:
-    """Start an all-reduce in ``dtype``, which holds all values of the tensor; convert back."""
+    """Start an all-reduce in ``dtype``, which holds all values; convert back."""
     (tensor,), op = prepared.outputs, prepared.op
     assert op is not None
     # Send a copy, so that a failed call leaves the caller's floats unchanged.
@@ -258,10 +258,10 @@ def all_reduce_widened(
 def in_order(
     op: ReduceKind, tensors: Tensors
 ) -> tuple[tuple[list[torch.Tensor]], Callable[[], None]]:
-    """Return floats as integers of the same order, and a function that writes them back.
+    """Return floats as integers of the same order, and a function to write them back.
 
     Args:
-        tensors: a single tensor; the result has the form of a fast path's ``prepare``.
+        tensors: a single tensor, as for a fast path's ``prepare``.
     """
     (tensor,) = tensors
     held = DTYPES[tensor.dtype].wide or tensor.dtype
@@ -281,7 +281,7 @@ def reduce_scatter_by_exchange(
     tensor: torch.Tensor,
     sizes: Sizes,
 ) -> Request:
-    """Start an exchange of parts, ``sizes[j]`` elements for member j; reduce into ``output``."""
+    """Exchange parts of ``sizes[j]`` elements for member j; reduce into ``output``."""
     op = prepared.op
     assert op is not None
     check_reducible(backend.backend, op, tensor.dtype)
@@ -295,7 +295,7 @@ def reduce_scatter_by_exchange(
 def reduce_scratch(
     backend: ComposingCommunicator, output: torch.Tensor, mine: torch.Tensor, op: ReduceKind
 ) -> None:
-    """Reduce ``mine``, a part from each member, into ``output``; return ``mine`` to the pool."""
+    """Reduce ``mine``, a part per member, into ``output``; return ``mine`` to the pool."""
     reduce_parts(output, mine, backend.size, op)
     backend.scratch.give(mine)
 
@@ -303,7 +303,7 @@ def reduce_scratch(
 def all_to_all_by_packing(
     backend: ComposingCommunicator, prepared: OperationArgs, outputs: Tensors, inputs: Tensors
 ) -> Request:
-    """Start an exchange of ``inputs`` packed in a flat tensor; unpack to ``outputs``."""
+    """Exchange ``inputs`` packed in a flat tensor; unpack to ``outputs``."""
     together = packed(inputs)
     sizes = [part.numel() for part in inputs], [output.numel() for output in outputs]
     whole = together.new_empty(sum(sizes[1]))
@@ -315,20 +315,20 @@ def all_to_all_by_packing(
 
 
 def all_reduce_list(backend: ComposingCommunicator, prepared: OperationArgs) -> Request:
-    """Start an all-reduce of each tensor in turn; return one request for all."""
+    """Start an all-reduce of each tensor in turn."""
     op = prepared.op
     return Chain([backend.start(prepared.by("all_reduce", [x], [x], op)) for x in prepared.outputs])
 
 
 def reduce(backend: ComposingCommunicator, prepared: OperationArgs) -> Request:
-    """Start a reduce as an all-reduce, on a copy of the tensor except on the root."""
+    """Start an all-reduce, on a copy except on the root."""
     (tensor,) = prepared.outputs
     taking = [tensor if backend.rank == prepared.root else tensor.clone()]
     return backend.start(prepared.by("all_reduce", taking, taking, prepared.op))
 
 
 def gather(backend: ComposingCommunicator, prepared: OperationArgs) -> Request:
-    """Start a gather as an all-gather; only the root copies the result to its outputs."""
+    """Start an all-gather; only the root copies the result."""
     (tensor,), outputs = prepared.inputs, prepared.outputs
     whole = tensor.new_empty(backend.size * tensor.numel())
     gathered = backend.start(prepared.by("all_gather", [tensor], [whole]))
@@ -336,7 +336,7 @@ def gather(backend: ComposingCommunicator, prepared: OperationArgs) -> Request:
 
 
 def scatter(backend: ComposingCommunicator, prepared: OperationArgs) -> Request:
-    """Start a scatter as a broadcast of all inputs; each member keeps its part."""
+    """Start a broadcast of all inputs; each member keeps its part."""
     (tensor,), root = prepared.outputs, prepared.root
     count = tensor.numel()
     is_root = backend.rank == root
@@ -346,7 +346,7 @@ def scatter(backend: ComposingCommunicator, prepared: OperationArgs) -> Request:
 
 
 def all_gather_list(backend: ComposingCommunicator, prepared: OperationArgs) -> Request:
-    """Start an all-gather if all sizes are equal, else a broadcast from each member."""
+    """Start an all-gather if sizes are equal, else a broadcast from each member."""
     (tensor,), outputs = prepared.inputs, prepared.outputs
     if all(output.numel() == tensor.numel() for output in outputs):
         return gather(backend, prepared)
@@ -360,13 +360,13 @@ def all_gather_list(backend: ComposingCommunicator, prepared: OperationArgs) -> 
 
 
 def reduce_scatter(backend: ComposingCommunicator, prepared: OperationArgs) -> Request:
-    """Start ``reduce_scatter_list`` on the input, cut into an equal block for each member."""
+    """Start ``reduce_scatter_list`` on equal blocks of the input."""
     parts = blocks(prepared.inputs[0], backend.size)
     return backend.start(prepared.by("reduce_scatter_list", parts, prepared.outputs, prepared.op))
 
 
 def reduce_scatter_list(backend: ComposingCommunicator, prepared: OperationArgs) -> Request:
-    """Start a reduce-scatter as an all-reduce of all inputs; each member keeps its part."""
+    """Start an all-reduce of all inputs; each member keeps its part."""
     (output,), inputs = prepared.outputs, prepared.inputs
     whole = packed(inputs)
     start = sum(part.numel() for part in inputs[: backend.rank])
@@ -375,7 +375,7 @@ def reduce_scatter_list(backend: ComposingCommunicator, prepared: OperationArgs)
 
 
 def all_to_all(backend: ComposingCommunicator, prepared: OperationArgs) -> Request:
-    """Start an all-to-all as messages to and from each other member, and a copy here."""
+    """Start messages to and from each other member, and a local copy."""
     outputs, inputs = prepared.outputs, prepared.inputs
     write(outputs[backend.rank], inputs[backend.rank])
     others = [peer for peer in range(backend.size) if peer != backend.rank]
@@ -386,7 +386,7 @@ def all_to_all(backend: ComposingCommunicator, prepared: OperationArgs) -> Reque
 
 
 def all_to_all_single(backend: ComposingCommunicator, prepared: OperationArgs) -> Request:
-    """Start an all-to-all of lists, on consecutive parts of input and output."""
+    """Start an all-to-all on consecutive parts of input and output."""
     assert prepared.sizes is not None
     gives, takes = prepared.sizes
     inputs, outputs = parts(prepared.inputs[0], gives), parts(prepared.outputs[0], takes)

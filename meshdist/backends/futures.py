@@ -1,13 +1,13 @@
 """Provide torch futures for collectives in flight.
 
-The first thread that waits for a ``WorkFuture`` or polls it completes it. Code that waits without
-calling its methods (``torch.futures.collect_all``, torch's C++) needs another thread: in a process,
-a ``Watcher`` polls periodically. Simulated ranks have no such thread, since exactly one rank runs
-at a time: each rank polls its futures after its waits, and ``collect_all`` is patched meanwhile.
+The first thread that waits for a ``WorkFuture`` or polls it completes it. For code that waits
+without these methods (``torch.futures.collect_all``, torch's C++), a ``Watcher`` thread polls.
+Simulated ranks have no such thread: each rank polls its futures after its waits, and
+``collect_all`` is patched.
 
-Callbacks run in the thread that finds the collective done, at different times on different ranks.
-If callbacks start collectives, for example in communication hooks, the ranks would start them in
-different orders. In a ``Deferral`` a future therefore completes only when it is waited for.
+Callbacks run in the thread that finds the collective done. If they start collectives, for example
+in communication hooks, the order would differ between ranks, so in a ``Deferral`` a future
+completes only in a wait.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _here = threading.local()
 
 
 class Deferral:
-    """Queue of a context's futures; ``settle`` waits for each, and runs callbacks in order."""
+    """Queue of a context's futures; ``settle`` waits for each in order."""
 
     # On NCCL a future is complete once its collective is enqueued: its callbacks run immediately,
     # on the thread that starts the collectives, and so in the same order on all ranks.
@@ -42,12 +42,12 @@ class Deferral:
         self._futures: deque[torch.futures.Future[Any]] = deque()
 
     def add(self, future: torch.futures.Future[Any]) -> None:
-        """Append ``future``, which completes only in a wait or in ``settle``."""
+        """Append ``future``, which completes only in a wait or ``settle``."""
         self._futures.append(future)
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Collect the futures that this thread creates in the context, for ``settle``."""
+        """Collect the futures that this thread creates in the context."""
         before = find_deferral()
         _here.deferral = self
         try:
@@ -57,7 +57,7 @@ class Deferral:
             _here.deferral = before
 
     def settle(self) -> Exception | None:
-        """Wait for all futures, and run their callbacks, in this thread; return the first error."""
+        """Wait for all futures and run their callbacks; return the first error."""
         first: Exception | None = None
         with self.entered():
             while self._futures:  # callbacks may append more
@@ -78,15 +78,14 @@ _log = logging.getLogger("meshdist.futures")
 
 
 class WorkFuture(torch.futures.Future):  # type: ignore[type-arg]
-    """A torch Future whose methods ``wait`` and ``done`` complete it.
+    """A torch Future that ``wait`` and ``done`` complete.
 
     Args:
-        pull: waits until this or another thread has completed it; does not raise the errors that
-            the future holds.
+        pull: waits until a thread has completed it; does not raise its errors.
         poll: completes it if no wait is necessary.
-        devices: the CUDA devices of the tensors in its value.
-        hand_back: returns the arrays in its value to their library, in each thread that has
-            waited; torch's Future orders only torch's streams.
+        devices: the CUDA devices of its value.
+        hand_back: returns the value's arrays to their library, in each thread that has waited
+            (torch orders only its own streams).
     """
 
     def __init__(
@@ -107,13 +106,13 @@ class WorkFuture(torch.futures.Future):  # type: ignore[type-arg]
         self._callbacks: list[Callable[[], None]] | None = []  # None: they run now
 
     def done(self) -> bool:
-        """Return whether the future has its value or error, without waiting."""
+        """Return whether the future is complete, without waiting."""
         if not super().done():
             self._poll()
         return super().done()
 
     def wait(self) -> Any:
-        """Wait, and return the value or raise the error."""
+        """Wait; return the value or raise the error."""
         if not super().done():
             self._pull()
         value = super().wait()
@@ -122,11 +121,11 @@ class WorkFuture(torch.futures.Future):  # type: ignore[type-arg]
         return value
 
     def value(self) -> Any:
-        """Return the same as ``wait()``."""
+        """Return ``wait()``."""
         return self.wait()
 
     def then(self, callback: Callable[[Any], Any]) -> WorkFuture:
-        """Return a Future of ``callback(self)``, called once when this future is completed."""
+        """Return a Future of ``callback(self)``, called once on completion."""
         # Callbacks run in the thread that completes a future, in the order of their addition.
         child = WorkFuture(self._pull, self._poll, self._devices, self._hand_back)
 
@@ -147,7 +146,7 @@ class WorkFuture(torch.futures.Future):  # type: ignore[type-arg]
         return child
 
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:
-        """Call ``callback(self)`` once when this future is completed; log its errors."""
+        """Call ``callback(self)`` once on completion; log its errors."""
 
         def run() -> None:
             try:
@@ -158,7 +157,7 @@ class WorkFuture(torch.futures.Future):  # type: ignore[type-arg]
         self._when_done(run)
 
     def complete(self, value: Any, error: Exception | None = None) -> None:
-        """Complete the future with the value or error, unless another thread does."""
+        """Complete the future, unless another thread does."""
         if not self._completing.acquire(blocking=False):
             return
         if error is None:
@@ -167,12 +166,12 @@ class WorkFuture(torch.futures.Future):  # type: ignore[type-arg]
             self.set_exception(error)
 
     def set_result(self, result: Any) -> None:
-        """Complete the future with ``result`` and run its callbacks; call it once."""
+        """Complete the future with ``result`` and run callbacks; call it once."""
         self._fill(result)
         self._run_callbacks()
 
     def set_exception(self, result: Any) -> None:
-        """Complete the future with the exception ``result`` and run its callbacks."""
+        """Complete the future with the exception ``result`` and run callbacks."""
         self._fill_error(result)
         self._run_callbacks()
 
@@ -195,7 +194,7 @@ class WorkFuture(torch.futures.Future):  # type: ignore[type-arg]
         callback()
 
     def _run_callbacks(self) -> None:
-        """Run all callbacks, then raise the first exception of any of them, such as Ctrl-C."""
+        """Run all callbacks, then raise the first exception, such as Ctrl-C."""
         with self._guard:
             callbacks, self._callbacks = self._callbacks or [], None
         ended: BaseException | None = None
@@ -215,7 +214,7 @@ _SHORTEST_S, _LONGEST_S = 0.0005, 0.005
 
 
 class Watcher:
-    """Thread, started by the first ``watch``, that calls ``complete`` once ``poll()`` is true."""
+    """Thread that calls ``complete`` once ``poll()`` is true; starts at the first ``watch``."""
 
     # It polls every 0.5 to 5 ms while it watches something, and sleeps otherwise. Waits in Python
     # do not depend on it, so the pauses do not delay them.
@@ -239,7 +238,7 @@ class Watcher:
             self._changed.notify()
 
     def end(self) -> None:
-        """Stop the thread permanently; wait one second at most for a running callback."""
+        """Stop the thread; wait one second at most for a running callback."""
         with self._changed:
             self._is_ending = True
             self._changed.notify()
@@ -265,7 +264,7 @@ class Watcher:
             del still
 
     def _try_to_complete(self, poll: Callable[[], bool], complete: Callable[[], None]) -> bool:
-        """Call ``complete`` if ``poll()``; return whether to stop: it was called or failed."""
+        """Call ``complete`` if ``poll()``; return whether it was called or failed."""
         try:
             if not poll():
                 return False
@@ -277,12 +276,11 @@ class Watcher:
 
 @cache
 def get_watcher() -> Watcher:
-    """Return the watcher of this process."""
     return Watcher()
 
 
 def watched_future(has_ended: Callable[[], bool], value: Callable[[], Any]) -> WorkFuture:
-    """Return a Future of ``value()``, completed once ``has_ended()`` returns True."""
+    """Return a Future of ``value()``, completed once ``has_ended()``."""
 
     def complete() -> None:
         future.complete(value())
@@ -301,7 +299,7 @@ def watched_future(has_ended: Callable[[], bool], value: Callable[[], Any]) -> W
 
 
 def _forget_watcher() -> None:
-    """Forget the watcher in a forked child: its thread does not exist there."""
+    """Forget the watcher in a forked child, which lacks its thread."""
     if get_watcher.cache_info().currsize:
         atexit.unregister(get_watcher().end)
     get_watcher.cache_clear()
@@ -317,8 +315,8 @@ _torchs_collect_all = torch._C._collect_all
 
 @contextmanager
 def collecting_by_need() -> Iterator[None]:
-    """Patch ``torch.futures.collect_all`` in the context: its waits complete WorkFutures."""
-    # torch's function waits in C++, where no thread completes the futures of simulated ranks.
+    """Patch ``torch.futures.collect_all``: its waits complete WorkFutures."""
+    # torch's function waits in C++, which cannot complete the futures of simulated ranks.
     global _num_collecting
     with _collecting.current:
         _num_collecting += 1
@@ -339,7 +337,7 @@ def _collect_all(futures: Sequence[Any]) -> Any:
 
 
 class _Collection(WorkFuture):
-    """Future of several futures: its value is their list, or their first error."""
+    """Future of several futures: their list, or first error."""
 
     def __init__(self, futures: list[Any]) -> None:
         devices: set[torch.device] = set()

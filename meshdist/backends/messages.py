@@ -1,4 +1,4 @@
-"""Deliver messages of a rank to itself, and map large tags to small numbers."""
+"""Deliver a rank's messages to itself, and map large tags to small numbers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _LONGEST_PAUSE_S = 0.001
 
 @dataclass(eq=False, slots=True)
 class SelfTransfer(Request):
-    """A send or receive of a rank to itself; done once its counterpart is started."""
+    """A send or receive of a rank to itself; done once its counterpart starts."""
 
     mailbox: Mailbox
     tensor: torch.Tensor
@@ -41,7 +41,7 @@ class SelfTransfer(Request):
 
 
 class Mailbox:
-    """Pairs of sends and receives of one rank to itself, by tag, in the order they were started."""
+    """A rank's sends and receives to itself, by tag, in starting order."""
 
     # Starting the second of a pair copies the data. A wait for a send whose receive has not started
     # buffers the data, because no other rank could start the receive. If sizes or dtypes differ,
@@ -54,15 +54,15 @@ class Mailbox:
         self._lock = threading.Lock()  # several threads may send and receive
 
     def send(self, tensor: torch.Tensor, tag: int) -> SelfTransfer:
-        """Start a send of ``tensor`` to this rank under ``tag``; return the transfer."""
+        """Start a send of ``tensor`` to this rank under ``tag``."""
         return self._start(SelfTransfer(self, tensor, is_send=True), tag)
 
     def recv(self, tensor: torch.Tensor, tag: int) -> SelfTransfer:
-        """Start a receive into ``tensor`` of this rank's message to itself under ``tag``."""
+        """Start a receive into ``tensor`` from this rank under ``tag``."""
         return self._start(SelfTransfer(self, tensor, is_send=False), tag)
 
     def finish(self, transfer: SelfTransfer, timeout: timedelta) -> None:
-        """Finish a send by copying its tensor; for a receive, wait until its message is sent."""
+        """Copy a send's tensor, or wait until a receive's message is sent."""
         with self._lock:
             if transfer.is_send and not transfer.is_done:
                 transfer.tensor = transfer.tensor.clone()
@@ -76,7 +76,7 @@ class Mailbox:
         self._is_aborted = True
 
     def has_sent(self, tag: int) -> bool:
-        """Return whether a message of this rank to itself under ``tag`` waits to be received."""
+        """Return whether a message of this rank to itself under ``tag`` is pending."""
         return bool(self._waiting.get((True, tag)))
 
     def _start(self, transfer: SelfTransfer, tag: int) -> SelfTransfer:
@@ -116,7 +116,7 @@ DRAWING_S = 10.0
 
 
 class TagNumbers:
-    """Small numbers for a group's large tags, equal on all members, assigned through its store."""
+    """Small numbers for a group's large tags, equal on all members."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -124,7 +124,7 @@ class TagNumbers:
         self._numbering = threading.Lock()
 
     def number_of(self, tag: int, is_aborted: Callable[[], bool]) -> int:
-        """Return the number of ``tag``, assigned in the store; raise if ``is_aborted()``."""
+        """Return the number of ``tag`` in the store; raise if ``is_aborted()``."""
         number = self._numbers.get(tag)
         if number is not None:
             return number

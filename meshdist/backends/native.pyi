@@ -1,13 +1,13 @@
-"""The native core of the shared-memory backend: pointers, counts and codes in, statuses out.
+"""Run the shared-memory backend: take pointers, counts and codes, return statuses.
 
-Absent where it was not built (not on Linux, or without a compiler): importing it raises
-ImportError. Addresses are ``tensor.data_ptr()``, counts are elements, ``timeout`` is in seconds
-(negative: none), codes are those of ``OPERATIONS``, ``DTYPES`` and ``OPS``. The caller keeps the
-memory alive until the call returns or the ticket is done. Everything that may wait releases the
-GIL, and Ctrl-C raises KeyboardInterrupt from it.
+Importing it raises ImportError if it was not built (not on Linux, or without a compiler).
+Addresses are ``tensor.data_ptr()``, counts are elements, ``timeout`` is in seconds (negative:
+none), codes are from ``OPERATIONS``, ``DTYPES`` and ``OPS``. The caller keeps the memory alive
+until the call returns or the ticket is done. Everything that may wait releases the GIL, and Ctrl-C
+raises KeyboardInterrupt from it.
 
-Collectives of one communicator come from one thread at a time. Those that are only started run in
-order on the communicator's own thread, and a blocking one runs after them.
+One thread at a time calls the collectives of a communicator. Collectives that are only started run
+in order on the communicator's own thread, and a blocking collective runs after them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -30,7 +30,7 @@ class Words:
     def __init__(self, memory: memoryview) -> None: ...
 
 class Notes:
-    """A recorder's notes of plain calls, with its own counters."""
+    """Records of plain calls, with their counters."""
 
     def __init__(
         self,
@@ -42,13 +42,13 @@ class Notes:
         no_stack: Sequence[str],
     ) -> None: ...
     def find(self, number: int, /) -> tuple[Any, ...] | None:
-        """The fields of the note of this number; None where it is not kept, or is Python's."""
+        """Return the fields of note ``number``; None if it is not kept or belongs to Python."""
 
 class Headers:
-    """A header table: its words, the other members', and the logs of messages with them.
+    """A header table: its words, the other members' words, and their message logs.
 
-    ``missing`` has the members whose words are not known yet; ``views`` of each other the place
-    and the words. Both are the table's own lists.
+    ``missing`` lists the members whose words are not known yet, ``views`` each other member's place
+    and words. Both are the table's own lists.
     """
 
     def __init__(
@@ -64,12 +64,13 @@ class Headers:
     ) -> None: ...
 
 class MessageLog:
-    """The messages between this member and one other, as both note them.
+    """The messages between this member and another, as both record them.
 
-    ``mine`` are this member's words for the other; ``find_theirs`` finds the other's for this
-    member, or None. ``is_current`` says whether these are still the group's, ``is_alive`` whether
-    the other may read or write more. ``publish_later`` lets a thread ``publish`` now and then until
-    nothing waits. Neither member notes more than ``num_entries`` ahead of the other.
+    ``mine`` are this member's words for the other; ``find_theirs`` returns the other's words for
+    this member, or None. ``is_current`` returns whether these are still the group's words,
+    ``is_alive`` whether the other may still read or write. ``publish_later`` makes a thread call
+    ``publish`` repeatedly until nothing waits. Neither member records more than ``num_entries``
+    ahead of the other.
     """
 
     def __init__(
@@ -83,26 +84,26 @@ class MessageLog:
         /,
     ) -> None: ...
     def note(self, kind: int, header: int, /) -> int:
-        """Note one transfer; returns its number where its counterpart is there and differs, else 0.
+        """Record a transfer; return its number if its counterpart exists and differs, else 0.
 
-        ``kind`` is its tag, times two, and one more for a receive; ``header`` its fingerprint.
+        ``kind`` is twice its tag, plus 1 for a receive; ``header`` is its fingerprint.
         """
 
     def note_any(self, tag: int, /) -> None:
-        """Note a receive whose sender is never known."""
+        """Record a receive whose sender is never known."""
 
     def publish(self) -> bool:
-        """Write what has waited, as far as there is room; returns whether all of it is written."""
+        """Write waiting entries, as far as they fit; return whether all of them are written."""
 
 class Entry:
-    """The entry of a plain call of ``group``: its tensors are checked, it is noted and compared.
+    """Check the tensors of a plain call of ``group``, record it and compare it.
 
-    ``device_type`` is that of the tensors, as DLPack numbers them. ``aborts`` has the labels of
-    groups that are broken, and ``label`` is this group's; calls are left to Python if ``log`` logs
-    ``log_level``. ``calls`` has each ``Call`` by its fields; ``disagree(number, message)`` makes
-    the error of calls that differ. ``fingerprints`` gets the fingerprints of the last
+    ``device_type`` is the tensors' device type, as DLPack numbers it. ``aborts`` has the labels of
+    unusable groups, and ``label`` is this group's; calls are left to Python if ``log`` logs
+    ``log_level``. ``calls`` maps the fields of a ``Call`` to it; ``disagree(number, message)``
+    makes the error of calls that differ. ``fingerprints`` gets the fingerprints of the last
     ``check_every`` calls, which Python compares between hosts; without other hosts it is None, and
-    ``check_every`` 0. If ``get_level`` returns a level above ``most_level``, calls are left to
+    ``check_every`` is 0. If ``get_level`` returns a level above ``most_level``, calls are left to
     Python.
     """
 
@@ -126,16 +127,16 @@ class Entry:
         device_type: int,
     ) -> None: ...
     def enter(self, call: Any, fingerprint: int, /) -> bool:
-        """Note and compare an even call; False where Python is to do it, and nothing was done."""
+        """Record and compare an even call; return False, without effect, if Python has to do it."""
 
 class Runner:
     """A backend's part of the fast path."""
 
 class ShmRunner(Runner):
-    """Through shared memory.
+    """A backend's part of the fast path through shared memory.
 
-    ``fail(status, note, message)`` makes the error of a call; ``give_up(error)`` raises what a
-    signal's handler has raised in a collective.
+    ``fail(status, note, message)`` makes the error of a call; ``give_up(error)`` raises the
+    exception of a signal handler in a collective.
     """
 
     def __init__(
@@ -148,12 +149,12 @@ class ShmRunner(Runner):
     ) -> None: ...
 
 class PythonRunner(Runner):
-    """Over methods of torch's classes, or over functions of Python.
+    """A backend's part of the fast path through methods of torch's classes or Python functions.
 
-    Methods are those of ``communicator.torch_group``. ``find(operation, op, dtype, root, is_list,
+    Methods are methods of ``communicator.torch_group``. ``find(operation, op, dtype, root, is_list,
     is_empty)`` returns the shortcut of a kind of call, as in ``c10d/fast_path.py``, with a method's
-    name, or a function that takes the arguments of the method; None leaves these calls to Python.
-    ``end(work, note)`` waits for a work that is not None; of calls that are started,
+    name, or a function with the method's arguments; None leaves these calls to Python.
+    ``end(work, note)`` waits for a work that is not None; for calls that are started,
     ``end(work, then, note)`` returns the operation. ``explain(error)`` returns the error to raise.
     """
 
@@ -166,10 +167,11 @@ class PythonRunner(Runner):
     ) -> None: ...
 
 class LaunchEnvironment:
-    """The state that public collectives ask before each call.
+    """The state that public collectives check before each call.
 
-    ``profiler`` and ``forward_ad`` are the names of torch's modules; ``contexts`` has the variable
-    of worlds, once it is in use, and ``group_of_process`` the group of the process's world.
+    ``profiler`` and ``forward_ad`` are the namespaces of torch's modules; ``contexts`` has the
+    variable of worlds, once it is in use, and ``group_of_process`` the group of the process's
+    world.
     """
 
     def __init__(
@@ -183,16 +185,16 @@ class LaunchEnvironment:
     ) -> None: ...
 
 def note_operations_in(under_way: list[str | None], number: int | None) -> None:
-    """Note in this list which collective the main thread, of this number, is in, or None."""
+    """Store the main thread's collective, or None, in this list; ``number`` is the thread's."""
 
 def to_order(dtype: int, bits: object, floats: object, nan_is_greatest: bool, /) -> None:
     """Write plain ``floats`` of ``dtype`` as integers in the same order."""
 
 def from_order(dtype: int, floats: object, bits: object, /) -> None:
-    """Write the floats for integers that ``to_order`` wrote; ``bits`` is overwritten."""
+    """Invert ``to_order``; overwrite ``bits``."""
 
 def knows_torch() -> bool:
-    """Whether the core reads what torch knows of a tensor where it lies; else it asks Python."""
+    """Return whether the core reads torch's facts about tensors directly, without Python."""
 
 def operation_call(
     around: LaunchEnvironment,
@@ -208,32 +210,31 @@ def operation_call(
     function: Callable[..., Any],
     slow: Callable[..., Any],
 ) -> Callable[..., Any]:
-    """A public collective's call, which takes an argument for each parameter, by place.
+    """Return a public collective's call, which takes an argument for each parameter, by place.
 
-    ``places`` are those of the group, of ``async_op``, and of the root's two: by its rank, and by
-    its place in the group; -1 stands for none. The method ``name`` of the group's fast path is
-    given the arguments at the places ``taken``, with the root, or ``missing``, as a place in the
-    group; all other parameters must have their defaults. What the fast path does not take goes to
-    ``function``, as the collective that the main thread is in, or while there is a profiler, or
-    another collective under way, to ``slow``; and to ``watched`` where ``watchers`` has any.
+    ``places`` are the indices of the group, of ``async_op``, and of the root as a global rank and
+    as a group rank; -1 means none. The method ``name`` of the group's fast path gets the arguments
+    at the indices ``taken``, with the root, or ``missing``, as a group rank; all other parameters
+    must have their defaults. If the fast path declines, ``function`` runs the call as the main
+    thread's collective; with a profiler or inside another collective, ``slow`` does; and if
+    ``watchers`` is not empty, ``watched`` does.
     """
 
 class FastPath:
     """The fast path of the native core, for calls on plain tensors.
 
-    A method has the name of its collective, does all that the collective does, and returns what it
-    returns; or it does nothing, and returns False, where the call is not that plain. It raises what
-    the collective raises. Roots and peers are places in the group. What ``op_name`` the call has,
-    members compare.
+    A method has the name of its collective, does the same, returns the same and raises the same; or
+    it does nothing and returns False, if the call is not plain. Roots and peers are group ranks.
+    Members compare ``op_name``.
 
-    ``reductions`` are tuples: a ReduceOp, its number, and for each dtype that it takes the
-    core's code of the reduction. A path with ``works`` starts its calls, and returns Works, made of
-    the class, the group's timeout, what makes a failure's error, the group's name, what warns of a
-    Work that is dropped, and what returns the group.
+    ``reductions`` are tuples: a ReduceOp, its number, and the core's code of the reduction for each
+    dtype. A path with ``works`` starts its calls, and returns Works, made of the class, the group's
+    timeout, functions that make a failure's error, the group's name, a function that warns of a
+    dropped Work, and a function that returns the group.
     """
 
     starting: FastPath | None
-    """That of calls that are started; None where the backend starts none."""
+    """The fast path of calls that are started; None if the backend starts none."""
 
     def __init__(
         self,
@@ -243,41 +244,41 @@ class FastPath:
         works: tuple[Any, ...] | None = None,
     ) -> None: ...
     def all_reduce(self, tensor: Any, op: Any, op_name: str | None = None, /) -> Any:
-        """In place."""
+        """Reduce in place."""
 
     def reduce(self, tensor: Any, op: Any, root: int, /) -> Any:
-        """To member ``root``."""
+        """Reduce to member ``root``."""
 
     def broadcast(self, tensor: Any, root: int, op_name: str | None = None, /) -> Any:
-        """From member ``root``."""
+        """Copy from member ``root``."""
 
     def all_gather_into_tensor(
         self, output: Any, tensor: Any, op_name: str | None = None, /
     ) -> Any:
-        """In either form of the output."""
+        """Gather into either form of the output."""
 
     def all_gather_single(self, output: Any, tensor: Any, /) -> Any:
-        """The same."""
+        """Gather into either form of the output."""
 
     def reduce_scatter_tensor(
         self, output: Any, tensor: Any, op: Any, op_name: str | None = None, /
     ) -> Any:
-        """In either form of the input."""
+        """Reduce either form of the input."""
 
     def reduce_scatter_single(self, output: Any, tensor: Any, op: Any, /) -> Any:
-        """The same."""
+        """Reduce either form of the input."""
 
     def all_gather(self, outputs: Any, tensor: Any, /) -> Any:
-        """Into a list of tensors as large as this member's."""
+        """Gather into a list of tensors as large as this member's."""
 
     def gather(self, tensor: Any, outputs: Any, root: int, /) -> Any:
-        """To member ``root``; ``outputs`` is None on the others."""
+        """Gather to member ``root``; ``outputs`` is None on the other members."""
 
     def scatter(self, tensor: Any, inputs: Any, root: int, /) -> Any:
-        """From member ``root``; ``inputs`` is None on the others."""
+        """Scatter from member ``root``; ``inputs`` is None on the other members."""
 
     def all_to_all(self, outputs: Any, inputs: Any, op_name: str | None = None, /) -> Any:
-        """Of lists of tensors."""
+        """Exchange lists of tensors."""
 
     def all_to_all_single(
         self,
@@ -288,40 +289,40 @@ class FastPath:
         op_name: str | None = None,
         /,
     ) -> Any:
-        """In parts of as many rows as the sizes say; None means equal parts."""
+        """Exchange parts of as many rows as the sizes; None means equal parts."""
 
     def barrier(self) -> Any:
-        """Over all members."""
+        """Wait for all members."""
 
     def send(self, tensor: Any, peer: int, tag: Any, /) -> Any:
-        """To member ``peer``."""
+        """Send to member ``peer``."""
 
     def recv(self, tensor: Any, peer: int | None, tag: Any, /) -> Any:
-        """From member ``peer``, or from any."""
+        """Receive from member ``peer``, or from any."""
 
 def reduce_parts(output: object, data: object, num_parts: int, dtype: int, op: int, /) -> None:
     """Reduce equal parts of ``data``, first to last, into ``output``; both are plain."""
 
 def stream(to: int, source: int, num_bytes: int, /) -> None:
-    """Copy memory by stores that go past the caches: its lines are not read before."""
+    """Copy memory by stores that bypass the caches: its lines are not read first."""
 
 def stream_scaled(to: int, source: int, count: int, factor: float, /) -> None:
-    """Copy float32 numbers times ``factor``, as ``stream`` does."""
+    """Copy float32 numbers times ``factor``, like ``stream``."""
 
 def can_reduce(dtype: int, op: int, /) -> bool: ...
 def create_segment(size: int, slot_bytes: int, ring_bytes: int, is_crowded: bool) -> int:
-    """A sealed memfd for ``size`` members, its first parts reserved; OSError without memory.
+    """Create a sealed memfd for ``size`` members, its first parts reserved; OSError without memory.
 
-    ``is_crowded`` says that ranks outnumber cores: then no member spins.
+    ``is_crowded``: ranks outnumber cores, so no member spins.
     """
 
 def segment_bytes(size: int, slot_bytes: int, ring_bytes: int, /) -> int: ...
 def create_memory(bytes: int) -> int:
-    """A sealed memfd, reserved, for buffers that all members of a group map; for ``Memory``."""
+    """Create a sealed, reserved memfd for buffers that all members map, for ``Memory``."""
 
 class Memory:
-    """A mapping of all of ``fd``, alive as long as this, its arrays, or, in the communicator it
-    was added to, those of any member.
+    """A mapping of all of ``fd``, kept alive by this, by its arrays, and by the arrays of any
+    member of the communicator to which it was added.
     """
 
     def __init__(self, fd: int) -> None: ...
@@ -330,11 +331,11 @@ class Memory:
     def array(self) -> npt.NDArray[np.uint8]: ...
 
 class Failure:
-    """A failure that the native core has found."""
+    """A failure in the native core."""
 
     @property
     def status(self) -> int:
-        """The call's; where it is ABORTED that of the member that ended the communicator."""
+        """The call's status; for ABORTED, the status of the member that ended the communicator."""
 
     @property
     def culprit(self) -> int:
@@ -342,28 +343,28 @@ class Failure:
 
     @property
     def text(self) -> str:
-        """Which sizes differ."""
+        """The sizes that differ."""
 
     @property
     def was_closed(self) -> list[bool]:
-        """Of each member whether it has closed its part."""
+        """Whether each member has closed its part."""
 
     @property
     def has_exited(self) -> list[bool]:
-        """Of each member whether its process has ended."""
+        """Whether each member's process has ended."""
 
     @property
     def source(self) -> int:
-        """The sender of a message; -1 where it is not known."""
+        """The sender of a message; -1 if unknown."""
 
     @property
     def other_note(self) -> int:
-        """The ``note`` of the other side of a message that did not fit."""
+        """The ``note`` of the other side of a mismatched message."""
 
 class Started:
-    """A collective or message in flight, as an ``Request``; it keeps its tensors until done.
+    """A collective or message in flight, as a ``Request``; keeps its tensors until done.
 
-    A message, and what a thread of the core does, moves by itself. A collective of one round and
+    A message, and work of the core's threads, progresses by itself. A collective of one round and
     few bytes is finished by the thread that waits for it, polls it, or runs the next.
     """
 
@@ -372,26 +373,28 @@ class Started:
     adds_to_stream: bool
 
     def wait(self, timeout: float, /) -> int:
-        """The status. On timeout a collective ends the communicator for all members; a message is
-        given up, and its memory not touched again.
+        """Return the status. On timeout a collective ends the communicator for all members; a
+        message is given up, and its memory not touched again.
         """
 
     def wait_plainly(self) -> bool:
-        """Wait for a fast path's collective within its group's timeout; False where it has not
-        ended well, or this is a collective inside a collective: then ``Work`` waits."""
+        """Wait for a fast path's collective within its group's timeout.
+
+        Return False if it failed, or inside another collective: then ``Work`` waits.
+        """
 
     def may_be_dropped(self) -> None:
-        """Let nothing be said where its ``Work`` is dropped."""
+        """Disable the warning of a dropped ``Work``."""
 
     def leave_work(self, result: list[Any], user: object, /) -> tuple[tuple[Any, ...], bool]:
-        """What a ``Work`` of these is made with; whether ``wait_plainly`` waited.
+        """Return the arguments of a ``Work`` for this, and whether ``wait_plainly`` waited.
 
-        Nothing is said here from then on where the ``Work`` is dropped.
+        From now on this does not warn if the ``Work`` is dropped.
         """
 
     def is_done(self) -> bool: ...
     def failure(self) -> Failure:
-        """Of an operation that is done."""
+        """Return the failure of an operation that is done."""
 
     def finish(self, timeout: timedelta, /) -> None: ...
     def poll(self) -> bool: ...
@@ -407,18 +410,18 @@ class StartedTransfer(Started):
     """A message in flight in shared memory."""
 
 class PythonStarted(Started):
-    """A collective in flight in a class of torch's, which an operation of Python's waits for."""
+    """A collective in flight in a torch class; a Python operation waits for it."""
 
 def explain_failures_by(
     make: Callable[[int, Failure, int, tuple[bool, int, int] | None], Exception],
 ) -> None:
-    """Let ``make`` make what ``finish`` raises: of a status, its failure, and the ``note``."""
+    """Let ``make`` make the error of ``finish`` from a status, its failure and the ``note``."""
 
 class Communicator:
-    """This member's part in a segment. ``pidfds`` become its own, also where it cannot be made.
+    """This member's part in a segment; owns ``pidfds``, even if it cannot be made.
 
-    ``fd`` stays the caller's. ``pidfds`` has one descriptor per member, -1 for this one (or is
-    empty: then deaths go unnoticed).
+    The caller keeps ``fd``. ``pidfds`` has one descriptor per member, -1 for this member (or is
+    empty: then deaths are not detected).
     """
 
     def __init__(self, fd: int, rank: int, pidfds: Sequence[int]) -> None: ...
@@ -442,14 +445,13 @@ class Communicator:
         timeout: float,
         /,
     ) -> int:
-        """Do the collective ``OPERATIONS[...]``; returns the status.
+        """Run the collective ``OPERATIONS[...]``; return the status.
 
-        ``count`` is one member's part, 0 where parts differ. What a collective gives and takes is
-        one
-        buffer, ``data`` and ``output``, or several, each an address and a count: ``native/codes.h``
-        says which. What is reduced in place, or sent by ``broadcast``, is its output; where that is
-        not row-major ``layouts`` has, of each output, sizes and strides without gaps, both empty
-        for one that is. Members whose layouts differ do it in row-major order.
+        ``count`` is one member's part, 0 if parts differ. The tensors of a collective are one
+        buffer, ``data`` and ``output``, or several, each an address and a count, as
+        ``native/codes.h`` lists. The tensor of an in-place reduction or of ``broadcast`` is the
+        output; if it is not row-major, ``layouts`` has sizes and strides without gaps for each
+        output, both empty for a row-major output. Members whose layouts differ use row-major order.
         """
 
     def start(
@@ -470,7 +472,7 @@ class Communicator:
         number: int,
         /,
     ) -> Started:
-        """The same without waiting; ``kept`` are the tensors, ``number`` is that of the call."""
+        """Start ``run`` without waiting; ``kept`` are the tensors, ``number`` is the call's."""
 
     def run_transfer(
         self,
@@ -484,9 +486,9 @@ class Communicator:
         timeout: float,
         /,
     ) -> int:
-        """Send or receive; ``peer`` -1 takes from any member, and ``last_source`` is the sender.
+        """Send or receive; ``peer`` -1 means any member, and ``last_source`` is the sender.
 
-        ``note`` is what the other side gets as ``other_note`` where the two do not fit.
+        The other side gets ``note`` as ``other_note`` if the two do not match.
         """
 
     def start_transfer(
@@ -502,34 +504,34 @@ class Communicator:
         message: tuple[bool, int, int] | None,
         /,
     ) -> Started:
-        """The same without waiting; ``message`` is (is_send, peer, tag)."""
+        """Start ``run_transfer`` without waiting; ``message`` is (is_send, peer, tag)."""
 
     @property
     def last_source(self) -> int: ...
     def last_failure(self) -> Failure:
-        """Of the last blocking collective that failed."""
+        """Return the failure of the last blocking collective that failed."""
 
     def last_transfer_failure(self) -> Failure:
-        """The same for send and recv."""
+        """Return the failure of the last send or receive that failed."""
 
     def add_memory(self, memory: Memory, /) -> None:
-        """Read buffers in ``memory`` where they lie. All members add it, in the same order, between
-        collectives; collectives find out by themselves whose inputs lie there.
+        """Read buffers in ``memory`` directly. All members add it, in the same order, between
+        collectives, which detect by themselves the inputs in this memory.
         """
 
     def abort(self) -> None:
-        """Free every thread of every member that waits in this communicator."""
+        """Release every thread of every member that waits in this communicator."""
 
     def close(self) -> None:
-        """End this member's part; what waits here ends as CLOSED."""
+        """End this member's part; waits here end as CLOSED."""
 
     def announce_end(self) -> None:
-        """Announce to the others that this process exits normally."""
+        """Announce this process's normal exit to the other members."""
 
     @property
     def reads_others(self) -> bool:
-        """Whether parts of some sizes are read where they lie in other members' memory.
+        """Whether parts of some sizes are read directly from other members' memory.
 
-        It is tried before the first collective, and given up for good when it fails.
+        It is tried before the first collective, and disabled permanently if it fails.
         """
     def set_tuning(self, name: str, value: int, /) -> None: ...

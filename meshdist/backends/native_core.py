@@ -1,6 +1,6 @@
-"""Import the native core (``native/``), if it was built, and its codes of dtypes and reductions.
+"""Import the native core (``native/``), if built, and its codes of dtypes and reductions.
 
-It is built on Linux if a compiler is available.
+It needs Linux and a compiler.
 """
 
 from __future__ import annotations

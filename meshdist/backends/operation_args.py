@@ -1,6 +1,6 @@
-"""Hold the arguments of one operation in the form that a backend executes.
+"""Hold the arguments of one operation in a backend's form.
 
-Tensors are dense in memory; a flat tensor may hold consecutive parts for several members.
+Tensors are dense; a flat tensor may hold consecutive parts for several members.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ ROW_MAJOR: Layout = ((), ())
 
 
 Tensors: TypeAlias = Sequence[torch.Tensor]
-"""Several tensors: one for each member, or a list that one operation transfers together."""
+"""Tensors for the members, or a list that one operation transfers together."""
 
 Sizes: TypeAlias = Sequence[int]
-"""Numbers of elements, one for each member."""
+"""Numbers of elements of the members."""
 
 _NO_TIME = timedelta()
 
@@ -49,7 +49,7 @@ writing = partial(_InferenceMode, True)
 
 
 def find_layout(tensor: torch.Tensor) -> Layout | None:
-    """Return the layout of a tensor; None if its memory has gaps or elements overlap.
+    """Return a tensor's layout; None if it has gaps or elements overlap.
 
     Example:
         >>> find_layout(torch.empty(2, 1, 3).transpose(0, 2))
@@ -69,17 +69,17 @@ def find_layout(tensor: torch.Tensor) -> Layout | None:
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the elements of a tensor with a layout as a flat view in memory order."""
+    """Return a flat view of a tensor with a layout, in memory order."""
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
 def parts(tensor: torch.Tensor, sizes: Sizes) -> list[torch.Tensor]:
-    """Return flat views of consecutive parts of a contiguous tensor, of ``sizes`` elements."""
+    """Return flat views of consecutive parts, of ``sizes`` elements, of a contiguous tensor."""
     return list(tensor.view(-1).split_with_sizes(list(sizes)))
 
 
 def parts_like(whole: torch.Tensor, tensors: Tensors) -> list[torch.Tensor]:
-    """Return views of consecutive parts of ``whole``, each as large as one of ``tensors``."""
+    """Return views of consecutive parts of ``whole``, as large as ``tensors``."""
     return parts(whole, [tensor.numel() for tensor in tensors])
 
 
@@ -89,31 +89,31 @@ def blocks(tensor: torch.Tensor, num_blocks: int) -> tuple[torch.Tensor, ...]:
 
 
 def packed(tensors: Tensors) -> torch.Tensor:
-    """Return a new flat tensor that concatenates the elements of ``tensors``."""
+    """Concatenate the elements of ``tensors`` in a new flat tensor."""
     return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
 
 def write(output: torch.Tensor, data: torch.Tensor) -> None:
-    """Copy ``data`` into a contiguous ``output`` of as many elements."""
+    """Copy ``data`` into a contiguous ``output``."""
     with writing():
         output.view(-1).copy_(data.view(-1))
 
 
 def write_all(outputs: Tensors, data: Tensors) -> None:
-    """Copy each tensor of ``data`` into the contiguous output at the same index."""
+    """Copy each tensor of ``data`` into the contiguous output at its index."""
     with writing():
         for output, part in zip(outputs, data, strict=True):
             output.view(-1).copy_(part.view(-1))
 
 
 def write_blocks(outputs: Tensors, whole: torch.Tensor) -> None:
-    """Copy the equal parts of ``whole`` into the outputs, if there are any."""
+    """Copy the equal parts of ``whole`` into the outputs, if any."""
     if outputs:
         write_all(outputs, blocks(whole, len(outputs)))
 
 
 def cuts(count: int, num_parts: int) -> list[int]:
-    """Return the sizes of ``num_parts`` parts of ``count`` elements; they differ by 1 at most.
+    """Return sizes of ``num_parts`` parts of ``count`` elements, equal up to 1.
 
     Example:
         >>> cuts(7, 3)
@@ -124,17 +124,17 @@ def cuts(count: int, num_parts: int) -> list[int]:
 
 
 class OperationArgs:
-    """Arguments of one call, ready for a device group and a backend.
+    """Arguments of one call, for a device group and a backend.
 
     Args:
-        operation: its public name; "" for a call that a backend makes itself.
-        way: the operation of the communicator that implements it.
-        inputs: one tensor, a tensor for each member, or a list that is sent together.
-        outputs: the tensors for this member's result, in any of these forms.
-        noted: the tensor, or list of tensors, whose dtype and size members compare.
-        op: the reduction of the backend.
-        root: the group rank of the source or destination, or of a message's peer (None: any).
-        sizes: how many elements to send to and receive from each member, if members may differ.
+        operation: its public name; "" for a backend's own call.
+        way: the communicator's operation for it.
+        inputs: one tensor, a tensor per member, or a list that is sent together.
+        outputs: this member's result, in any of these forms.
+        noted: the tensor or tensors whose dtype and size members compare.
+        op: the backend's reduction.
+        root: the group rank of the root, or of a message's peer (None: any).
+        sizes: numbers of elements to send to and receive from each member, if these may differ.
     """
 
     # Tensors have no gradient and are contiguous; in an elementwise operation they may have another
@@ -209,11 +209,10 @@ class OperationArgs:
 
     @property
     def note(self) -> CallRecord | None:
-        """Return the record of this call, None without a recorder."""
         return None if self.recorder is None else self.recorder.find_note(self.number)
 
     def as_own(self, timeout: timedelta) -> OperationArgs:
-        """Set ``timeout``, and that the caller waits, for a backend's internal call; return it."""
+        """Set ``timeout``, and that the caller waits, for a backend's own call; return it."""
         self.timeout, self.waits = timeout, True
         return self
 
@@ -227,7 +226,7 @@ class OperationArgs:
         sizes: tuple[Sizes, Sizes] | None = None,
         tag: int = 0,
     ) -> OperationArgs:
-        """Return a call by ``way`` on other tensors, with the record and timeout of this call."""
+        """Return a call by ``way`` on other tensors, with this record and timeout."""
         other = OperationArgs(
             self.operation, way, inputs, outputs, self.noted, op, root, sizes, tag
         )
@@ -237,12 +236,12 @@ class OperationArgs:
         return other
 
     def as_async(self) -> OperationArgs:
-        """Set that the caller does not wait immediately; return this call."""
+        """Set that the caller does not wait immediately; return self."""
         self.waits = False
         return self
 
     def begin_here(self) -> None:
-        """Increment autograd's version of each written array; multiply outputs by the factor."""
+        """Count a version of each written array in autograd; multiply outputs by the factor."""
         # A backward that needs the overwritten values then raises instead of being wrong.
         for array, data, travelling in self.written:
             increment_version((data,))  # twice as fast as the function in torch.autograd.graph
@@ -253,14 +252,14 @@ class OperationArgs:
                 multiply(output, self.factor)
 
     def travel_as(self, tensors: Tensors, *, are_copies: bool) -> None:
-        """Replace inputs and outputs by ``tensors``, flat views or, if ``are_copies``, copies."""
+        """Replace inputs and outputs by ``tensors``, flat views or copies."""
         if are_copies:
             copies = {id(x): copy for x, copy in zip(self.inputs, tensors, strict=True)}
             self.written = [(x, data, copies[id(sent)]) for x, data, sent in self.written]
         self.inputs = self.outputs = tensors
 
     def find_copy_back(self) -> Callable[[], None] | None:
-        """Return a function that copies the result to the caller's arrays; None if not needed."""
+        """Return a function that copies the result to the caller's arrays; None if needless."""
         if not self.is_elsewhere:
             return None
         elsewhere = [array for array in self.written if array[0] is not array[2]]
@@ -278,7 +277,7 @@ class OperationArgs:
         return copy_back
 
     def finish_here(self) -> None:
-        """Copy the result to the caller's arrays; make CuPy's streams, if any, wait for torch's."""
+        """Copy the result to the caller's arrays; make CuPy's streams wait for torch's."""
         if copy_back := self.find_copy_back():
             copy_back()
         if self.foreign and (hand_back := find_hand_back(self.foreign)):

@@ -1,7 +1,6 @@
 """Define and register backends.
 
-A ``BackendType`` opens a ``Communicator`` for the members of one group; the communicator starts
-operations. An ``Opening`` holds the arguments; ``Needs`` counts descriptors and threads.
+A ``BackendType`` opens a ``Communicator``, which starts a group's operations.
 """
 
 from __future__ import annotations
@@ -30,25 +29,23 @@ _MORE = 12  # descriptors that opening any group needs temporarily
 
 @dataclass(frozen=True)
 class Opening:
-    """Arguments of a backend that opens a communicator; only ``rank`` differs between members.
+    """Arguments of a backend's ``open``; only ``rank`` differs between members.
 
     Args:
-        store: a store whose keys belong to this communicator alone.
-        make_torch_store: returns the same keys on a new connection, for torch classes that use a
-            store in their own threads.
-        ranks: the members' global ranks, in group order.
+        store: its keys belong to this communicator alone.
+        make_torch_store: returns the store on a new connection, for torch classes with threads.
+        ranks: global ranks in group order.
         rank: this member's index in ``ranks``.
-        timeout: bounds the opening, and each operation without a timeout.
+        timeout: of the opening, and of operations without a timeout.
         options: backend-specific options, or None.
         name: the group's name in messages.
-        num_local: how many ranks of the world run on this host.
-        hosts: the number of each member's host; () if unknown.
-        find_lost: polled while members connect; returns a text that names the members that have
-            exited, "" for none.
-        has_died: returns whether the member with this global rank failed or was killed after its
-            connection was lost; False if it left the group normally.
-        look: polled while a caller waits, by a backend that does not compare calls; raises
-            BackendFailure to end the wait. None if nothing compares its calls.
+        num_local: the world's ranks on this host.
+        hosts: each member's host number; () if unknown.
+        find_lost: polled while members connect; returns text about exited members, or "".
+        has_died: returns whether this global rank, whose connection is lost, failed or was killed;
+            False if it left normally.
+        look: polled in waits by a backend that does not compare calls; raises BackendFailure to end
+            the wait. None if calls are not compared.
     """
 
     store: Store
@@ -67,12 +64,12 @@ class Opening:
     look: Callable[[], None] | None = None
 
     def check_present(self) -> None:
-        """Raise BackendFailure, with the text of ``find_lost``, if a member has exited."""
+        """Raise BackendFailure, with ``find_lost``'s text, if a member has exited."""
         if lost := self.find_lost():
             raise BackendFailure(lost)
 
     def below(self, prefix: str, **changes: Any) -> Opening:
-        """Return a copy with ``changes`` of fields, whose store keys start with ``prefix``."""
+        """Return a copy with ``changes``, whose store keys start with ``prefix``."""
         return replace(
             self,
             store=PrefixStore(prefix, self.store),
@@ -82,17 +79,17 @@ class Opening:
 
 
 class Needs(NamedTuple):
-    """Descriptors and threads that one member needs to open a group."""
+    """Descriptors and threads that a member needs to open a group."""
 
     descriptors: int
     threads: int
 
 
 def make_room(needs: Mapping[str, Needs], num_local: int) -> str:
-    """Raise the limit of open files for ``needs``, by group; return what is missing, or "".
+    """Raise the limit of open files for ``needs``, by group; return the lack as text, or "".
 
     Args:
-        num_local: the ranks of this host, each of which needs as many threads.
+        num_local: this host's ranks, each of which needs as many threads.
     """
     # Example: with 20 of 1,024 files open and a hard limit, ``{"axis 'dp'": Needs(2047, 2)}`` gives
     # "1004 more files can be opened of about 2059 needed; the limit is 1024 (axis 'dp': 2047)".
@@ -108,11 +105,11 @@ def make_room(needs: Mapping[str, Needs], num_local: int) -> str:
 
 
 def lack_error(rank: int, text: str, members: Sequence[int], found: str) -> BackendError:
-    """Return the error of members that lack descriptors or threads to open the group ``text``.
+    """Return the error of members without enough descriptors or threads for the group ``text``.
 
     Args:
-        members: global ranks of the group.
-        found: what each member lacks, as text.
+        members: the group's global ranks.
+        found: each member's lack, as text.
     """
     return BackendError(
         f"{text} cannot be opened because a rank has too few file descriptors or threads",
@@ -124,7 +121,7 @@ def lack_error(rank: int, text: str, members: Sequence[int], found: str) -> Back
 
 
 class BackendType(ABC):
-    """A way to move bytes between the members of a group."""
+    """A way to transfer data between the members of a group."""
 
     name: str
     device_types: frozenset[str]
@@ -146,8 +143,8 @@ class BackendType(ABC):
         """Return ``"native"``, ``"built"`` (composed, or in another dtype) or ``""``.
 
         Args:
-            operation: an operation of a communicator.
-            op: the reduction, if the operation reduces; None means SUM.
+            operation: a communicator's operation.
+            op: of a reduction; None means SUM.
         """
         op = ReduceOp.SUM if op is None else op
         if device_type not in self.device_types:
@@ -161,45 +158,44 @@ class BackendType(ABC):
         """Return whether this machine can use the backend now."""
 
     def why_unavailable(self) -> tuple[str, str]:
-        """Return why this machine cannot use the backend, and the fix."""
+        """Return the reason why this machine cannot use the backend, and the fix."""
         return (
             f"is_available() of backend {self.name!r} returns False",
             "install what the package that registered it requires",
         )
 
     def connection_for(self, device_type: str) -> str:
-        """Return a name that is equal for device types that share a communicator."""
+        """Return a name, equal for device types that share a communicator."""
         return self.name
 
     def needs(self, opening: Opening) -> Needs:
-        """Return how many descriptors and threads ``open`` takes."""
+        """Return the descriptors and threads of ``open``."""
         return Needs((len(opening.ranks) - 1) * self.descriptors_per_peer, self.num_threads)
 
     @abstractmethod
     def open(self, opening: Opening) -> Communicator:
-        """Open a communicator with all other members; raise BackendFailure if that fails."""
+        """Open a communicator with all other members; may raise BackendFailure."""
 
 
 _backends: dict[str, BackendType] = {}
 
 
 def register_backend(backend: BackendType) -> None:
-    """Add ``backend`` under its name; replace an older backend of that name."""
+    """Add ``backend`` under its name, or replace the backend of that name."""
     _backends[backend.name] = backend
 
 
 def backend_names() -> tuple[str, ...]:
-    """Return the names of all registered backends, sorted."""
+    """Return all registered names, sorted."""
     return tuple(sorted(_backends))
 
 
 def find_backend(name: str) -> BackendType | None:
-    """Return the backend called ``name``, or None."""
     return _backends.get(name.lower())
 
 
 def get_backend(name: str) -> BackendType:
-    """Return the available backend called ``name``; raise BackendError if there is none."""
+    """Return the available backend ``name``; raise BackendError if there is none."""
     name = name.lower()
     backend = find_backend(name)
     if backend is not None and backend.is_available():

@@ -1,6 +1,6 @@
-"""Represent operations in flight, their chains and queues, and the failures of backends.
+"""Represent operations in flight and failures of backends.
 
-The device group, or ``Work``, turns a BackendFailure into an error for the user.
+The device group or ``Work`` converts a BackendFailure to an error for the user.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..runtime.deadlines import Deadline
 
 
 class BackendFailure(Exception):
-    """Failure of a backend's operation, which the collectives turn into an error for the user."""
+    """Failure of an operation, which becomes an error for the user."""
 
     limit: timedelta | None = None
     """The caller's timeout, if it is not the group's."""
@@ -37,7 +37,7 @@ class BackendTimeout(BackendFailure):
 
     @classmethod
     def after(cls, timeout: timedelta) -> BackendTimeout:
-        """Return the failure of an operation that is not finished after ``timeout``."""
+        """Return the failure of an operation unfinished after ``timeout``."""
         return cls(f"not finished after {timeout.total_seconds():g} s")
 
 
@@ -46,7 +46,7 @@ class BackendAborted(BackendFailure):
 
 
 class MemberGaveUp(BackendAborted):
-    """Failure because ``member`` ended its wait in the same call; ``text`` describes it."""
+    """Failure because ``member`` ended its wait in the same call, as ``text`` describes."""
 
     def __init__(self, text: str, member: int) -> None:
         super().__init__(text)
@@ -54,7 +54,7 @@ class MemberGaveUp(BackendAborted):
 
 
 class Interrupted(BackendFailure):
-    """Failure because a signal handler's exception ended this member's wait in a collective.
+    """Failure because a signal handler raised in this member's wait for a collective.
 
     Args:
         error: the exception for the program.
@@ -70,37 +70,37 @@ class Interrupted(BackendFailure):
 def given_up_for(
     error: BaseException, is_over: Callable[[], bool] = lambda: True
 ) -> BackendFailure:
-    """Return ``error`` if it is a BackendFailure, else an Interrupted around ``error``.
+    """Return ``error`` if it is a BackendFailure, else wrap it in an Interrupted.
 
     Args:
-        is_over: returns whether the backend no longer uses the caller's memory.
+        is_over: as for Interrupted.
     """
     return error if isinstance(error, BackendFailure) else Interrupted(error, is_over)
 
 
 def plain_text(error: Exception) -> str:
-    """Return the first sentence of an error from torch, without source positions."""
+    """Return the first sentence of a torch error, without source positions."""
     text = re.sub(r"^\[[^\]]*\.(?:cc|cpp|h):\d+\]\s*", "", first_line(error))
     return text.split(". This is typically caused")[0].strip()
 
 
 def is_timeout(text: str) -> bool:
-    """Return whether the text of an error from torch reports a timeout."""
+    """Return whether a torch error's text reports a timeout."""
     return "timed out" in text.lower() or "timeout" in text.lower()
 
 
 def failure_of(error: RuntimeError) -> BackendFailure:
-    """Convert an error from torch to a BackendTimeout or BackendFailure."""
+    """Convert a torch error to a BackendTimeout or BackendFailure."""
     text = plain_text(error)
     return BackendTimeout(text) if is_timeout(text) else BackendFailure(text)
 
 
 class BackendUnsupported(BackendFailure):
-    """Failure because the backend does not support this group; every member raises this."""
+    """Failure, on every member, because the backend does not support this group."""
 
 
 class MemberLost(BackendFailure):
-    """Failure because a member exited or left the group (``text``) while others waited for it."""
+    """Failure because a member exited or left (``text``) while others waited."""
 
     def __init__(self, text: str, member: int) -> None:
         super().__init__(text)
@@ -108,17 +108,17 @@ class MemberLost(BackendFailure):
 
 
 class MessageMismatch(BackendFailure):
-    """Failure because a message is longer or shorter than the tensor that receives it."""
+    """Failure because a message and its receiving tensor differ in length."""
 
 
 class RanksMismatch(BackendFailure):
-    """Failure because members started different calls, found by a backend that compares calls.
+    """Failure because a backend that compares calls found different calls.
 
     Args:
         text: the difference.
-        number: the call's number; None for the last call. For a message, its record's number if
-            the peer's is known as well, else the count of messages of its kind.
-        message: for a message: whether it is a send, the peer and the tag.
+        number: the call's number; None for the last call. For a message: its record's number if the
+            peer's is known, else its count among messages of its kind.
+        message: of a message: (is_send, peer, tag).
         other_number: the number of the peer's record.
     """
 
@@ -136,7 +136,7 @@ class RanksMismatch(BackendFailure):
 
 
 class Request(ABC):
-    """An operation that a communicator has started, or has done already."""
+    """An operation that a communicator has started or done."""
 
     # A helper thread may finish a request while the program's thread starts or finishes others.
     # Two threads never finish the same request.
@@ -152,42 +152,42 @@ class Request(ABC):
 
     @property
     def on_stream(self) -> bool:
-        """Return whether ``finish`` makes only the current stream wait, and not the host."""
+        """Return whether ``finish`` makes only the current stream wait, not the host."""
         # The request is done once ``poll`` returns True; it may be finished on several streams.
         return False
 
     @property
     def adds_to_stream(self) -> bool:
-        """Return whether the first ``finish`` enqueues work that other streams must wait for."""
+        """Return whether the first ``finish`` enqueues work that streams must wait for."""
         return True
 
     @abstractmethod
     def finish(self, timeout: timedelta) -> None:
-        """Wait until the operation is done; raise a BackendFailure if it fails or is late."""
+        """Wait until the operation is done; raise BackendFailure if it fails or is late."""
 
     @abstractmethod
     def poll(self) -> bool:
-        """Advance the operation without waiting; return whether it is done or has failed."""
+        """Advance the operation without waiting; return whether it is done or failed."""
 
     def is_ready(self) -> bool:
-        """Return ``poll()``; on simulated ranks no other rank runs meanwhile."""
+        """Return ``poll()``, without running other simulated ranks."""
         return self.poll()
 
     def has_ended(self) -> bool:
-        """Return whether the operation is over, without querying a device; raise its failure."""
+        """Return whether the operation is over, without a device query; raise its failure."""
         return self.poll()
 
     def bound(self, timeout: timedelta) -> None:  # noqa: B027 (by default, only waits are bounded)
-        """Set a timeout after which the operation fails, even if no host thread waits for it."""
+        """Set a timeout after which the operation fails, even if no host thread waits."""
 
     def source(self) -> int:
-        """Return the group rank of a finished receive's sender; other requests raise."""
+        """Return the group rank of a finished receive's sender; raise for other requests."""
         raise BackendError("only a receive has a source rank", fix="call it on the Work of irecv")
 
 
 @dataclass(eq=False, slots=True)
 class Done(Request):
-    """A request that is done; ``sender`` is the member that sent a received message."""
+    """A finished request; ``sender`` is the source of a received message."""
 
     sender: int | None = None
 
@@ -206,13 +206,13 @@ DONE = Done()
 
 
 class Completed(Protocol):
-    """A request with ``then``: a function that completes its result, or None."""
+    """A request with ``then``, a function that completes its result, or None."""
 
     then: Callable[[], None] | None
 
 
 def complete(request: Completed) -> None:
-    """Call ``request.then``, which completes the result, once.
+    """Complete the result by one call of ``request.then``.
 
     Raises:
         BackendError: an exception interrupted an earlier call; the result is undefined.
@@ -226,7 +226,7 @@ def complete(request: Completed) -> None:
 
 
 def reject_to_complete() -> None:
-    """Raise BackendError because an exception interrupted the completion of the result."""
+    """Raise BackendError because an exception interrupted the result's completion."""
     raise BackendError(
         "the result is incomplete because an exception interrupted the wait that writes it",
         expected="a first wait() that returns, before the result is used",
@@ -236,7 +236,7 @@ def reject_to_complete() -> None:
 
 @dataclass(eq=False, slots=True)
 class Chain(Request):
-    """Requests that end together; ``then`` copies the result back once all are finished."""
+    """Requests that end together; afterwards ``then`` copies the result back."""
 
     parts: Sequence[Request]
     then: Callable[[], None] | None = None
@@ -272,7 +272,7 @@ class Chain(Request):
 
 
 def followed(started: Request, then: Callable[[], None] | None) -> Request:
-    """Return a request that calls ``then`` after ``started``, now if ``started`` is done."""
+    """Return a request that calls ``then`` after ``started``, now if it is done."""
     if then is None:
         return started
     if started is DONE:
@@ -286,7 +286,7 @@ _GRACE_S = 1.0
 
 @dataclass(eq=False, slots=True)
 class QueuedRequest(Request):
-    """A request that ``run`` executes, on a thread other than the caller's."""
+    """A request that ``run`` executes on another thread."""
 
     _act: Callable[[], None] | None
     _is_over: threading.Event = field(default_factory=threading.Event)
@@ -302,7 +302,7 @@ class QueuedRequest(Request):
         return self._is_over.is_set()
 
     def run(self) -> None:
-        """Execute the operation and keep its failure for ``finish``; called once."""
+        """Execute the operation once; keep its failure for ``finish``."""
         act, self._act = self._act, None
         assert act is not None
         try:
@@ -315,7 +315,7 @@ class QueuedRequest(Request):
 
 
 class WorkerQueue:
-    """Thread that runs operations in order; ``end`` calls ``release`` if an operation hangs."""
+    """Thread that runs operations in order; ``end`` calls ``release`` if one hangs."""
 
     def __init__(self, release: Callable[[], None]) -> None:
         self._release = release
@@ -325,7 +325,7 @@ class WorkerQueue:
         finalize(self, self._queue.put, None).atexit = False  # nothing can be queued any more
 
     def start(self, act: Callable[[], None]) -> QueuedRequest:
-        """Queue ``act``; return its request, which raises what ``act`` raises."""
+        """Queue ``act``; the request raises its exception."""
         if self._thread is None:
             self._thread = threading.Thread(
                 target=_work, args=(self._queue,), name="meshdist-collectives", daemon=True
@@ -337,7 +337,7 @@ class WorkerQueue:
         return job
 
     def end(self) -> None:
-        """End the thread after its queued jobs, with ``release`` if that takes too long."""
+        """End the thread after its queued jobs; ``release`` a job that takes too long."""
         thread, self._thread = self._thread, None
         if thread is None:
             return

@@ -14,7 +14,7 @@ _unfolding = ForkSafeLock(threading.RLock)  # a signal's handler may ask for ano
 
 
 class StartedWork(Work):
-    """Work of a call that native code started; any use but a plain ``wait`` changes its class."""
+    """Work of a native call; any use but a plain ``wait`` changes its class."""
 
     # It holds only its result, its user and the native request, which keeps all other fields. If a
     # program needs those, it becomes a WatchedWork.
@@ -22,7 +22,7 @@ class StartedWork(Work):
     __slots__ = ()
 
     def wait(self, timeout: timedelta = _UNSET) -> bool:
-        """Wait for the collective and return True, or raise, as ``Work.wait`` does."""
+        """Wait for the collective and return True, or raise, like ``Work.wait``."""
         if timeout is _UNSET and self._started.wait_plainly():
             return True
         StartedWork._unfold(self)  # another thread may have changed its class by now
@@ -33,7 +33,7 @@ class StartedWork(Work):
         return getattr(self, name)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Become a WatchedWork, which has the fields to copy, and return how to copy that."""
+        """Become a WatchedWork, which has the fields to copy; return how to copy it."""
         StartedWork._unfold(self)
         return self.__reduce_ex__(protocol)
 
@@ -41,7 +41,7 @@ class StartedWork(Work):
         self._started.may_be_dropped()
 
     def _unfold(self) -> None:
-        """Become a WatchedWork, unless another thread has changed the class already."""
+        """Become a WatchedWork, unless another thread has changed the class."""
         with _unfolding.current:
             if type(self) is StartedWork:
                 fields, is_done = self._started.leave_work(self._result, self._user)

@@ -1,4 +1,4 @@
-"""The result of ``async_op=True``: one collective in flight."""
+"""Represent one collective in flight: the result of ``async_op=True``."""
 
 from __future__ import annotations
 
@@ -50,17 +50,17 @@ class Work:
     Args:
         request: The started operation.
         timeout: The timeout of a wait without ``timeout=``.
-        explain: Turns a backend's failure and ``note`` into the error to raise.
-        result: The tensors that hold the result.
-        copy_back: Copies the result to its destination once the backend is done.
-        operation, group: Names of the operation and its group in messages.
-        is_transfer: Whether this is a send or receive, which have no future.
-        hand_back: Returns the arrays to their library, in each thread that has waited.
-        note: The number of the call's record.
-        warn_dropped: Called with ``note`` if the Work is collected before anything waited for it,
-            found it done or took its future; None for no warning.
+        explain: Makes the error to raise from a backend's failure and ``note``.
+        result: The result's tensors.
+        copy_back: Copies the result to its destination at the end.
+        operation, group: Their names in messages.
+        is_transfer: Whether this is a send or receive, which has no future.
+        hand_back: Returns arrays to their library, in each thread that has waited.
+        note: The call's record number.
+        warn_dropped: Called with ``note`` if the Work is collected before a wait, a poll that found
+            it done, or a request of its future; None for no warning.
         user: The group, which the Work keeps alive.
-        uses_streams: Whether streams may have to wait, since a device takes part.
+        uses_streams: Whether streams may have to wait.
     """
 
     _request: Request
@@ -87,7 +87,7 @@ class Work:
     _started: Any = field(init=False)
 
     def __repr__(self) -> str:
-        """Return the operation and its state, without polling the backend."""
+        """Return the operation and its state, without a poll."""
         state = "not known to be finished"
         if self._done:
             error = self._error
@@ -95,7 +95,7 @@ class Work:
         return f"<Work: {self._operation} on {self._group}, {state}>"
 
     def wait(self, timeout: timedelta = _UNSET) -> bool:
-        """Wait until the collective is done, and return True.
+        """Wait for the collective, and return True.
 
         On NCCL, make the current stream wait; with ``timeout``, block until the device is done.
 
@@ -103,12 +103,11 @@ class Work:
             timeout: The longest wait; zero means the group's timeout.
 
         Raises:
-            CollectiveTimeoutError: The collective is not done in time; the group can no longer be
-                used.
+            CollectiveTimeoutError: The collective is late; the group can no longer be used.
             AbortedError: The group was aborted.
             BackendError: The backend failed, for example because a rank died.
-            NestedCollectiveError: A signal handler waits inside another collective, for a
-                collective that is not done.
+            NestedCollectiveError: A signal handler inside another collective waits for a collective
+                that is not done.
         """
         self._warn_dropped = None
         try:
@@ -148,8 +147,8 @@ class Work:
     def is_completed(self) -> bool:
         """Return whether the collective is done, without waiting.
 
-        If True, the result is complete, as after ``wait``. A collective that is not done one
-        timeout after the first call fails, and counts as done. On NCCL, query the device.
+        If True, the result is complete, as after ``wait``. A collective fails, and counts as done,
+        if it still runs one timeout after the first call. On NCCL, query the device.
         """
         if self._poll():
             if self._future is not None:
@@ -159,21 +158,21 @@ class Work:
         return self._done
 
     def is_success(self) -> bool:
-        """Return whether the collective is done and did not fail."""
+        """Return whether the collective is done and succeeded."""
         return self.is_completed() and self._error is None
 
     def exception(self) -> Exception | None:
-        """Return the error of a collective that is done, or None."""
+        """Return the error of a finished collective, or None."""
         self.is_completed()
         return self._error
 
     def result(self) -> list[Any]:
-        """Wait, and return the tensors that hold the collective's result."""
+        """Wait, and return the result's tensors."""
         self.wait()
         return self._result
 
     def source_rank(self) -> int:
-        """Return the group rank of the sender of a finished receive.
+        """Return the sender's group rank of a finished receive.
 
         Raises:
             BackendError: The Work is not a receive.
@@ -185,7 +184,7 @@ class Work:
         self.wait()
 
     def block_current_stream(self) -> None:
-        """Make work enqueued on the current CUDA stream from now on wait for the collective.
+        """Make later work on the current CUDA stream wait for the collective.
 
         Raises:
             BackendError: The result is on the CPU.
@@ -199,12 +198,12 @@ class Work:
         self.wait()
 
     def get_future(self) -> torch.futures.Future[list[Any]]:
-        """Return a torch Future of the result's tensors; ``then`` chains callbacks.
+        """Return a torch Future of the result's tensors.
 
-        The future completes when the collective is done, even if no thread waits. Callbacks run in
-        the thread that finds the collective done; on a simulated rank, after one of its waits or at
-        its end; in a communication hook, when the reducer waits for the bucket. On NCCL the future
-        is torch's own: complete immediately, with callbacks on streams that wait for the result.
+        It completes when the collective is done, even if no thread waits. Callbacks run in the
+        thread that finds the collective done; on a simulated rank, after a wait or at its end; in a
+        communication hook, when the reducer waits for the bucket. On NCCL the future is torch's
+        own: complete immediately; callbacks run on streams that wait for the result.
 
         Raises:
             BackendError: The Work is a send or a receive.
@@ -237,9 +236,9 @@ class Work:
         return future
 
     def get_future_result(self) -> torch.futures.Future[int]:
-        """Return a torch Future of the collective's WorkResult, as a number; it never raises.
+        """Return a torch Future of the WorkResult's number; it never raises.
 
-        SUCCESS is 0, TIMEOUT is 1, and COMM_ERROR (2) is any other failure.
+        SUCCESS is 0, TIMEOUT 1, and COMM_ERROR (any other failure) 2.
 
         Raises:
             BackendError: The Work is a send or a receive.
@@ -251,7 +250,7 @@ class Work:
         return watched_future(self._has_ended, lambda: int(self._ending()))
 
     def boxed(self) -> NoReturn:
-        """Raise BackendError: only torch's own Works can be boxed for its dispatcher."""
+        """Raise BackendError: torch's dispatcher boxes only torch's own Works."""
         raise BackendError(
             "a Work of meshdist cannot be boxed for torch's dispatcher",
             expected="a Work of torch.distributed, which is a C++ object",
@@ -268,19 +267,19 @@ class Work:
         )
 
     def _complete(self) -> None:
-        """Complete the future, once, with the result or the error of the finished collective."""
+        """Complete the future, once, with the finished collective's result or error."""
         if isinstance(self._future, WorkFuture):
             self._future.complete(self._result, self._error)
 
     def _ordering_of_waits(self) -> tuple[list[torch.device], Callable[[], None] | None]:
-        """Return the devices on which torch orders a future's waits, or a function that orders."""
+        """Return the devices on which torch orders a future's waits, or an ordering function."""
         # Other libraries' arrays need the function: torch would pickle them to look for tensors.
         if self._hand_back is None:
             return cuda_devices(self._result), None
         return [], self._order_streams
 
     def _complete_beside(self) -> None:
-        """Complete the future in another thread, and leave its current device unchanged."""
+        """Complete the future in another thread; keep its current device."""
         devices = cuda_devices(self._result)
         with torch.cuda.device(devices[0]) if devices else nullcontext():
             self._complete()
@@ -318,7 +317,7 @@ class Work:
         return future
 
     def _has_ended(self) -> bool:
-        """Return whether the collective is done or has failed, without querying a device."""
+        """Return whether the collective is over, without a device query."""
         found = not self._done and self._ask(lambda _: self._request.has_ended())
         return self._done or bool(found)
 
@@ -334,7 +333,7 @@ class Work:
     def _go_on(
         self, timeout: timedelta, step: _Step | None = None, *, is_polled: bool = False
     ) -> bool | None:
-        """Run ``step``, or a wait, on the collective; return its result, None once it has ended."""
+        """Run ``step``, or wait; return its result, None once the collective has ended."""
         # A backend's error ends the collective, too. If it is polled, the caller holds the guard.
         if step is None:
             is_plain = self._copy_back is None and not self._uses_streams
@@ -353,7 +352,7 @@ class Work:
                 self._fail(self._explain(failure, self._note))
             except Exception as error:
                 # A poll has no waiting caller: wait() and exception() report its failure. The error
-                # of a signal handler, such as a nested collective, does not belong to this one.
+                # of a signal handler, such as a nested collective, is not this collective's.
                 is_own = is_polled or isinstance(error, MeshdistError)
                 if not is_own or isinstance(error, NestedCollectiveError):
                     raise
@@ -361,7 +360,7 @@ class Work:
         return None
 
     def _how_to_finish(self, timeout: timedelta) -> _Step:
-        """Return the step that waits for the device, or that copies the result back."""
+        """Return the step that waits for the device, or copies the result back."""
         if not timeout or not self._request.on_stream:
             return self._finish
         is_over = bool(wait_until(self._request.poll, Deadline(timeout)))
@@ -370,7 +369,7 @@ class Work:
     def _finish(
         self, timeout: timedelta, *, is_late: bool = False, is_over: bool = False
     ) -> bool | None:
-        """Finish the operation, without waiting if ``is_late``; return False if it still runs."""
+        """Finish the operation, without waiting if ``is_late``; return False if it runs on."""
         # On a stream, the collective has ended only if ``is_over``.
         request, copy_back = self._request, self._copy_back
         adds_to_stream = copy_back is not None or request.adds_to_stream
@@ -389,7 +388,7 @@ class Work:
         return None if is_over or not request.on_stream else False
 
     def _order_streams(self) -> None:
-        """Make this thread's current streams, also of other libraries, wait for the collective."""
+        """Make this thread's streams, also of other libraries, wait for the collective."""
         for place in self._ordered:
             follow(place)
         if self._hand_back is not None:
@@ -401,7 +400,7 @@ class Work:
         self._done = True
 
     def _poll(self) -> bool:
-        """Finish the collective if it is over or late, without blocking; return if it has ended."""
+        """Finish the collective if over or late, without blocking; return whether it ended."""
         if not self._done and not is_nested():  # a handler may ask inside another collective
             self._ask(self._finish_if_over)
         return self._done
@@ -413,7 +412,7 @@ class Work:
         return self._finish(timeout, is_late=True) if is_late else False  # no clock in simulate
 
     def _start_deadline(self) -> Deadline:
-        """Return the deadline: one timeout after the collective was first polled."""
+        """Return the deadline: one timeout after the first poll."""
         if self._deadline is None:
             self._deadline = Deadline(self._timeout)
         return self._deadline
@@ -433,7 +432,7 @@ class Work:
 
 
 class WatchedWork(Work):
-    """Work that warns if it is collected before its collective is done and without a wait."""
+    """Work that warns if collected unfinished and without a wait."""
 
     __slots__ = ()
 
@@ -443,18 +442,18 @@ class WatchedWork(Work):
 
 
 def is_ready(work: Work) -> bool:
-    """Return whether a wait would return at once; no other simulated rank runs meanwhile."""
+    """Return whether a wait would return at once, without running other simulated ranks."""
     return work._done or work._request.is_ready()
 
 
 def bound(work: Work, timeout: timedelta) -> None:
-    """Set the timeout of the operation of ``work``, and of waits for ``work`` that name none."""
+    """Set the timeout of the operation, and the default timeout of waits."""
     work._request.bound(timeout)  # first, since it makes the fields of a StartedWork
     work._timeout = timeout
 
 
 def joined(works: Sequence[Work]) -> Work:
-    """Return a Work that ends when all ``works`` have; each explains its own failure."""
+    """Return a Work that ends with all ``works``; each explains its own failure."""
     first = works[0]
     if len(works) == 1:
         return first
@@ -467,14 +466,14 @@ def joined(works: Sequence[Work]) -> Work:
 
 
 def may_be_dropped(work: Work) -> Work:
-    """Return ``work``, which will not warn if nothing waits for it."""
+    """Disable the warning of a Work that nothing waits for; return it."""
     work._may_be_dropped()
     return work
 
 
 @dataclass(eq=False, slots=True)
 class _OfWork(Request):
-    """A Work as a Request, which raises the Work's own error."""
+    """A Work as a Request that raises the Work's own error."""
 
     work: Work
 

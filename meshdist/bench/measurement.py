@@ -1,4 +1,4 @@
-"""Measure all sides in turn; each side's ranks stay alive, and sleep while another side runs.
+"""Measure all sides in turn; idle sides' ranks sleep.
 
 For each collective and size, every round measures each side once, in random order. A sample is the
 slowest rank's time per call; a cell is the median over rounds.
@@ -55,13 +55,13 @@ class Entrant:
     """A side to measure.
 
     Args:
-        label: its name in the report.
-        side: its name in ``sides.SIDES``.
+        label: the name in the report.
+        side: the name in ``sides.SIDES``.
         launch: the launcher's command, with {n} for the number of ranks; () starts one process per
             rank with the variables of ``env://``.
         python: the interpreter.
         environment: further variables.
-        program: the interpreter's arguments: ``worker``, or a program with the same protocol.
+        program: the interpreter's arguments: ``worker``, or a program with its protocol.
     """
 
     label: str
@@ -116,7 +116,6 @@ class _Ranks:
         return None if calls is None else self._ask(*call, calls)
 
     def end(self) -> None:
-        """Ask all ranks to exit."""
         for talk in self._talks:
             say(talk, {"operation": "end"})
 
@@ -143,7 +142,7 @@ class _Ranks:
 
 @contextmanager
 def running(entrants: Sequence[Entrant], num_ranks: int) -> Iterator[dict[str, _Ranks]]:
-    """Start the ranks of each entrant, yield them by label, and stop them at the end."""
+    """Start each entrant's ranks, yield them by label, and stop them."""
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         listener = stack.enter_context(socket.socket(socket.AF_UNIX))
@@ -201,7 +200,7 @@ def measure(
 
 
 def rank_of(connection: socket.socket, secret: str) -> int | None:
-    """Return the rank that connected with ``secret``; None for any other process."""
+    """Return the rank that connected with ``secret``, or None."""
     connection.settimeout(_GREETING_S)
     greeting = b""
     with suppress(OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
@@ -243,7 +242,7 @@ def _start(entrant: Entrant, num_ranks: int, address: str) -> list[subprocess.Po
 def _started(
     entrant: Entrant, num_ranks: int, address: str
 ) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Start an entrant's processes, which connect to ``address``, and stop them at the end."""
+    """Start an entrant's processes, which connect to ``address``, and stop them."""
     processes = _start(entrant, num_ranks, address)
     try:
         yield processes

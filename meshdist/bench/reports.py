@@ -42,7 +42,7 @@ def time_text(seconds: float | None) -> str:
 
 
 def table_text(cells: Sequence[Cell], labels: Sequence[str]) -> list[list[str]]:
-    """Return the table: collective, size, the median of each label, ratios to the first."""
+    """Return rows of collective, size, median by label and ratios to the first."""
     rows = [["operation", "size", *labels, *(f"{other} / {labels[0]}" for other in labels[1:])]]
     for cell in cells:
         ratios = [cell.ratio(other, labels[0]) for other in labels[1:]]
@@ -98,7 +98,6 @@ def machine() -> dict[str, Any]:
 
 
 def write(path: Path, report: dict[str, Any]) -> None:
-    """Write ``report`` as JSON to ``path``, creating its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(report, indent=1) + "\n")
 

@@ -1,7 +1,7 @@
 """Implement each library's calls for one collective and size, on its own buffers.
 
-A size is that of the full buffer in bytes, as in nccl-tests: the output of an all-gather, the input
-of a reduce-scatter, the data of an all-to-all. A side returns a function that makes one call.
+A size counts the bytes of the full buffer, as in nccl-tests: the output of an all-gather, the input
+of a reduce-scatter, the data of an all-to-all.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Library(ABC):
         """
 
     def counts(self, num_bytes: int, dtype: str) -> tuple[int, int, int]:
-        """Return the number of elements in ``num_bytes``, in a rank's part, and in all parts."""
+        """Return the elements in ``num_bytes``, in a rank's part, and in all parts."""
         count = max(1, num_bytes // _ITEM_BYTES[dtype])
         part = max(1, count // self.size)
         return count, part, part * self.size
@@ -100,7 +100,6 @@ class TorchSide(Library):
         self.barrier, self.close = library.barrier, library.destroy_process_group
 
     def call(self, operation: str, num_bytes: int, dtype: str) -> Call | None:
-        """Return a function that runs ``operation`` once on CPU tensors."""
         kind = getattr(self._torch, dtype)
         whole, part, full = (
             partial(self._ones, number, kind) for number in self.counts(num_bytes, dtype)
@@ -147,7 +146,6 @@ class SharedSide(TorchSide):
         self._made: dict[tuple[int, Any], Any] = {}
 
     def call(self, operation: str, num_bytes: int, dtype: str) -> Call | None:
-        """Return a function that all-reduces ``num_bytes`` once; None for other collectives."""
         return super().call(operation, num_bytes, dtype) if operation == "all_reduce" else None
 
     def _ones(self, count: int, dtype: Any) -> Any:
@@ -157,10 +155,9 @@ class SharedSide(TorchSide):
 
 
 class CopySide(TorchSide):
-    """A lower bound for all_reduce: every rank copies its array once, without communication."""
+    """A lower bound for all_reduce: every rank only copies its array once."""
 
     def call(self, operation: str, num_bytes: int, dtype: str) -> Call | None:
-        """Return a function that copies ``num_bytes`` once for all_reduce; else None."""
         if operation != "all_reduce":
             return None
         count, kind = self.counts(num_bytes, dtype)[0], getattr(self._torch, dtype)
@@ -180,11 +177,6 @@ class MpiSide(Library):
         self.barrier, self.close = self._world.Barrier, lambda: None  # MPI ends with the process
 
     def call(self, operation: str, num_bytes: int, dtype: str) -> Call | None:
-        """Return a function that runs ``operation`` once; None if it is not supported.
-
-        Args:
-            num_bytes: the size of the full buffer, also if each rank has only a part.
-        """
         import numpy as np
 
         world, is_root = self._world, self.rank == 0

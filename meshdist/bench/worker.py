@@ -1,4 +1,4 @@
-"""Run one rank of a side: execute the measuring process's orders, and sleep in between."""
+"""Run one rank of a side: execute the measuring process's orders."""
 
 from __future__ import annotations
 
@@ -56,7 +56,6 @@ def _measure(side: Library, order: dict[str, Any]) -> float | None:
 
 
 def say(talk: Any, message: dict[str, Any]) -> None:
-    """Write ``message`` as a line of JSON to the text stream ``talk``."""
     talk.write(json.dumps(message) + "\n")
     talk.flush()
 

@@ -1,1 +1,1 @@
-"""Rendezvous: launcher variables, stores, and the exchange by which ranks find each other."""
+"""Rendezvous: launcher variables, stores, and how ranks find each other."""

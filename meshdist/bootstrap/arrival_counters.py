@@ -1,13 +1,11 @@
 """Count the members that reached a point in the store: each sets a bit of its block's number.
 
-A block has at most 60 members of one host. The member that completes a block sets the block's bit
-in a number for 60 blocks, and so on up to one number for all members. Most members therefore make
-one request, and a few numbers show which members are missing.
+A block has at most 60 members of one host. The member that completes a block sets its bit in a
+number for 60 blocks, and so on up to a single number. So most members make a single request, and a
+few numbers show which members are missing.
 
-Example: members 0, 1, 2 on host 0 form block "0.0", and 3, 4 on host 1 form block "1.0". After 0,
-2, 3 and 4 have arrived, the blocks hold 0b101 and 0b11, and "1:0" holds 0b10: member 1 is missing.
-
-The module also makes short digests of ranks and texts for store keys.
+Example: members 0, 1, 2 on host 0 form block "0.0", and 3, 4 on host 1 block "1.0". After 0, 2, 3
+and 4 have arrived, the blocks hold 0b101 and 0b11, and "1:0" holds 0b10: member 1 is missing.
 """
 
 from __future__ import annotations
@@ -23,12 +21,12 @@ _MOST = 60  # bits that any store can add
 
 @dataclass(frozen=True, eq=False)
 class ArrivalCounter:
-    """Counter of members in one number of the store.
+    """Counter of members in a number of the store.
 
     Args:
-        name: the key of the number, below the key of the count.
-        parts: counters of subsets; each sets its bit once all its members have arrived. A block
-            has no parts: each member sets a bit.
+        name: the number's key, below the count's key.
+        parts: counters of subsets; each sets its bit once all its members have arrived. A block has
+            none: each member sets a bit.
     """
 
     name: str
@@ -36,11 +34,7 @@ class ArrivalCounter:
     parts: tuple[ArrivalCounter, ...] = ()
 
     def count(self, add: Callable[[str, int], int], key: str, rank: int) -> tuple[int, bool]:
-        """Count ``rank`` under ``key``; return its block's count and whether all have arrived.
-
-        Args:
-            add: adds to a number in the store and returns the sum.
-        """
+        """Count ``rank`` under ``key``; return its block's count and whether all have arrived."""
         position, num_arrived = 0, 0
         if self.parts:
             position = next(at for at, part in enumerate(self.parts) if rank in part.ranks)
@@ -62,7 +56,6 @@ class ArrivalCounter:
         """Return the members (in ``among``, if given) that are not counted under any of ``keys``.
 
         Args:
-            read: returns a number in the store.
             most: stop reading blocks after finding this many.
         """
         wanted = self.ranks if among is None else set(among).intersection(self.ranks)
@@ -80,11 +73,9 @@ class ArrivalCounter:
         return sorted(absent)
 
     def block_of(self, rank: int) -> ArrivalCounter:
-        """Return the block of ``rank``."""
         return next((part.block_of(rank) for part in self.parts if rank in part.ranks), self)
 
     def names(self) -> Iterator[str]:
-        """Yield the names of this counter and of all its ``parts``."""
         yield self.name
         for part in self.parts:
             yield from part.names()
@@ -92,7 +83,7 @@ class ArrivalCounter:
 
 @lru_cache(16)  # programs create equal groups repeatedly
 def arrival_counter_of(members: tuple[int, ...], hosts: tuple[int, ...]) -> ArrivalCounter:
-    """Return the counter of ``members`` in blocks by host; ``hosts[r]`` is the host of rank r."""
+    """Return the counter of ``members`` in blocks by host; ``hosts[r]`` is rank r's host."""
     by_host: dict[int, list[int]] = {}
     for rank in members:
         by_host.setdefault(hosts[rank], []).append(rank)
@@ -115,10 +106,10 @@ def arrival_counter_of(members: tuple[int, ...], hosts: tuple[int, ...]) -> Arri
 
 
 def digest_of_ranks(ranks: Sequence[int]) -> str:
-    """Return a short digest of a list of ranks, equal in every process."""
+    """Return a short digest of ranks, equal in every process."""
     return digest_of(repr(tuple(ranks)))
 
 
 def digest_of(text: str) -> str:
-    """Return a short digest of a text, equal in every process."""
+    """Return a short digest, equal in every process."""
     return hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()[:16]

@@ -1,8 +1,7 @@
 """Read this process's rank, world size and store address from its launcher's variables.
 
-The functions are pure: they take a mapping of variables and return a ``LaunchEnvironment``, or
-raise one error that lists everything missing or wrong. ``launching.launcher_variables`` has the
-variables of each launcher.
+The functions take a mapping of variables, or raise one error that lists everything missing or
+wrong. ``launching.launcher_variables`` has each launcher's variables.
 """
 
 from __future__ import annotations
@@ -33,18 +32,17 @@ MOST_RANKS = 1 << 20
 
 @dataclass(frozen=True)
 class LaunchEnvironment:
-    """A process's rank and rendezvous address, as its launcher set them.
+    """A process's rank and rendezvous address, as its launcher set them; None if unset.
 
     Args:
         launcher: "meshdist run", "torchrun", a name in the table of launchers, or "env" for
             variables set by hand.
-        address: the address of rank 0's store; None if the launcher does not set it.
-        port: the port of rank 0's store; None if the launcher does not set it.
-        local_rank: the rank within its host; None if the launcher does not set it.
-        is_one_host: whether the launcher runs all ranks on one host.
+        address: of rank 0's store, with ``port``.
+        local_rank: the rank within its host.
+        is_one_host: whether all ranks run on one host.
         has_agent_store: whether torchrun's agent hosts the store.
-        directory: the launcher's private directory for the rendezvous of this job.
-        job: a name that only the processes of this job share; None if the launcher sets no name.
+        directory: the launcher's private directory for this job's rendezvous.
+        job: a name that only this job's processes share.
         rendezvous_round: a text that differs between restarts of the job with the same store.
     """
 
@@ -79,7 +77,7 @@ def read_launch_environment(
 
     Args:
         rank: overrides the environment if given, as does ``world_size``.
-        is_mpi_asked: whether to use only the variables of mpiexec.
+        is_mpi_asked: whether to use only mpiexec's variables.
     """
     row = _find_row(environment, is_mpi_asked=is_mpi_asked)
     reader = _Reader(environment, row)
@@ -126,7 +124,7 @@ def read_launch_environment(
 
 
 def find_place(environment: Mapping[str, str]) -> tuple[int, int] | None:
-    """Return the rank and size that a launcher has set, or None; raise if they are wrong.
+    """Return the rank and size that a launcher has set, or None; raise if wrong.
 
     Example:
         >>> find_place({"RANK": "1", "WORLD_SIZE": "4"}), find_place({})
@@ -145,7 +143,7 @@ def find_place(environment: Mapping[str, str]) -> tuple[int, int] | None:
 
 
 def _find_row(environment: Mapping[str, str], *, is_mpi_asked: bool = False) -> LauncherVariables:
-    """Return the variables of the launcher that started this process, or of MPI's launcher."""
+    """Return the variables of this process's launcher, or of MPI's launcher."""
     scheduler = None if is_mpi_asked else find_scheduler(environment)
     if scheduler is not None and scheduler.is_service:
         return BY_HAND
@@ -189,7 +187,7 @@ def _rendezvous_round(launcher: str, environment: Mapping[str, str]) -> str:
 
 
 def read_local_rank(environment: Mapping[str, str]) -> int:
-    """Return LOCAL_RANK, this process's number on its host; raise if it is missing or wrong."""
+    """Return LOCAL_RANK; raise if it is missing or wrong."""
     reader = _Reader(environment)
     number = reader.number("LOCAL_RANK")
     if not reader.is_sound:
@@ -198,7 +196,7 @@ def read_local_rank(environment: Mapping[str, str]) -> int:
 
 
 def find_local_size(environment: Mapping[str, str]) -> int | None:
-    """Return how many ranks of the job run on this host, or None if no launcher sets it.
+    """Return the number of ranks on this host, or None if no launcher sets it.
 
     Example:
         >>> find_local_size({"LOCAL_WORLD_SIZE": "4"})
@@ -210,7 +208,7 @@ def find_local_size(environment: Mapping[str, str]) -> int | None:
 
 
 def find_stray(environment: Mapping[str, str]) -> str:
-    """Return a text about Slurm variables that do not define a rank, else ""."""
+    """Describe Slurm variables that do not define a rank; "" if none."""
     if SLURM.rank not in environment or SLURM.has_started(environment):
         return ""
     shown = f"{SLURM.rank}={_shown(environment[SLURM.rank], plain=True)}"
@@ -226,7 +224,7 @@ def _launcher_name(row: LauncherVariables, environment: Mapping[str, str]) -> st
 
 
 def first_host(nodes: str) -> str:
-    """Return the first host of a Slurm node list; raise ValueError if there is none.
+    """Return the first host of a Slurm node list; raise ValueError if none.
 
     Example:
         >>> first_host("gpu[007-010,12],login1")

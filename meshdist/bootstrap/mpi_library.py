@@ -1,13 +1,12 @@
 """Find and initialize mpi4py and its MPI library, and report their capabilities.
 
-Loading the library does not initialize MPI. MPI is initialized when the first group of backend
-"mpi" opens, or when ranks on several hosts share an address, and is finalized with the process.
-MPI_Finalize waits for all ranks, so a rank that fails aborts the job instead. A forked child is
-not a rank and must not finalize MPI.
+Loading the library does not initialize MPI. The first group of backend "mpi" initializes it, or a
+rendezvous across hosts without an address; the process's end finalizes it. MPI_Finalize waits for
+all ranks, so a rank that fails aborts the job instead. A forked child must not finalize MPI.
 
-On one host, the processes of an ``mpiexec`` meet in a directory that only this user can enter,
-named by the user, the launching process and its start time; this does not initialize MPI. Across
-hosts, mpi4py broadcasts the address of rank 0's store, which initializes MPI on every rank.
+On one host, the processes of an ``mpiexec`` meet without MPI, in a directory of this user, named by
+the launching process and its start time. Across hosts, mpi4py broadcasts the address of rank 0's
+store.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ def directory_of_mpiexec(launch_environment: LaunchEnvironment) -> str:
 
 
 def launching_process() -> int:
-    """Return the process id of mpiexec, or of the parent if there is no mpiexec."""
+    """Return the process id of mpiexec, else of the parent."""
     pid = os.getppid()
     # A wrapper script may run between mpiexec and this process.
     while pid > 0 and (process := read_process(pid)) is not None:
@@ -107,7 +106,7 @@ def store_by_mpi(launch_environment: LaunchEnvironment, timeout: timedelta) -> T
 
 
 def _reachable_address() -> str:
-    """Return this host's address on its external interface, else the host's name."""
+    """Return this host's external address, else its name."""
     try:
         return address_towards("192.0.2.1", 9)  # reserved for documentation
     except OSError:
@@ -119,7 +118,7 @@ _SIZES = {"Open MPI": "OMPI_COMM_WORLD_SIZE", "MPICH or a derivative": "PMI_SIZE
 
 
 def find_mpi_problem() -> tuple[str, str] | None:
-    """Return why this process cannot use MPI and the fix, or None if it can."""
+    """Return why this process cannot use MPI and the fix, or None."""
     python = sys.executable or "python"
     if find_spec("mpi4py") is None:
         launcher, size = _size_by_mpiexec(os.environ)
@@ -161,9 +160,9 @@ _loaded_here: list[int] = []
 """The process that loaded mpi4py here, and must finalize MPI."""
 
 
-@atexit.register  # at import: handlers registered later may use MPI, and run before this one
+@atexit.register  # at import: handlers registered later run earlier, and may use MPI
 def _end_mpi() -> None:
-    """Finalize MPI in the process that loaded it, but not in its forked children."""
+    """Finalize MPI in the process that loaded it, not in its forked children."""
     if _loaded_here == [os.getpid()]:
         MPI = load_mpi()
         if MPI.Is_initialized() and not MPI.Is_finalized():
@@ -207,7 +206,7 @@ def _initialize(MPI: Any) -> None:
 
 
 def describe_mpi() -> dict[str, Any]:
-    """Initialize MPI, and return its version and capabilities as plain values."""
+    """Initialize MPI, and return its version and capabilities."""
     MPI = load_mpi()
     if not MPI.Is_initialized():
         MPI.Init_thread(MPI.THREAD_MULTIPLE)
@@ -221,14 +220,13 @@ def describe_mpi() -> dict[str, Any]:
 
 
 def library_version(MPI: Any) -> str:
-    """Return the library's name and version in one line."""
     text: str = MPI.Get_library_version().strip("\0 \n")
     first = text.splitlines()[0].split(", package")[0]
     return " ".join(first.replace("Version:", "").split())
 
 
 def is_cuda_aware() -> bool:
-    """Return whether this process's MPI library reports support for CUDA memory."""
+    """Return whether this process's MPI library reports CUDA support."""
     with suppress(OSError, AttributeError), open("/proc/self/maps", encoding="utf-8") as file:
         paths = (line.split(maxsplit=5)[-1].strip() for line in file if "/libmpi" in line)
         # None looks the symbol up in this process itself.

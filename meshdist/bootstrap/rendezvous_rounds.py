@@ -1,19 +1,18 @@
 """Run the rendezvous in which the ranks of one world find each other in a store.
 
-A store may host several worlds in turn, so it counts generations: ``open`` holds the number of the
-current generation and its world size. In a generation, every rank claims its number with its
-process info and is counted. When all ranks have arrived, each confirms that it is still running;
-otherwise a world could start with the claim of a process that has died. The last rank to confirm
-closes the generation as complete, and writes the hosts of the ranks and their common backends.
+A store may host several worlds in turn, so it counts generations: ``open`` holds the current
+generation's number and world size. Every rank claims its number with its process info and is
+counted. When all have arrived, each confirms that it still runs, so that no world starts with a
+dead process's claim. The last rank to confirm closes the generation as complete, and writes the
+ranks' hosts and common backends.
 
-A generation fails if a rank is missing at the timeout, two processes claim one rank, or world
-sizes differ. It is then closed as failed, and every rank in it raises the same error. Later ranks
-open the next generation, so programs can initialize repeatedly at one address without reading the
-keys of an earlier world.
+A generation fails if a rank is missing at the timeout, two processes claim one rank, or world sizes
+differ. It is closed as failed, and every rank in it raises the same error. Later ranks open the
+next generation and never read an earlier world's keys.
 
-A job that crashes during the rendezvous leaves an open generation with claims of dead processes. A
-rank of the next job that finds such a claim closes the generation as stale, and all its ranks
-continue in the next generation. For example, ranks 0 and 1 of a job of 3 are killed::
+A job that crashes during the rendezvous leaves an open generation. A rank of the next job that
+finds a dead process's claim closes it as stale, and all its ranks continue in the next generation.
+For example, ranks 0 and 1 of a job of 3 are killed::
 
     next job's rank 2   claims 2, is counted as the third, waits for ``state``
     next job's rank 0   finds rank 0 claimed by a dead process, writes ``state``: stale
@@ -22,9 +21,9 @@ continue in the next generation. For example, ranks 0 and 1 of a job of 3 are ki
 A dead process is only recognized on its own host. On another host the claim is a failure, and the
 next job opens a new generation.
 
-Keys of a generation, below its number: ``arrived``, ``card/RANK``, the arrival counters
-``joined/...`` and ``confirmed/...``, ``full``, ``gave up`` and ``state``. The world's own keys are
-below ``world``. The number of requests of a rank does not depend on the number of ranks.
+Keys below a generation's number: ``arrived``, ``card/RANK``, the arrival counters ``joined/...``
+and ``confirmed/...``, ``full``, ``gave up`` and ``state``. The world's own keys are below
+``world``. A rank's number of requests does not depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -71,16 +70,13 @@ class Rendezvous:
 
     Args:
         generation: the number of earlier generations in the store.
-        store: a store with the keys of this world only, on ``handle``.
-        make_torch_store: opens the same store on a separate connection, for torch's classes, which
-            use it in their own threads.
-        handle: makes the requests to the store. Keep a reference as long as the store is used: a
-            PrefixStore does not keep a store written in Python alive.
+        store: a store with this world's keys only, on ``handle``.
+        make_torch_store: opens the same store on a separate connection, for torch's threads.
+        handle: makes the requests. Keep a reference as long as the store is used: a PrefixStore
+            does not keep a store written in Python alive.
         server: the rank that hosts the store; None if no rank does.
-        hosts: the host number of each rank, in the order of first appearance.
-        local_rank: this process's rank within its host.
+        hosts: each rank's host number, in the order of first appearance.
         backends: the backends that all ranks can use.
-        origin: the rendezvous method, for messages.
         leave: call it once, after closing the world and everything that uses its store.
     """
 
@@ -99,7 +95,6 @@ class Rendezvous:
 
     @property
     def local_size(self) -> int:
-        """The number of ranks on this process's host."""
         return self.hosts.count(self.hosts[self.rank])
 
 
@@ -108,14 +103,10 @@ class RendezvousRound:
     """Rendezvous of this process with ``size`` ranks in a store.
 
     Args:
-        handle: makes the requests to the shared store.
-        rank: this process's rank; None to assign ranks in the order of arrival.
-        timeout: how long to wait for the other ranks.
-        origin: the rendezvous method, for messages.
-        backends: the names of the backends that this process can use.
-        local_rank: this process's rank within its host, if its launcher sets it.
+        rank: None to assign ranks in the order of arrival.
+        backends: usable on this process.
+        local_rank: the rank within its host, if the launcher sets it.
         is_unique: whether the launcher guarantees that no rank runs twice at the same time.
-        prefix: the prefix of all keys.
         serves: whether this process hosts the store, or is assumed to.
     """
 
@@ -256,7 +247,7 @@ class RendezvousRound:
         )
 
     def _wait_for(self, generation_store: Store, key: str) -> bool:
-        """Wait for ``key``, and log missing ranks once; return whether it was set in time."""
+        """Wait for ``key``, logging missing ranks once; return whether it was set in time."""
         notice = Deadline(NOTICE_S)
 
         def look() -> None:
@@ -275,7 +266,7 @@ class RendezvousRound:
     def _give_up(
         self, generation_store: Store, make_outcome: Callable[[Store], dict[str, Any]]
     ) -> dict[str, Any] | None:
-        """Return the outcome of the failure, or None if another rank has written an outcome."""
+        """Return the failure's outcome, or None if another rank has written an outcome."""
         is_written = generation_store.add("gave up", 1) > 1 and await_key(
             generation_store, "state", Deadline(_TELLING_S)
         )
@@ -440,7 +431,7 @@ class RendezvousRound:
 
 
 def lost_while_joining(origin: str, error: RuntimeError) -> RendezvousError:
-    """Return the error for a store that was lost while ranks joined by method ``origin``."""
+    """Return the error for a store lost while ranks joined."""
     return RendezvousError(
         f"the store was lost while the ranks were joining: {first_line(error)}",
         where=f"{origin}; {my_process_info()}",
@@ -460,7 +451,7 @@ def _parse_process_info(value: dict[str, Any]) -> tuple[ProcessInfo, dict[str, A
 
 
 def _state(generation_store: Store, size: int) -> dict[str, Any]:
-    """Return the outcome of a closed generation of ``size`` ranks; raise if it is malformed."""
+    """Return a closed generation's outcome; raise if it is malformed."""
 
     def parse(value: dict[str, Any]) -> dict[str, Any]:
         kind, server, served_by = value["kind"], value.get("server"), value.get("served_by")

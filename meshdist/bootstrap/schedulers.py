@@ -1,7 +1,7 @@
 """Detect workers of schedulers that start processes without ranks (Ray, Dask, submitit, joblib).
 
-Errors in such a worker suggest the scheduler's recipe instead of a launcher. Detection uses
-environment variables and already imported modules, and imports none of the schedulers.
+Errors in such a worker suggest the scheduler's recipe instead of a launcher. Detection reads
+environment variables and imported modules, and imports no scheduler.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ class ClusterScheduler:
     """A scheduler that starts processes without ranks.
 
     Args:
-        name: the scheduler's name, and the title of its section in docs/engines.md.
-        is_here: returns whether a process with these variables is a worker of the scheduler.
-        is_service: whether workers inherit the variables of a long-running service, so that a
-            launcher's variables in them do not belong to the job.
+        name: the title of its section in docs/engines.md.
+        is_here: returns whether a process with these variables is its worker.
+        is_service: whether workers inherit a long-running service's variables, so that a launcher's
+            variables do not belong to the job.
     """
 
     name: str
@@ -30,7 +30,7 @@ class ClusterScheduler:
 
     @property
     def fix(self) -> str:
-        """The fix that errors show in a worker of this scheduler."""
+        """The fix that errors show in its workers."""
         return (
             "pass each worker its rank and a shared store, before its first collective or mesh: "
             "init_process_group(store=store, rank=rank, world_size=size); docs/engines.md has a "
@@ -55,5 +55,5 @@ SCHEDULERS = (
 
 
 def find_scheduler(environment: Mapping[str, str]) -> ClusterScheduler | None:
-    """Return the scheduler (such as Ray) of this worker process, or None."""
+    """Return the scheduler of this worker process, or None."""
     return next((scheduler for scheduler in SCHEDULERS if scheduler.is_here(environment)), None)

@@ -1,9 +1,8 @@
 """Cache stores by address, and close each store after its last world and client are gone.
 
-A process that hosts a store may leave its world before the other ranks, and initialize again at
-the same address. Its store is closed only when its last world in this process has ended and no
-other process is connected. The server sets a marker key before it closes: a client that connects
-at that time sees the marker and connects again.
+A process that hosts a store may leave its world before the other ranks, and initialize again at the
+same address. The store closes once its last world here has ended and no other process is connected.
+The server first sets a marker key: clients that see it connect again.
 
 Rank 0 hosts the store, and rank 1 leaves later::
 
@@ -105,7 +104,6 @@ class _Closer:
         self._is_ending = threading.Event()
 
     def start(self) -> None:
-        """Start the thread unless it is running in this process."""
         if self._thread is None or not self._thread.is_alive():
             self._thread = threading.Thread(target=self._run, name="meshdist-closer", daemon=True)
             with suppress(RuntimeError):  # Python is ending, and waits for the clients elsewhere
@@ -114,7 +112,6 @@ class _Closer:
                 call_at_end(self.stop)
 
     def stop(self) -> None:
-        """Stop the thread before the process ends."""
         self._is_ending.set()
         if self._thread is not None and self._thread.is_alive():
             self._thread.join(_END_S)

@@ -65,7 +65,7 @@ def open_by_url(
 def place_by_environment(
     launch_environment: LaunchEnvironment, timeout: timedelta
 ) -> tuple[Hashable, Callable[[], Store]]:
-    """Return the cache key of a launcher's store, and a function that opens the store."""
+    """Return the cache key of a launcher's store, and a function that opens it."""
     port, address = launch_environment.port, launch_environment.address or ""
     if port is None:
         return ("mpiexec", launch_environment.job), partial(
@@ -84,12 +84,12 @@ def place_by_environment(
 
 
 def place_of(address: str, port: int) -> Hashable:
-    """Return the key of the store at a host's port in the store cache."""
+    """Return the cache key of the store at a host's port."""
     return "tcp", numeric_loopback(address), port
 
 
 def _serve_or_find(address: str, port: int, timeout: timedelta) -> Store:
-    """Host a new store on rank 0, or connect to a store that another process has left open."""
+    """Host a new store on rank 0, or connect to a store that another process left open."""
     # If rank numbers have changed, the former rank 0 may close its store a little later.
     host, grace = numeric_loopback(address or "127.0.0.1"), Deadline(_FORMER_STORE_S)
     while True:
@@ -124,7 +124,7 @@ def _store_of_agent(address: str, port: int, timeout: timedelta) -> Store:
 
 
 def _listener_at(address: str, port: int) -> Any:
-    """Return a socket listening at a loopback or numeric address of this host, else None."""
+    """Return a socket listening at a loopback or numeric address here, else None."""
     # A host's name may resolve to loopback on itself and to another interface elsewhere.
     is_safe = is_loopback(address) or find_number(address) is not None
     return bind_listener(address, port) if is_safe else None

@@ -1,15 +1,14 @@
 """Detect a lost store server, wait for keys on a pollable socket, and let a server await clients.
 
-If the server is lost, torch's client prints to stderr on its next request. A client therefore
-first checks a second connection to the store, and the server's process if it runs on the same
-host. It writes the address of that connection to the store. A server that ends normally finds
-these connections among its own sockets, and waits until the clients have closed them. Then it
-closes its side of the remaining connections, and waits briefly for clients with requests in flight.
+Torch's client prints to stderr if the server is lost. So a client first checks a second connection
+to the store, and on the same host the server's process. It writes that connection's address to the
+store. A server that ends normally finds these connections among its sockets, waits until the
+clients have closed them, closes its side of the rest, and waits briefly for requests in flight.
 
 Torch's own wait for a key cannot be canceled, and prints to stderr when it expires. A KeyAlarm
-sends torch's wait request over a socket that can be polled. The requests "wait for a", "cancel",
-"wait for b" get the answers 1 0, or 0 1 0 if "a" was set before the cancellation: only a 0 after
-as many 1 as cancellations signals "b". If the server does not support the request, no alarm fires.
+sends torch's wait request over a pollable socket. The requests "wait for a", "cancel", "wait for b"
+get the answers 1 0, or 0 1 0 if "a" was set before the cancellation: only a 0 after as many 1 as
+cancellations signals "b". If the server does not support the request, no alarm fires.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ _HAS_LEFT = getattr(select, "POLLRDHUP", 0)  # unlike POLLIN, not for requests
 
 
 class StoreLiveness:
-    """Connection to the server of ``store`` that carries no requests and closes with the server."""
+    """Connection to a store's server without requests, which closes with the server."""
 
     def __init__(self, store: Store) -> None:
         self.connection: socket.socket | None = None
@@ -107,7 +106,7 @@ class StoreLiveness:
             return True
 
     def close(self) -> None:
-        """Close the connection for the server, even if a forked child has a copy of it."""
+        """Close the connection for the server, even if a forked child has a copy."""
         if self.connection is not None:
             with suppress(OSError):
                 self.connection.shutdown(socket.SHUT_RDWR)
@@ -131,7 +130,7 @@ class AlarmLost(ConnectionError):
 
 
 class KeyAlarm:
-    """Connection to a TCPStore's server that becomes readable when a key is set."""
+    """Connection to a TCPStore's server, readable when a key is set."""
 
     # Every method raises AlarmLost if the connection is lost.
 
@@ -173,7 +172,7 @@ class KeyAlarm:
             self.connection.sendall(text)
 
     def has_rung(self, key: str) -> bool:
-        """Return whether the alarm has fired for ``key``; return True only once."""
+        """Return, only once, whether the alarm has fired for ``key``."""
         with self._watched():
             with suppress(BlockingIOError):
                 answers = self.connection.recv(_MOST_ANSWERS, socket.MSG_DONTWAIT)
@@ -190,7 +189,7 @@ class KeyAlarm:
             return True
 
     def poll(self, key: str | None = None) -> bool | None:
-        """Set the alarm for ``key``, if given; return whether it fired, or None if it is in use."""
+        """Set the alarm for ``key``, if given; return whether it fired, None if in use."""
         if not self.turn.acquire(blocking=False):
             return None
         try:
@@ -203,7 +202,7 @@ class KeyAlarm:
 
 
 def wait_for_clients_at_end(store: TCPStore, timeout: timedelta) -> None:
-    """Make this process, which hosts ``store``, wait up to ``timeout`` for clients at its end."""
+    """Make this process, which hosts ``store``, wait for clients at its end."""
     close = _Clients(store, timeout).close
     call_at_end(close)
     weakref.finalize(store, do_not_call_at_end, close).atexit = False
@@ -233,7 +232,6 @@ class _Clients:
 
     Args:
         store: held by a weak reference.
-        timeout: how long to wait for the clients at the end.
     """
 
     def __init__(self, store: TCPStore, timeout: timedelta) -> None:
@@ -244,7 +242,7 @@ class _Clients:
         self._process_id = os.getpid()
 
     def update(self, seconds: float = 0.0) -> None:
-        """Add new clients' connections, and drop connections that close within ``seconds``."""
+        """Add new clients' connections, and drop those closing within ``seconds``."""
         store = self._store()
         told = b"" if store is None else store.compare_set(_CLIENTS, _NO_VALUE, _NO_VALUE)
         if store is not None and told != self._told:
@@ -259,7 +257,7 @@ class _Clients:
                 connection.close()
 
     def close(self) -> None:
-        """Wait until clients have closed their connections, closing this side after the timeout."""
+        """Wait until clients have closed their connections; close this side after the timeout."""
         do_not_call_at_end(self.close)  # a program that is interrupted here ends immediately
         if self._process_id != os.getpid():  # a forked child's copy
             return
@@ -288,6 +286,6 @@ def _connections_of(clients: set[str], port: int) -> Iterator[socket.socket]:
 
 
 def _text_of(name: tuple[Any, ...]) -> str:
-    """Return an address and port as a text, equal on both sides of a connection."""
+    """Return an address and port as a text, equal on both sides."""
     address = ipaddress.ip_address(name[0].partition("%")[0])
     return f"{getattr(address, 'ipv4_mapped', None) or address} {name[1]}"

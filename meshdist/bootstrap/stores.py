@@ -1,7 +1,7 @@
 """Host and connect to torch's stores; a server at a loopback address listens on loopback only.
 
-Torch's TCPStore listens on every interface, even for the address ``127.0.0.1``, unless it gets a
-socket that is already bound, as from ``serve_store``.
+Torch's TCPStore listens on every interface, even for ``127.0.0.1``, unless it gets a bound socket,
+as from ``serve_store``.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ LEAST_STORE_TIMEOUT = timedelta(seconds=60)
 which can take ten seconds if the name server does not respond."""
 
 _BACKLOG = 4096
-# Descriptors, measured in worlds of 1 to 5 ranks: those of a process that can communicate, and
-# those that the store's host needs in addition for each other rank: for its requests, its alarm,
-# and a first probe of the listener or a copy of its alarm at the end. Groups count their own.
+# Measured in worlds of 1 to 5 ranks. A process that can communicate needs the first number of
+# descriptors. The store's host also needs, for each other rank, descriptors for its requests, its
+# alarm, and a first probe of the listener or a copy of its alarm at the end. Groups count theirs.
 _DESCRIPTORS = 16
 _DESCRIPTORS_TO_SERVE = 24
 _DESCRIPTORS_PER_CLIENT = 3
@@ -70,13 +70,13 @@ def find_number(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address |
 
 
 def is_loopback(address: str) -> bool:
-    """Return whether ``address``, a name or an IP address, is a loopback address."""
+    """Return whether a name or IP address is a loopback address."""
     number = find_number(numeric_loopback(address))
     return number is not None and number.is_loopback
 
 
 def address_towards(host: str, port: int) -> str:
-    """Return this host's address on the route to ``host``, without sending anything."""
+    """Return this host's address on the route to ``host``, without sending."""
     for family, _, _, _, target in socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM):
         with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect(target)
@@ -90,7 +90,7 @@ def numeric_loopback(address: str) -> str:
 
 
 def bind_listener(address: str, port: int) -> socket.socket | None:
-    """Return a socket that listens at ``address``, or None if this host has no such address.
+    """Return a socket listening at ``address``, or None if this host has no such address.
 
     Args:
         port: 0 takes any free port.
@@ -117,7 +117,7 @@ def bind_listener(address: str, port: int) -> socket.socket | None:
 
 
 def unknown_address(address: str, error: Exception) -> RendezvousError:
-    """Return the error for a host name that cannot be resolved."""
+    """Return the error for an unresolvable host name."""
     return RendezvousError(
         f"cannot resolve the host name {address!r}: {error}",
         where=f"host {socket.gethostname()}",
@@ -170,9 +170,8 @@ def serve_store(
     """Return a store whose server runs in this process and listens only on ``listener``.
 
     Args:
-        listener: a socket, owned by the store from now on; None listens on every interface at
-            ``port``.
-        timeout: how long this process waits at its end for clients of the store.
+        listener: a socket, owned by the store from now on; None listens on all interfaces.
+        timeout: how long this process waits at its end for the store's clients.
     """
     asked, is_given = address, listener is not None
     if listener is None:
@@ -242,7 +241,7 @@ class _Closing(RuntimeError):
 
 
 def _try_to_connect(host: str, port: int, timeout: timedelta) -> TCPStore | RuntimeError:
-    """Return a client of the listening store, or the reason why there is none."""
+    """Return a client of the listening store, or the reason why none."""
     outcome: list[TCPStore | RuntimeError] = []
 
     def connect() -> None:
@@ -265,13 +264,13 @@ def _try_to_connect(host: str, port: int, timeout: timedelta) -> TCPStore | Runt
 
 
 def open_file(path: str, timeout: timedelta, num_users: int = -1) -> FileStore:
-    """Return the store in the file at ``path``, creating the file; raise for other content.
+    """Return the store in the file at ``path``, creating it; raise for other content.
 
     Args:
-        num_users: the last of this many processes removes the file; -1 if no process may remove
-            it, because another process may be initializing in it.
+        num_users: the last of this many processes removes the file; -1 if none may, because another
+            process may be initializing in it.
     """
-    # Torch would read a damaged file, or wait for a locked one, forever while holding the GIL.
+    # Torch would hold the GIL forever while it reads a damaged file or waits for a locked file.
     try:
         found = wait_until(lambda: _find_damage(path), Deadline(timeout))
         reason = found or f"{name_locker(path)} keeps it locked"
@@ -344,7 +343,7 @@ def check_can_join() -> None:
 
 
 def check_can_serve(size: int) -> None:
-    """Raise RendezvousError if this process cannot open enough files to host a store."""
+    """Raise RendezvousError if it cannot open enough files to host a store."""
     num_needed = _DESCRIPTORS_TO_SERVE + _DESCRIPTORS_PER_CLIENT * (size - 1)
     _check_descriptors(num_needed, f"host the store of {size} ranks")
 

@@ -3,9 +3,9 @@
 Torch's clients wait for answers without a timeout, print a stack to stderr if the server is lost,
 and block all other threads on the same connection. A TimeoutStore first checks that the server is
 alive, waits for keys on a separate connection, and sends requests from its own thread, so that the
-caller can give up. Requests to a file, or to a server in this process, need no thread; a file that
-a stopped process keeps locked is detected beforehand. The module also validates what it reads,
-because other processes may have written it.
+caller can give up. Requests to a file, or to a server in this process, need no thread; files locked
+by a stopped process are detected beforehand. Values are validated, because other processes may have
+written them.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def looking(look: Callable[[], object] | None) -> Iterator[None]:
 
 
 def _answer_limit_s() -> float:
-    """Return the time limit of a request: until ``within``'s deadline, at least 5 s."""
+    """Return a request's time limit: until ``within``'s deadline, at least 5 s."""
     deadline = _deadline.get()
     return ANSWER_S if deadline is None else max(ANSWER_S, deadline.left_s)
 
@@ -92,9 +92,8 @@ class TimeoutStore(Store):
     """Client of ``raw`` for all threads of this process, with a timeout for every request.
 
     Args:
-        raw: the store that serves the requests, on a connection that is not shared.
+        raw: the store, on a connection that is not shared.
         timeout: how long to wait for a key without a deadline from ``within``.
-        server: the name of the server's process in messages.
     """
 
     # Keep a reference while a PrefixStore uses it: the PrefixStore holds only the C++ part.
@@ -125,7 +124,7 @@ class TimeoutStore(Store):
         root = root_of(raw)
         self.address = (root.host, root.port) if isinstance(root, TCPStore) else None
         """The host and port of the server, or None."""
-        # Waits share the last one: accepting a new connection may be slow (name resolution).
+        # Waits share the last alarm: accepting a new connection may be slow (name resolution).
         self._alarms: list[KeyAlarm] = []
         self._knows_prefix = isinstance(raw, (TCPStore, NamedPrefixStore))
         self._prefix = f"{raw.prefix}/" if isinstance(raw, NamedPrefixStore) else ""
@@ -147,19 +146,15 @@ class TimeoutStore(Store):
     # -- torch's methods ---------------------------------------------------------------------------
 
     def set(self, key: str, value: str | bytes) -> None:
-        """Set ``key`` to ``value``."""
         self.ask(lambda raw: raw.set(key, value))  # type: ignore[arg-type] # bytes work, too
 
     def get(self, key: str) -> bytes:
-        """Wait for ``key`` and return its value."""
         return self.multi_get([key])[0]
 
     def add(self, key: str, amount: int) -> int:
-        """Add ``amount`` to the number under ``key`` (initially 0) and return the sum."""
         return int(self.ask(lambda raw: raw.add(key, amount)))
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Return whether all ``keys`` are set."""
         return bool(self.ask(lambda raw: raw.check(list(keys))))
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
@@ -221,12 +216,10 @@ class TimeoutStore(Store):
                     alarm.turn.release()
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        """Set ``key`` to ``desired`` if it holds ``expected``; return the resulting value."""
         # An absent key equals an empty ``expected``.
         return self.ask(lambda raw: raw.compare_set(key, expected, desired))  # type: ignore[arg-type]
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """Wait for all ``keys`` and return their values."""
         wanted = list(keys)
         values = self.ask(lambda raw: raw.multi_get(wanted) if raw.check(wanted) else None)
         if values is None:
@@ -235,7 +228,6 @@ class TimeoutStore(Store):
         return values
 
     def delete_key(self, key: str) -> bool:
-        """Delete ``key``; return whether it was set."""
         return bool(self.ask(lambda raw: raw.delete_key(key)))
 
     deleteKey = delete_key  # the name that torch's PrefixStore calls
@@ -259,7 +251,7 @@ class TimeoutStore(Store):
         return self._alarms[-1] if self._alarms else None
 
     def watch(self, server: ProcessInfo) -> None:
-        """Set the server's process, so that this client detects when it ends or is stopped."""
+        """Set the server's process, to detect when it ends or is stopped."""
         if self._watch is not None:
             self._watch.server = server
 
@@ -269,7 +261,7 @@ class TimeoutStore(Store):
         return [] if self._watch is None or not self._watch.connection else [self._watch.connection]
 
     def has_ended(self, seconds: float = 0.0) -> bool:
-        """Return whether the server closes its connection to this process within ``seconds``."""
+        """Return whether the server closes this connection within ``seconds``."""
         for alarm in self._alarms:  # an unread answer would hide the end
             with suppress(AlarmLost):
                 alarm.poll()
@@ -281,7 +273,7 @@ class TimeoutStore(Store):
         return not self.has_ended() and (self._watch is None or self._watch.is_served())
 
     def raw_clone(self) -> Store:
-        """Return the raw store on a new connection, for torch's own threads."""
+        """Return the raw store on a new connection, for torch's threads."""
         return self.ask(cloned)
 
     def set_bare(self, key: str) -> tuple[str, int] | None:
@@ -312,7 +304,7 @@ class TimeoutStore(Store):
         if self._file is not None:
             os.close(self._file)
         if self._thread is None or not self._thread.is_alive():
-            self._raw = None  # closes its socket; the last FileStore would create its file again
+            self._raw = None  # closes its socket; the last FileStore would recreate its file
 
     # -- the requests ------------------------------------------------------------------------------
 
@@ -389,7 +381,7 @@ class TimeoutStore(Store):
                 _silent_since.pop(self.address, None)
 
     def _silent_s(self) -> float:
-        """Return for how many seconds the server has not answered a request, or was stopped."""
+        """Return for how many seconds the server has not answered, or was stopped."""
         stopped = None if self._watch is None else self._watch.stopped_since
         since = (_silent_since.get(self.address, self._busy_since), stopped)
         return max(0.0 if moment is None else time.monotonic() - moment for moment in since)
@@ -435,13 +427,13 @@ def read_json(store: Store, key: str, parse: Callable[[Any], T]) -> T:
 
 
 def read_jsons(store: Store, keys: Sequence[str], parse: Callable[[Any], T]) -> list[T]:
-    """Return ``parse`` of the JSON value of each key with one request; raise StoreError."""
+    """Return ``parse`` of each key's JSON value with one request; raise StoreError."""
     values = zip(keys, store.multi_get(list(keys)), strict=True)
     return [parse_value(key, value, parse) for key, value in values]
 
 
 def parse_value(key: str, value: bytes, parse: Callable[[Any], T]) -> T:
-    """Return ``parse`` of the JSON ``value`` of ``key``; raise StoreError if it fails."""
+    """Return ``parse`` of the JSON ``value``; raise StoreError if it fails."""
     try:
         return parse(json.loads(value))
     except _NOT_PARSED:
@@ -459,7 +451,7 @@ def read_number(store: Store, key: str) -> int:
 
 
 def find_value(store: Store, key: str) -> bytes | None:
-    """Return the value of ``key`` with one request, or None if it is not set."""
+    """Return the value of ``key`` with one request, or None if unset."""
     # Do not use it for a key that others wait for: torch's server would wake them.
     value = store.compare_set(key, _NO_VALUE.decode(), _NO_VALUE.decode())
     return None if value == _NO_VALUE else value

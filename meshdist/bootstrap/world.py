@@ -1,7 +1,7 @@
 """Hold the current world, which is the set of all ranks of a job.
 
-A process has at most one world, shared by all its threads (including data loaders and autograd).
-A simulated rank overrides it for its own thread with a context variable. There is no other state.
+A process has at most one world, shared by all its threads (including data loaders and autograd). A
+simulated rank overrides it for its thread with a context variable.
 """
 
 from __future__ import annotations
@@ -41,7 +41,6 @@ class Caches:
         self.kept: defaultdict[type, dict[Hashable, Any]] = defaultdict(dict)
 
     def find(self, kind: type[T], key: Hashable) -> T | None:
-        """Return the object stored under ``kind`` and ``key``, or None."""
         try:
             found: T | None = self.kept[kind].get(key)
         except TypeError:  # not hashable: the constructor raises a better error
@@ -74,8 +73,6 @@ class World:
     """All ranks of one job, seen from one rank.
 
     Args:
-        rank: this rank, from 0.
-        size: the number of ranks.
         store: the store that all ranks share, with keys private to this world.
         given_torch_store: the implementation of ``make_torch_store``; None returns ``store``.
         handle: makes the requests to the store; None for simulated ranks.
@@ -83,11 +80,9 @@ class World:
         backends: the backend of each device type, for example ``{"cpu": "gloo"}``.
         timeout: the timeout of collectives; None uses the backend's default.
         local_rank: this rank's number within its host.
-        local_size: the number of ranks on its host.
-        hosts: the host number of each rank, in the order of first appearance; () for one host.
+        hosts: each rank's host number, in the order of first appearance; () for one host.
         origin: how the world was created, for messages ("env://", "simulated", ...).
-        options: the caller's backend options (torch's options classes), or None.
-        device: the device bound to this rank, or None.
+        options: the caller's backend options (torch's classes), or None.
     """
 
     rank: int
@@ -164,33 +159,28 @@ class World:
 
     @property
     def is_one_host(self) -> bool:
-        """Return whether all ranks run on one host."""
         return len(set(self.hosts)) == 1
 
     @property
     def has_processes(self) -> bool:
-        """Return whether there are other ranks in other processes."""
         return self.size > 1 and not self.is_simulated
 
     @property
     def is_simulated(self) -> bool:
-        """Return whether the ranks are simulated in this process."""
         return self.origin == "simulated"
 
     def make_torch_store(self) -> Store:
-        """Return the store on a separate connection, for torch's classes and their threads."""
+        """Return a separate connection to the store, for torch's threads."""
         return self.store if self.given_torch_store is None else self.given_torch_store()
 
     def num_here(self, ranks: tuple[int, ...]) -> int:
-        """Return the number of ``ranks`` on this rank's host."""
         return sum(self.hosts[rank] == self.hosts[self.rank] for rank in ranks)
 
     def spans_hosts(self, ranks: tuple[int, ...]) -> bool:
-        """Return whether some of ``ranks`` run on different hosts."""
         return len({self.hosts[rank] for rank in ranks}) > 1
 
     def next_number(self, call: Hashable) -> int:
-        """Return 1, 2, 3, ...: the number of times that this rank has reached ``call``.
+        """Return 1, 2, 3, ...: how often this rank has reached ``call``.
 
         Ranks that make equal calls in the same order get equal numbers.
         """
@@ -267,14 +257,12 @@ def live_lists_of_worlds() -> tuple[list[ContextVar[World | None]], list[Closabl
 
 
 def give_group(world: World, group: Closable) -> None:
-    """Set the group of all ranks of ``world``."""
     world.group = group
     if _of_process[0] is world:
         _group_of_process[0] = group
 
 
 def find_world() -> World | None:
-    """Return the current world, or None."""
     return _of_context.get() or _of_process[0]
 
 
@@ -349,7 +337,7 @@ def get_usable_world() -> World:
 
 
 def install_world(world: World) -> None:
-    """Set the process's world; raise WorldError if the process already has a world."""
+    """Set the process's world; raise WorldError if it already has a world."""
     global _forks_at_world
     former = _of_process[0]
     if former is not None:
@@ -363,20 +351,19 @@ def install_world(world: World) -> None:
 
 
 def remove_world(world: World) -> None:
-    """Clear the process's world if it is ``world``."""
     if _of_process[0] is world:
         _of_process[0] = _group_of_process[0] = None
 
 
 def enter_world(world: World) -> None:
-    """Set ``world`` as the world of this thread (a simulated rank), replacing a closed world."""
+    """Set this thread's world (a simulated rank), replacing a closed world."""
     _used_contexts[:] = [_of_context]
     _of_context.set(world)
 
 
 @contextmanager
 def world_here(world: World | None) -> Iterator[None]:
-    """Set ``world`` as the world of this thread (a simulated rank) inside the context."""
+    """Set this thread's world (a simulated rank) inside the context."""
     _used_contexts[:] = [_of_context]
     token = _of_context.set(world)
     try:

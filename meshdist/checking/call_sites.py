@@ -1,14 +1,12 @@
 """Find the program line of a call, shorten tracebacks, and reject nested collectives.
 
-An error of meshdist has a single frame of this package in its traceback: one ``up`` in a debugger
-reaches the program line. pytest and IPython hide that frame, too, by its ``__tracebackhide__``. At
-debug level DETAIL all frames are kept. The exception handlers cost nothing until an exception is
-raised.
+A meshdist error has a single frame of this package in its traceback, so one ``up`` in a debugger
+reaches the program line. pytest and IPython hide that frame by its ``__tracebackhide__``. At debug
+level DETAIL all frames are kept. The exception handlers cost nothing until an exception is raised.
 
-Python runs signal handlers on the main thread, in the middle of its work. A collective that waits
-there continues only when the handler returns, and the other ranks do not know about the handler. A
-collective that the handler calls could hang, or be matched with another collective, also on another
-group. So it raises before it sends anything.
+Python runs signal handlers on the main thread, possibly inside a waiting collective, which the
+other ranks cannot know. A collective in the handler could hang, or match another collective, even
+on another group. Therefore it raises before it sends anything.
 """
 
 from __future__ import annotations
@@ -52,7 +50,7 @@ _BETWEEN = (
 
 
 class _BetweenFiles(dict[str, bool]):
-    """Cache, by file name, of whether a file is of this package or of torch."""
+    """Cache, by file name, of whether a file is of this package or torch."""
 
     def __missing__(self, file: str) -> bool:
         self[file] = found = file.startswith(_BETWEEN)
@@ -63,14 +61,14 @@ is_between = _BetweenFiles()
 
 
 def program_frame(frame: FrameType) -> FrameType:
-    """Return the innermost frame of the program, from ``frame`` outwards; else the outermost."""
+    """Return the innermost program frame, from ``frame`` outwards; else the outermost."""
     while is_between[frame.f_code.co_filename] and frame.f_back is not None:
         frame = frame.f_back
     return frame
 
 
 def call_site() -> Site:
-    """Return the innermost line of the program that led here, None if there is none."""
+    """Return the innermost program line that led here, or None."""
     frame = program_frame(sys._getframe(1))
     file = frame.f_code.co_filename
     return None if is_between[file] else (file, frame.f_lineno)
@@ -87,7 +85,7 @@ def warn_caller(text: str, category: type[Warning] = UserWarning) -> None:
 def warn_once_at(
     place: tuple[str, int], text: Callable[[], str], category: type[Warning] = UserWarning
 ) -> None:
-    """Warn of ``text()`` at ``place``, a file and line, once for each category."""
+    """Warn of ``text()`` at ``place``, a file and line, once per category."""
     if (category, place) not in warned_places:
         warned_places.add((category, place))
         warnings.warn_explicit(text(), category, *place)
@@ -105,12 +103,11 @@ def show_site(site: Site) -> str:
 
 
 def place_text(code: CodeType, instruction: int) -> str:
-    """Return ``file:line in function`` of an instruction of ``code``."""
+    """Return ``file:line in function`` of an instruction."""
     return f"{show_site((code.co_filename, line_of(code, instruction)))} in {code.co_name}"
 
 
 def line_of(code: CodeType, instruction: int) -> int:
-    """Return the line number of an instruction of ``code``."""
     for start, end, number in code.co_lines():
         if start <= instruction < end and number is not None:
             return number
@@ -134,21 +131,21 @@ R = TypeVar("R")
 
 def end_here(error: BaseException) -> None:
     """Cut the traceback of ``error`` at the frame that caught it, unless program frames follow."""
-    # Keep it if a program frame follows, because the error then comes from the program.
+    # Keep the traceback if a program frame follows, because the program then raised the error.
     caught = error.__traceback__
     if caught is not None and not _keeps_all() and _find_program(caught) is None:
         caught.tb_next = None
 
 
 def enter_program(error: BaseException) -> None:
-    """Remove frames of meshdist between the catching frame and the program's frames."""
+    """Remove meshdist's frames between the catching frame and the program's frames."""
     caught = error.__traceback__
     if caught is not None and not _keeps_all():
         caught.tb_next = _find_program(caught) or caught.tb_next
 
 
 def one_frame(function: Callable[P, R]) -> Callable[P, R]:
-    """Wrap ``function`` so that errors of meshdist show a single frame of this package."""
+    """Wrap ``function`` so that meshdist's errors show a single frame of this package."""
 
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
@@ -167,7 +164,7 @@ def _keeps_all() -> bool:
 
 
 def _find_program(caught: TracebackType) -> TracebackType | None:
-    """Return the first frame of the program below the frame that caught an error, or None."""
+    """Return the first program frame below the frame that caught an error, or None."""
     below = caught.tb_next
     while below is not None and is_between[below.tb_frame.f_code.co_filename]:
         below = below.tb_next
@@ -186,13 +183,13 @@ def is_nested() -> bool:
 
 
 def is_of_handler(error: BaseException) -> bool:
-    """Return whether ``error`` is no Exception, or was raised in a frame of the program."""
+    """Return whether ``error`` is no Exception, or was raised in a program frame."""
     files = (frame.f_code.co_filename for frame, _ in walk_tb(error.__traceback__))
     return not (isinstance(error, Exception) and all(is_between[file] for file in files))
 
 
 def check_unnested(operation: str) -> None:
-    """Raise NestedCollectiveError if the calling main thread is already in a collective."""
+    """Raise NestedCollectiveError if the calling main thread is in a collective."""
     if not is_nested():
         return
     world = find_world()
@@ -208,7 +205,7 @@ def check_unnested(operation: str) -> None:
 
 
 def run_unnested(operation: str, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    """Call ``function`` as the collective ``operation`` of this thread.
+    """Call ``function`` as a collective of this thread.
 
     Raises:
         NestedCollectiveError: the thread is in a collective already.
@@ -225,7 +222,7 @@ def run_unnested(operation: str, function: Callable[P, R], *args: P.args, **kwar
 
 
 def never_nested(function: Callable[P, R]) -> Callable[P, R]:
-    """Wrap ``function`` as a collective, which raises if it is called inside another."""
+    """Wrap ``function`` as a collective, which raises if called inside another."""
     operation = function.__name__
 
     @one_frame
@@ -251,13 +248,13 @@ _LIBRARIES = ("<frozen ", *{sysconfig.get_path(kind) + os.sep for kind in _KINDS
 
 
 def stack_text(thread_id: int) -> str:
-    """Return the stack of a thread as a traceback shows it, the innermost frame last."""
+    """Return a thread's stack as a traceback shows it, the innermost frame last."""
     pairs = [(frame, frame.f_lineno) for frame in _own_frames(thread_id)]
     return "".join(traceback.StackSummary.extract(iter(pairs)).format())
 
 
 def find_place(thread_id: int, call: str) -> str:
-    """Return the location of a thread (``train.py:8 in step``); "" if ``call`` contains it."""
+    """Return a thread's location (``train.py:8 in step``); "" if ``call`` contains it."""
     own = _own_frames(thread_id)
     if not own:
         return ""

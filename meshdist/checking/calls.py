@@ -1,7 +1,7 @@
 """Describe calls of collectives: the call, a record of each time it is made, and its group.
 
-Programs repeat their calls, so equal calls share one object, whose fingerprint is computed once.
-The recorder and the native core keep records of calls. Comparisons, works and errors read them.
+Equal calls share one object, whose fingerprint is computed once. The recorder and the native core
+keep records of calls; comparisons, works and errors read them.
 """
 
 from __future__ import annotations
@@ -40,12 +40,9 @@ class GroupFacts:
     """The facts of a group that messages show.
 
     Args:
-        name: the name of the group in messages.
-        ranks: the global ranks of the group, in group order.
-        rank: the group rank of this rank.
-        label: the label of the communicator, equal on every rank; "" for none.
-        backend: the name of its backend.
-        timeout: how long a collective may wait.
+        ranks: the global ranks, in group order.
+        rank: this rank's group rank.
+        label: the communicator's label, equal on every rank; "" for none.
     """
 
     name: str
@@ -57,7 +54,6 @@ class GroupFacts:
 
     @property
     def here(self) -> str:
-        """The text "rank N", with the global rank of this rank."""
         return f"rank {self.ranks[self.rank]}"
 
 
@@ -67,14 +63,14 @@ class Call:
 
     Args:
         operation: its public name.
-        data: the shapes and dtypes of its tensors.
-        op_number: the number of its reduction, or None.
+        data: its tensors' shapes and dtypes.
+        op_number: its reduction's number, or None.
         root: the group rank of its source or destination, or None.
-        op_name: the operation name, equal on every rank; "" for a direct call.
+        op_name: equal on every rank; "" for a direct call.
         is_uneven: whether the sizes sent and received may differ between ranks.
-        layouts: the memory layouts of the tensors, if they must be equal on every rank; else ().
-        peer: for a message, the group rank of the other side; None for any.
-        tag: the tag of a message; None for a collective.
+        layouts: memory layouts that must be equal on every rank; else ().
+        peer: for a message, the other side's group rank; None for any.
+        tag: a message's tag; None for a collective.
     """
 
     operation: str
@@ -106,19 +102,17 @@ class Call:
 
     @property
     def op(self) -> ReduceKind | None:
-        """The reduction, or None."""
         return _OPS.get(self.op_number)
 
     @property
     def parts(self) -> tuple[Any, ...]:
-        """The shape and dtype of each tensor."""
+        """Each tensor's shape and dtype."""
         if self.data is None:
             return ()
         return self.data if is_list(self.data) else (self.data,)
 
     @property
     def is_send(self) -> bool:
-        """Return whether the call sends a message to a peer."""
         return self.operation in SENDING_OPERATIONS
 
     @property
@@ -134,12 +128,12 @@ class Call:
 
     @property
     def arguments(self) -> list[str]:
-        """The texts of the arguments, except group ranks: ``(2,) float32`` and ``SUM``."""
+        """The argument texts, except group ranks: ``(2,) float32`` and ``SUM``."""
         return [*filter(None, [self.data_text, "" if self.op is None else self.op.name])]
 
     @property
     def text(self) -> str:
-        """The call in words, as in ``all_reduce((2,) float32, SUM) of the op_name``."""
+        """The call as in ``all_reduce((2,) float32, SUM) of the op_name``."""
         return self.with_arguments(self.arguments)
 
     def with_arguments(self, arguments: Sequence[str]) -> str:
@@ -153,12 +147,11 @@ class CallRecord(NamedTuple):
 
     Args:
         sequence: the number of collectives on the communicator, including this call.
-        group: the facts of its group.
         sizes: the elements sent to, and received from, each rank of an uneven collective; else ().
-        number: the number of a message of its direction, peer and tag; 0 for a collective, and
-            while the sender is unknown.
+        number: a message's number for its direction, peer and tag; 0 for a collective, and while
+            the sender is unknown.
         code, instruction: the program location of the call.
-        stack: the callers of that location, if they are recorded.
+        stack: the callers of that location, if recorded.
     """
 
     sequence: int
@@ -172,7 +165,6 @@ class CallRecord(NamedTuple):
 
     @property
     def is_message(self) -> bool:
-        """Return whether the call is a send or a receive."""
         return self.call.tag is not None
 
     @property
@@ -202,17 +194,17 @@ class CallRecord(NamedTuple):
 
     @property
     def text(self) -> str:
-        """The call and its location: ``all_reduce((2,) float32, SUM) at train.py:8 in step``."""
+        """The call and location: ``all_reduce((2,) float32, SUM) at train.py:8 in step``."""
         return f"{self.called} at {self.where}"
 
     @property
     def called(self) -> str:
-        """The call in words, as in ``all_reduce((2,) float32, SUM) of the op_name``."""
+        """The call as in ``Call.text``, with all arguments."""
         return self.call.with_arguments([self.arguments])
 
     @property
     def heading(self) -> str:
-        """The call, its group, its location, and the number of a collective."""
+        """The call, its group, its location, and a collective's number."""
         if self.is_message:  # both sides of a message may count differently
             return f"{self.called} on {self.group.name} at {self.where}"
         return f"call {self.sequence} on {self.group.name}: {self.called} at {self.where}"
@@ -257,7 +249,7 @@ def get_call(
     is_uneven: bool = False,
     layouts: tuple[Any, ...] = (),
 ) -> Call:
-    """Return the ``Call`` with these fields on ``tensors``; equal calls are the same object."""
+    """Return the ``Call`` with these fields; equal calls are the same object."""
     data: Data = None
     if isinstance(tensors, torch.Tensor):
         data = tensors.shape, tensors.dtype
@@ -268,13 +260,13 @@ def get_call(
 
 
 def get_message(operation: str, tensor: torch.Tensor, peer: int | None, tag: int) -> Call:
-    """Return the ``Call`` of a send to or a receive from member ``peer`` (None: any)."""
+    """Return the ``Call`` of a message to or from member ``peer`` (None: any)."""
     data = tensor.shape, tensor.dtype
     return calls[operation, data, None, None, "", False, (), peer, tag]
 
 
 def is_list(data: Data) -> bool:
-    """Return whether ``data`` describes a list of tensors, not a single tensor or none."""
+    """Return whether ``data`` describes a list of tensors."""
     return data is not None and not (data and isinstance(data[0], torch.Size))
 
 
@@ -307,7 +299,7 @@ def _code(name: object) -> int:
 
 
 def likeness(note: CallRecord | None) -> str:
-    """Return the text of the ``expected`` field of a mismatch: the equal parts of all calls.
+    """Return the ``expected`` field of a mismatch: the equal parts of all calls.
 
     Args:
         note: the call of this rank; None if it has been overwritten.

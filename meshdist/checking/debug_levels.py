@@ -1,7 +1,7 @@
 """Control checks and logging: torch's debug level, and the level of the ``meshdist.*`` loggers.
 
-The debug level is torch's own, so that both libraries agree. The level of the logger ``meshdist``
-follows from it and from TORCH_CPP_LOG_LEVEL, as torch documents for its own messages:
+The debug level is torch's own. The level of the logger ``meshdist`` follows from it and from
+TORCH_CPP_LOG_LEVEL, as torch documents for its own messages:
 
     TORCH_CPP_LOG_LEVEL   debug level   logged
     FATAL                 any           critical
@@ -68,9 +68,9 @@ def get_debug_level() -> DebugLevel:
 def set_debug_level(arg0: DebugLevel) -> None:
     """Set the debug level of meshdist and of torch.distributed.
 
-    OFF is the default. INFO logs more, and ranks of an NCCL group compare their calls before they
-    are enqueued. With DETAIL, ranks of groups that span hosts also compare their calls before data
-    moves, and ``psum`` checks gradients in its backward. Set the same level on every rank.
+    OFF is the default. INFO logs more, and ranks of an NCCL group compare their calls before
+    enqueuing them. With DETAIL, ranks of groups that span hosts also compare their calls before
+    data moves, and ``psum`` checks gradients in its backward. Set the same level on every rank.
 
     Raises:
         KindError: ``arg0`` is not a DebugLevel.
@@ -105,7 +105,7 @@ def set_debug_level_from_env() -> None:
 
 
 def shows_stacks() -> bool:
-    """Return whether errors show the stack of each call, by TORCH_SHOW_CPP_STACKTRACES=1."""
+    """Return whether errors show each call's stack, by TORCH_SHOW_CPP_STACKTRACES=1."""
     return os.environ.get("TORCH_SHOW_CPP_STACKTRACES") == "1"
 
 
@@ -125,7 +125,7 @@ _last_resort.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s
 def _follow() -> None:
     """Set the level of the logger "meshdist" by TORCH_CPP_LOG_LEVEL and the debug level."""
     level: Any = _CPP_LEVELS.get(os.environ.get("TORCH_CPP_LOG_LEVEL", "").upper())
-    if level is None:  # unset, or unknown: torch complains about that by itself
+    if level is None:  # unset, or unknown, which torch reports
         return
     if level == logging.INFO:
         level = _INFO_LEVELS[get_debug_level()]

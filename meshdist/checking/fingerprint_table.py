@@ -1,11 +1,10 @@
 """Compare the calls of ranks on one host through fingerprint tables in shared memory.
 
-For each collective a rank writes one word to its table: the number of the call and a fingerprint
-of collective, dtype, count, op and root. Then it reads the words of the other ranks for this call.
-If two calls differ, the later rank detects it before it sends anything. No rank waits for another,
-so asynchronous calls still overlap. In uneven collectives, ranks also write the sizes that they
-send and receive, and compare them pair by pair. With a native core, sender and receiver compare
-messages in the order of their tags.
+For each collective a rank writes a word to its table: the call's number and a fingerprint of
+collective, dtype, count, op and root. Then it reads the other ranks' words for this call. If two
+calls differ, the later rank detects it before it sends anything. No rank waits for another, so
+asynchronous calls overlap. In uneven collectives, ranks also compare the sizes sent and received,
+pair by pair. With a native core, sender and receiver compare messages in tag order.
 
 A write is one aligned 64-bit store by the interpreter, long before the loads that follow it.
 
@@ -18,7 +17,7 @@ and its fingerprint. The word of call n has index n % 1024.
 
 Member 1 writes 300:9, reads 300:7 and detects the mismatch. Member 0 read "-" in call 300 and reads
 2:7, another number, in call 1026, so it compares neither. In every 256th call it looks 768 calls
-back: in 1024 it found 256:7, in 1280 it finds no 512:7 and waits. So it is at most 1023 ahead.
+back: in 1024 it found 256:7, in 1280 it finds no 512:7 and waits, so it is at most 1023 ahead.
 
     >>> from types import SimpleNamespace as Stand
     >>> size = 8 * FingerprintTable.num_words(2)
@@ -67,11 +66,9 @@ class FingerprintTable:
     """The fingerprints that a rank publishes and compares with other ranks on its host.
 
     Args:
-        words: the shared words of this process.
-        key: the key of this rank's region.
-        hosts: the host of each rank, as a number; ranks on other hosts are not compared.
-        member: the group rank of this rank.
-        regions: the words of the other ranks.
+        key: the key of this rank's region in ``words``.
+        hosts: each rank's host number; ranks on other hosts are not compared.
+        member: this rank's group rank.
         new_log: creates the native log of messages with another rank; without it, messages are not
             compared.
 
@@ -131,7 +128,7 @@ class FingerprintTable:
         return WINDOW + _UNEVEN_WINDOW * (1 + 2 * size) + size * _MESSAGE_WORDS + 1
 
     def for_core(self, words: Callable[..., Any], make: Callable[..., Any]) -> Any:
-        """Return a native object that runs ``enter`` once the words of all ranks are found.
+        """Return a native object that runs ``enter`` once all ranks' words are found.
 
         Args:
             words, make: the native classes of the words, and of that object.
@@ -148,7 +145,7 @@ class FingerprintTable:
         )
 
     def close(self) -> None:
-        """Free the words of this rank and stop comparing calls."""
+        """Free this rank's words and stop comparing calls."""
         with self._messages_lock:
             self._missing.clear()
             self._views.clear()
@@ -156,13 +153,13 @@ class FingerprintTable:
         self._release()
 
     def sees_all(self) -> bool:
-        """Return whether this process has found the words of all ranks."""
+        """Return whether this process has found all ranks' words."""
         if self._missing:
             self._find_missing()
         return self._sees_all and not self._missing
 
     def leave(self) -> None:
-        """Announce to the other ranks that this process exits normally."""
+        """Announce that this process exits normally."""
         self._mine[self._left_word] = 1
 
     def enter(
@@ -175,7 +172,7 @@ class FingerprintTable:
         """Write the fingerprint of call ``sequence``; return the ranks with another fingerprint.
 
         Args:
-            sequence: the number of the call, from 1.
+            sequence: the call's number, from 1.
             header: its fingerprint.
             sent, taken: the sizes sent to, and received from, each rank in an uneven collective.
         """
@@ -189,7 +186,7 @@ class FingerprintTable:
         return self._differing(sequence, word, sent, taken)
 
     def look_again(self, sequence: int) -> list[int] | None:
-        """Return the ranks whose call differs from this rank's, None while some are behind."""
+        """Return the ranks whose call differs, None while some have not called."""
         # Call it before the words of that call are overwritten.
         place = sequence % WINDOW
         word = self._mine[place]
@@ -226,7 +223,7 @@ class FingerprintTable:
         """Return a rank that still needs words that call ``sequence`` overwrites, or None.
 
         Args:
-            is_uneven: whether the collective is uneven; few of these calls are kept.
+            is_uneven: few of these calls are kept.
         """
         # Called before every uneven call, and before every ``CHECK_EVERY``-th other call. The call
         # has to wait while such a rank exists.
@@ -248,7 +245,6 @@ class FingerprintTable:
 
         Args:
             check: called regularly; it may raise to end the wait.
-            is_uneven: whether the collective is uneven; few of these calls are kept.
         """
         if self.find_behind(sequence, is_uneven) is None:  # the common case
             return None
@@ -273,7 +269,7 @@ class FingerprintTable:
         return found[0] if found else None
 
     def note(self, peer: int, tag: int, header: int, *, is_send: bool) -> int | None:
-        """Record the fingerprint of a message; return its number if the peer's differs."""
+        """Record a message's fingerprint; return its number if the peer's differs."""
         with self._messages_lock:
             if self._missing:
                 self._find_missing()
@@ -295,7 +291,7 @@ class FingerprintTable:
         return words[start : start + _MESSAGE_WORDS]
 
     def _find_messages_of(self, peer: int) -> memoryview | None:
-        """Return the words of a peer for its messages with this rank, if found."""
+        """Return a peer's words for its messages with this rank, if found."""
         view = dict(self._views).get(peer)
         return None if view is None else self.message_words(view, self._member)
 

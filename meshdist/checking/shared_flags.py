@@ -1,8 +1,7 @@
-"""Shared words: memory that one process writes and the other processes of its host can read.
+"""Share words of memory that one process writes and other processes of its host read.
 
-Writing and reading take no system call. The memory has no name in any file system: other processes
-open it through ``/proc/PID/fd``, which the system grants to the same user alone, and nothing is
-left behind when the process ends.
+Access takes no system call. The memory has no file name: processes of the same user open it through
+``/proc/PID/fd``, and it is freed when the process ends.
 """
 
 from __future__ import annotations
@@ -18,25 +17,24 @@ from typing import NamedTuple
 
 from ..runtime.deadlines import Deadline
 
-_TOTAL_BYTES = 1 << 28  # of address space: memory is taken by what is written alone
+_TOTAL_BYTES = 1 << 28  # of address space: only written pages use memory
 TOTAL_WORDS = _TOTAL_BYTES // 8
 _DIRECTORY_WORDS = 1 << 13
 _PAGE_WORDS = mmap.PAGESIZE // 8
 SILENT_S = 1.0
 _NAME = "meshdist-words"
-_LINK = f"/memfd:{_NAME}"  # how the system's list of open files shows it
-# Words of the directory; an entry is a key and where it lies.
+_LINK = f"/memfd:{_NAME}"  # its name in the system's list of open files
+# Words of the directory; an entry is a key and the position of its region.
 _NONCE, _COUNT, _IS_FULL, _ENTRIES = 0, 1, 2, 3
 _MOST_ENTRIES = (_DIRECTORY_WORDS - _ENTRIES) // 2
 
 
 class FlagsAddress(NamedTuple):
-    """The address at which other processes of the host find a process's shared words.
+    """The address at which other processes of the host find shared words.
 
     Args:
-        pid: the process.
-        file: its number for that memory.
-        nonce: a random number that stands at the beginning of the memory.
+        file: the process's descriptor of that memory.
+        nonce: a random number stored at its start.
     """
 
     pid: int
@@ -45,10 +43,10 @@ class FlagsAddress(NamedTuple):
 
 
 class SharedFlags:
-    """Regions of 64-bit words that this process shares, each under a key of its own.
+    """Regions of 64-bit words that this process shares, each under a key.
 
     Raises:
-        OSError: the system has no such memory.
+        OSError: the system does not support such memory.
     """
 
     def __init__(self) -> None:
@@ -71,7 +69,7 @@ class SharedFlags:
         """Return ``num_words`` or more new words, all zero, that others find under ``key``.
 
         Raises:
-            MemoryError: there is no room left.
+            MemoryError: the memory is full.
         """
         num_words = -(-num_words // _PAGE_WORDS) * _PAGE_WORDS
         with self._lock:
@@ -119,15 +117,15 @@ class _Slot:
 
 
 class SharedFlagsView:
-    """Another process's shared words, mapped to be read.
+    """Another process's shared words, mapped for reading.
 
     Raises:
-        OSError: it cannot be reached from here, or is not the process that was meant.
+        OSError: the memory is inaccessible, or belongs to a different process.
     """
 
     def __init__(self, address: FlagsAddress) -> None:
         self._path = path = f"/proc/{address.pid}/fd/{address.file}"
-        if not self._is_there():  # checked first: to open another file could have effects
+        if not self._is_there():  # checked first: opening another file could have effects
             raise OSError(f"{path} is no memory of meshdist")
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
@@ -140,10 +138,10 @@ class SharedFlagsView:
             raise OSError(f"{path} is the memory of another process")
 
     def is_kept(self) -> bool:
-        """Return whether the process lives, and has not closed its shared words."""
+        """Return whether the process is alive and has not closed its shared words."""
         try:
             return self._is_there()
-        except PermissionError:  # it lives, and has changed its user
+        except PermissionError:  # it is alive, and has changed its user
             return True
         except OSError:
             return False
@@ -152,7 +150,7 @@ class SharedFlagsView:
         return os.readlink(self._path).startswith(_LINK)
 
     def find(self, key: int, num_words: int) -> memoryview | None:
-        """Return the words under ``key``, or None while there are none."""
+        """Return the words under ``key``, or None while it does not exist."""
         entry = self._entry(key)
         if entry is None:
             return None
@@ -161,11 +159,10 @@ class SharedFlagsView:
         return words if len(words) == num_words and self._entry(key) == entry else None
 
     def is_full(self) -> bool:
-        """Return whether the process once had no room for a region, so that regions may lack."""
+        """Return whether the process failed to reserve a region, so regions may be missing."""
         return bool(self._words[_IS_FULL])
 
     def has(self, key: int) -> bool:
-        """Return whether there still is a region under ``key``."""
         return self._entry(key) is not None
 
     def _entry(self, key: int) -> int | None:
@@ -175,11 +172,11 @@ class SharedFlagsView:
 
 
 class Regions:
-    """The regions of a group's other members, found as soon as they are there.
+    """The regions of a group's other members, found as soon as they exist.
 
     Args:
-        find: a member's shared words (None where they cannot be reached), and the key of its region
-            there; None while they are not known yet.
+        find: returns a member's shared words (None if inaccessible) and region key; None while
+            unknown.
     """
 
     def __init__(self, find: Callable[[int], tuple[SharedFlagsView | None, int] | None]) -> None:
@@ -187,12 +184,12 @@ class Regions:
         self._found: dict[int, tuple[SharedFlagsView | None, int]] = {}
 
     def find(self, member: int, num_words: int) -> memoryview | None:
-        """Return ``num_words`` words of ``member``, or None while they cannot be found."""
+        """Return ``num_words`` words of ``member``, or None while not found."""
         view, key = self._look(member)
         return None if view is None else view.find(key, num_words)
 
     def reaches(self, member: int) -> bool:
-        """Return whether a region that ``member`` reserves will be found from here."""
+        """Return whether this process will find a region that ``member`` reserves."""
         view, _ = self._look(member)
         return view is not None and not view.is_full()
 
@@ -205,12 +202,12 @@ class Regions:
         return self._found[member]
 
     def is_current(self, member: int) -> bool:
-        """Return whether a member's shared words, once found, are still reserved for this group."""
+        """Return whether a member's words, once found, are still reserved for this group."""
         view, key = self._found.get(member, (None, 0))
         return view is not None and view.has(key)
 
     def is_alive(self, member: int) -> bool:
-        """Return whether a member's words were found, and its process can still write them."""
+        """Return whether a member's words were found, and its process can still write."""
         view, _ = self._found.get(member, (None, 0))
         return view is not None and view.is_kept() and self.is_current(member)
 
@@ -219,25 +216,25 @@ class Heartbeats:
     """Heartbeats that show a host's lowest live process, and the number it published last.
 
     Args:
-        mine: the words of this process; None where it has none.
-        regions: those of the ``num_lower`` lower processes.
+        mine: this process's words, or None.
+        regions: the regions of the ``num_lower`` lower processes.
     """
 
-    # Each counts its beats in words that it shares, and writes the number there that it tells:
+    # Each process counts its beats in shared words, next to the number that it publishes:
     #
-    #     rank 0   beat 812   tells 3
-    #     rank 1   beat 809   tells 3     reads the words of rank 0
-    #     rank 2   beat 811   tells 3     reads the words of rank 0
+    #     rank 0   beat 812   number 3
+    #     rank 1   beat 809   number 3     reads the words of rank 0
+    #     rank 2   beat 811   number 3     reads the words of rank 0
     #
-    # Where rank 0 ends its words are gone; where it is stopped, or gets no time, they show the same
-    # beat for a second, and rank 1 is the lowest until rank 0 beats again.
+    # If rank 0 ends, its words disappear. If it is stopped or starved, its beat stays equal for a
+    # second. Then rank 1 counts as the lowest until rank 0 beats again.
 
     def __init__(self, mine: memoryview | None, regions: Regions, num_lower: int) -> None:
         self._mine, self._regions = mine, regions
         self._beats = [(-1, Deadline(0.0))] * num_lower
 
     def beat(self, number: int) -> None:
-        """Count this process's heartbeat up, and publish ``number``, of the latest signal, too."""
+        """Increment this process's heartbeat and publish ``number``, the latest signal's."""
         if self._mine is not None:
             self._mine[0], self._mine[1] = self._mine[0] + 1, number
 
@@ -255,7 +252,7 @@ class Heartbeats:
 
 
 def make_shared_words() -> SharedFlags | None:
-    """Return new shared words for this process, or None where the system has none (no memfd)."""
+    """Return new shared words for this process, or None if the system has no memfd."""
     if not hasattr(os, "memfd_create") or not os.path.exists("/proc/self/fd"):
         return None
     try:
@@ -266,7 +263,7 @@ def make_shared_words() -> SharedFlags | None:
 
 @cache
 def words_of_process() -> SharedFlags | None:
-    """Return this process's shared words for torch's groups; None where it can have none."""
+    """Return this process's shared words for torch's groups, or None if not supported."""
     return make_shared_words()
 
 
@@ -274,7 +271,7 @@ os.register_at_fork(after_in_child=words_of_process.cache_clear)
 
 
 def find_view(address: FlagsAddress) -> SharedFlagsView | None:
-    """Return the shared words at ``address``, or None where they cannot be reached from here."""
+    """Return the shared words at ``address``, or None if inaccessible."""
     try:
         return SharedFlagsView(address)
     except OSError:

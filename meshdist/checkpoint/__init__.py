@@ -1,8 +1,8 @@
 """Save and load checkpoints that any mesh can load: safetensors files and a manifest.
 
 A checkpoint folder appears only when it is complete. ``save``, ``load`` and ``open`` take dicts of
-arrays. ``State`` collects the state of a training program, and a ``Checkpointer`` keeps its last
-few steps.
+arrays, ``State`` collects a training program's state, and ``Checkpointer`` keeps the last few
+steps.
 """
 
 from .checkpointer import Checkpointer

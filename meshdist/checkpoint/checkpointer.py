@@ -1,4 +1,4 @@
-"""Keep the last few checkpoints of a run in one folder: ``md.checkpoint.Checkpointer``."""
+"""Keep the last few checkpoints of a run in one folder."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Checkpointer:
     """Save steps as ``root/step-10``, keep the newest, and load the newest complete step.
 
     Args:
-        root: the folder of the run. Only one run may save there at a time.
+        root: the run's folder. Only one run may save there at a time.
         keep: the number of steps to keep; None keeps all.
-        mesh: the mesh of the participating ranks; None finds them at each call, as ``save`` does.
+        mesh: the participating ranks' mesh; None finds it at each call, as ``save`` does.
 
     Example:
         >>> import tempfile, torch, meshdist as md
@@ -57,13 +57,12 @@ class Checkpointer:
     def save(self, state: Any, step: int, wait: bool = True) -> PendingSave | None:
         """Save a state as ``step-<step>`` and remove steps older than the newest ``keep``.
 
-        Collective, as ``md.checkpoint.save``. The step that this object saved or loaded last is not
-        written again. If that step is still being saved, ``wait=True`` waits for it.
+        Collective, as ``md.checkpoint.save``. Does not rewrite the step that this object saved or
+        loaded last; ``wait=True`` waits if it is still being saved.
 
         Args:
-            wait: False returns a pending save, as ``md.checkpoint.save_async``. Until it is
-                complete, the newest ``keep`` steps before it stay; after that, one step more than
-                ``keep`` stays until the next save.
+            wait: False returns a pending save, as ``md.checkpoint.save_async``. The newest ``keep``
+                steps before it stay until the next save.
 
         Raises:
             CheckpointError: as ``save``; or another run saves under this root.
@@ -98,14 +97,14 @@ class Checkpointer:
     ) -> int | None:
         """Load the newest complete step into a state; return its number, or None if there is none.
 
-        Collective; for the other arguments see ``md.checkpoint.load``. Waits for a pending save,
-        and raises its failure once.
+        Collective; for other arguments see ``md.checkpoint.load``. Waits for a pending save, and
+        raises its failure once.
 
         Args:
             step: the step to load; None for the newest.
 
         Raises:
-            As ``md.checkpoint.load``; if there is no complete step, as a save of this state.
+            As ``md.checkpoint.load``; without a complete step, as a save of this state.
         """
         if not self._pending.has_failed:
             self._pending.wait()
@@ -122,22 +121,22 @@ class Checkpointer:
         return step
 
     def _check(self, state: Any, members: Members) -> None:
-        """Raise what a save of this state would raise, before the program trains."""
+        """Raise if this state cannot be saved, before the program trains."""
         tree, error = read_state(members.call, state, self._mesh)
         if error is not None:
             raise error
         entries_of(tree.arrays, members)
 
     def latest(self) -> int | None:
-        """Return the number of the newest complete step, or None; no communication."""
+        """Return the newest complete step's number, or None; no communication."""
         return max(files.find_steps(self._root), default=None)
 
     def steps(self) -> list[int]:
-        """Return the numbers of all complete steps, newest last; no communication."""
+        """Return all complete steps' numbers, newest last; no communication."""
         return sorted(files.find_steps(self._root))
 
     def _begin(self) -> None:
-        """Lock the root at the first save, and remove leftovers of earlier saves."""
+        """Lock the root at the first save, and remove earlier saves' leftovers."""
         if self._lock is None:
             self._lock = files.lock_folder(self._root)
             if self._lock is None:

@@ -1,11 +1,10 @@
 """Access files and folders of checkpoints, safely against crashes.
 
 A checkpoint NAME is written in the folder ``.NAME.<number>``, which is renamed once everything is
-on disk: a folder under its final name is complete. ``.NAME.<number>.lock`` is next to the folder.
-Each process that writes holds a shared lock on it until its part is on disk; the kernel drops the
-lock of a process that ends in any way. An unfinished folder that no process writes has no lock, and
-the next save removes it. Folders are renamed before they are removed, so that no incomplete folder
-keeps the final name.
+on disk, so a folder under its final name is complete. Each writing process holds a shared lock on
+``.NAME.<number>.lock``, next to the folder, until its part is on disk; the kernel drops the lock
+however the process ends. The next save removes unfinished folders without a lock. Folders are
+renamed before they are removed, so that no incomplete folder keeps the final name.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ _OFFSETS = "DCP_SHARDING_INFO"  # torch's key, so that its HuggingFaceStorageRea
 
 
 class UnfinishedFolder:
-    """The folder in which ranks write a checkpoint, locked by this rank, next to its final path.
+    """The locked folder in which ranks write a checkpoint, next to its final path.
 
     Args:
         path: the folder that another rank has created; "" creates it.
@@ -79,7 +78,7 @@ class UnfinishedFolder:
             raise
 
     def note(self, rank: int, record: Any) -> None:
-        """Write a JSON record of what ``rank`` wrote, for the rank that commits."""
+        """Write the JSON record of ``rank``'s part, for the rank that commits."""
         with open(self._note_of(rank), "w", encoding="utf-8") as file:
             file.write(json.dumps(record))
 
@@ -96,7 +95,7 @@ class UnfinishedFolder:
         return os.path.join(self.path, f"rank-{rank}.json")
 
     def commit(self, manifest: str) -> None:
-        """Write the manifest and rename the folder to its final path, safe against crashes."""
+        """Write the manifest and rename the folder, safe against crashes."""
         _sync(self.path)
         path = os.path.join(self.path, NAME)
         with open(path, "w", encoding="utf-8") as file:
@@ -117,12 +116,10 @@ class UnfinishedFolder:
             raise
 
     def unlock(self) -> None:
-        """Drop this rank's lock; remove the lock file if the folder is gone."""
         _unlock(self.path, self._lock)
 
 
 def check_is_free(path: str) -> None:
-    """Raise CheckpointError if a file or folder exists at ``path``."""
     if os.path.lexists(path):
         raise CheckpointError(
             "cannot save a checkpoint because the path exists",
@@ -134,7 +131,7 @@ def check_is_free(path: str) -> None:
 
 
 def remove_leftovers(parent: str) -> None:
-    """Remove unfinished folders of ended processes in ``parent``, if possible."""
+    """Remove ended processes' unfinished folders in ``parent``, if possible."""
     for entry in sorted(os.listdir(parent)) if os.path.isdir(parent) else ():
         path = os.path.join(parent, entry.removesuffix(".lock"))
         if entry.endswith(".lock") and _UNFINISHED.fullmatch(os.path.basename(path)):
@@ -146,7 +143,7 @@ def remove_leftovers(parent: str) -> None:
 
 
 def remove_checkpoint(path: str) -> None:
-    """Remove a checkpoint; if this process ends midway, the next save removes the rest."""
+    """Remove a checkpoint; after a crash, the next save removes the rest."""
     parent, name = os.path.split(path)
     hidden, lock = _new_hidden_path(parent, name)
     try:
@@ -164,11 +161,11 @@ def write_arrays(
     *,
     sums_beside: bool,
 ) -> tuple[int, dict[str, int]]:
-    """Write arrays on the CPU to a file on disk; return its size and the arrays' CRC-32s.
+    """Write CPU arrays to a file on disk; return its size and the arrays' CRC-32s.
 
     Args:
-        offsets: the start of each array in the global array of its name.
-        sums_beside: whether to compute the checksums on a thread during the write.
+        offsets: each array's start in its global array.
+        sums_beside: whether to compute checksums on a thread during the write.
     """
     told = {name: {"saved_offsets": list(offsets[name])} for name in arrays}
     metadata = {"format": "pt", "DCP_VERSION": "1.0", _OFFSETS: json.dumps(told)}
@@ -191,7 +188,7 @@ def crc32(array: torch.Tensor) -> int:
 
 
 class OpenFiles:
-    """The opened safetensors files of a checkpoint, by name."""
+    """The opened safetensors files of a checkpoint."""
 
     def __init__(self, folder: str) -> None:
         self._folder = folder
@@ -199,7 +196,7 @@ class OpenFiles:
         self._offsets: dict[str, dict[str, tuple[int, ...]]] = {}
 
     def get(self, file: str) -> Any:
-        """Return the file, opened at first use; raise CheckpointError if it is damaged."""
+        """Return the file, opened at first use; raise CheckpointError if damaged."""
         found = self._open.get(file)
         if found is None:
             try:
@@ -248,7 +245,7 @@ def find_files(path: str) -> tuple[str, dict[str, int], str | None]:
     """Return (folder, {file: bytes}, manifest's text or None) of a folder or safetensors file.
 
     Raises:
-        CheckpointError: there is neither such a file nor a manifest.
+        CheckpointError: neither such a file nor a manifest exists.
     """
     if os.path.isfile(path) and path.endswith(SUFFIX):
         folder, file = os.path.split(path)
@@ -279,7 +276,7 @@ def find_files(path: str) -> tuple[str, dict[str, int], str | None]:
 
 
 def check_manifest(folder: str, manifest: Manifest) -> None:
-    """Raise CheckpointError unless the manifest file seen by this rank ends like ``manifest``."""
+    """Raise CheckpointError unless this rank sees the same manifest file."""
     wanted = manifest.ending.encode()
     if not wanted:
         return
@@ -296,7 +293,7 @@ def check_manifest(folder: str, manifest: Manifest) -> None:
 
 
 def find_steps(root: str) -> Iterator[int]:
-    """Yield the numbers of complete checkpoints "step-<number>" in a folder."""
+    """Yield the numbers of complete checkpoints "step-<number>"."""
     for name in os.listdir(root) if os.path.isdir(root) else ():
         match = re.fullmatch(r"step-(0|[1-9]\d*)", name)
         if match and os.path.isfile(os.path.join(root, name, NAME)):
@@ -304,13 +301,12 @@ def find_steps(root: str) -> Iterator[int]:
 
 
 def lock_folder(path: str) -> int | None:
-    """Create a folder and lock it; return the lock's file descriptor, None if already locked."""
+    """Create and lock a folder; return the lock's descriptor, None if already locked."""
     _make_folders(path)
     return _lock_file(os.path.join(path, ".lock"), os.O_CREAT)
 
 
 def _found_text(path: str) -> str:
-    """Return a text that describes what exists at ``path`` instead of a checkpoint."""
     if os.path.isdir(path):
         return "a folder without these files"
     return "another file" if os.path.lexists(path) else "nothing"
@@ -337,7 +333,7 @@ def _sync(path: str) -> None:
 
 
 def _new_hidden_path(parent: str, name: str) -> tuple[str, int]:
-    """Return a new hidden path in ``parent``, and the descriptor of its lock."""
+    """Return a new hidden path in ``parent``, and its lock's descriptor."""
     while True:
         path = os.path.join(parent, f".{name}.{secrets.token_hex(8)}")
         lock = _lock_file(f"{path}.lock", os.O_CREAT | os.O_EXCL, shared=True)
@@ -346,7 +342,7 @@ def _new_hidden_path(parent: str, name: str) -> tuple[str, int]:
 
 
 def _unlock(path: str, lock: int | None) -> None:
-    """Close a lock, and remove its file if the folder ``path`` is gone."""
+    """Close a lock, and remove its file if its folder is gone."""
     if not os.path.lexists(path):
         with suppress(OSError):
             os.unlink(f"{path}.lock")
@@ -354,7 +350,7 @@ def _unlock(path: str, lock: int | None) -> None:
 
 
 def _lock_file(path: str, flags: int = 0, *, shared: bool = False) -> int | None:
-    """Open with ``flags`` and lock; return the descriptor, None if another process has the lock."""
+    """Open and lock a file; return the descriptor, None if another process locked it."""
     # On a file system without locks, return a file that may be new; leftovers count as locked.
     opened = os.open(path, os.O_RDWR | flags, 0o666)
     try:
@@ -379,7 +375,7 @@ def close_lock(lock: int | None) -> None:
 
 
 def _close_copies() -> None:
-    """Close a forked child's copies of its parent's lock descriptors."""
+    """Close a forked child's copies of lock descriptors."""
     while _locks:
         os.close(_locks.pop())
 

@@ -1,10 +1,10 @@
 """Load a checkpoint so that each byte is read from disk once: ``md.checkpoint.load``.
 
-1. The first rank reads the manifest, or file headers if there is no manifest, and broadcasts it.
-2. All ranks check names, shapes, dtypes and files; nothing has changed yet if they differ.
-3. Arrays are loaded in batches: each rank reads its target's part. Processes of one host copy it
-   from memory-mapped files, whose pages they share. Between hosts, parts shared by replicas are
-   split further, and a reshard plan combines them. Small arrays are sent in one message.
+1. The first rank reads the manifest, or else file headers, and broadcasts it.
+2. All ranks check names, shapes, dtypes and files before they change anything.
+3. Each rank reads its target's part, in batches. Processes of one host copy it from shared
+   memory-mapped files. Between hosts, ranks split parts shared by replicas further, and a reshard
+   plan combines them. Small arrays are sent in one message.
 """
 
 from __future__ import annotations
@@ -58,31 +58,30 @@ def load(
 ) -> S:
     """Load a checkpoint into the arrays and leaves of a state; return the state.
 
-    Collective as ``save``. The mesh, the number of ranks and the specs may differ from those of the
-    save. Arrays are filled in place; leaves are replaced. It also reads files of torch's
-    HuggingFaceStorageWriter and of Hugging Face, and single safetensors files. It waits for a
-    running save and raises its failure, as the next save does.
+    Collective as ``save``. The mesh, the number of ranks and the specs may differ from the
+    checkpoint's. Arrays are filled in place; leaves are replaced. Also reads files of torch's
+    HuggingFaceStorageWriter and of Hugging Face, and single safetensors files. Like the next save,
+    waits for a running save and raises its failure.
 
     Args:
-        state: as for ``save``; it determines the loaded names and the sharding of each array.
-        path: the folder of a checkpoint, or a file.
+        state: as for ``save``; it determines the loaded names and each array's sharding.
+        path: a checkpoint's folder, or a file.
         mesh: as for ``save``.
-        only: a name pattern, ``"model.*"``, or several; other names are not loaded.
+        only: a name pattern such as ``"model.*"``, or several; other names are not loaded.
         missing: "error", or "keep" to leave names unchanged that the checkpoint lacks.
-        verify: whether to compare all checksums first; each rank compares a share of them.
+        verify: whether to compare all checksums first; each rank compares a share.
 
     Returns:
         ``state``.
 
-    Cost: each byte is read from disk once per host, as long as memory caches it for the host's
-        other ranks. If replicas span hosts, each byte is read once: ranks gather global arrays and
-        receive (p - 1) / p of their bytes. Small arrays, of less than 64 KiB, are summed in
-        batches.
+    Cost: each byte is read from disk once per host, if memory caches it for the host's other ranks.
+        If replicas span hosts, each byte is read once: ranks gather global arrays and receive
+        (p-1)/p of their bytes. Arrays of less than 64 KiB are summed in batches.
 
     Raises:
-        CheckpointError: the path has no checkpoint, or it is damaged; it lacks names; it has
-            different values of tied arrays; or the disk fails: then the state is undefined, as if
-            an object's ``load_state_dict`` raised.
+        CheckpointError: the path has no checkpoint, or it is damaged, lacks names, or has different
+            values of tied arrays; or the disk fails: then the state is undefined, as if an object's
+            ``load_state_dict`` raised.
         ShapeError: an array has another shape in the checkpoint.
         DtypeError: an array has another dtype in the checkpoint.
         MismatchError: ranks' arguments differ.
@@ -135,7 +134,7 @@ def load(
 
 
 class _ArrayReader:
-    """Loads a state's arrays from the files of a checkpoint."""
+    """Loads a state's arrays."""
 
     def __init__(
         self, members: Members, source: OpenArrays, entries: dict[str, StateArray]
@@ -157,7 +156,7 @@ class _ArrayReader:
         """The boxes that this rank reads."""
 
     def _find_shared(self) -> dict[str, NamedSharding]:
-        """Return, by name, shardings that split the reading of large arrays among replicas."""
+        """Return, by name, shardings that split reading large arrays among replicas."""
         # Simulated ranks read like ranks on several hosts, so that one process tests their plans.
         world, ranks = self._members.world, tuple(self._members.ranks)
         if world is None or not (world.is_simulated or world.spans_hosts(ranks)):
@@ -210,7 +209,7 @@ class _ArrayReader:
             self._check_tied(names)
 
     def _check_tied(self, names: Sequence[str]) -> None:
-        """Raise if arrays with overlapping memory cannot all have the checkpoint's values."""
+        """Raise if arrays that share memory cannot all have the checkpoint's values."""
         tensors = [self._entries[name].tensor for name in names]
         arrays = self._source.manifest.arrays
         sums = [[(piece.box, piece.crc32) for piece in arrays[name].pieces] for name in names]
@@ -238,7 +237,7 @@ class _ArrayReader:
             )
 
     def verify(self) -> None:
-        """Raise if bytes do not match their checksum; each rank reads its share of the pieces."""
+        """Raise if bytes mismatch their checksum; each rank reads its share of the pieces."""
         arrays = self._source.manifest.arrays
         found = [(piece, name) for name, array in arrays.items() for piece in array.pieces]
         found.sort(key=lambda each: (each[0].file, each[1]))
@@ -257,14 +256,14 @@ class _ArrayReader:
             self._source.verify(piece, name)
 
     def load(self) -> None:
-        """Fill all arrays of the state from the files; collective."""
+        """Fill the state's arrays; collective."""
         for batch in _batches(self._small):
             self._load_small(batch)
         for batch in _batches(self._large):
             self._load_large(batch)
 
     def _load_small(self, batch: dict[str, StateArray]) -> None:
-        """Fill small arrays: each rank reads some, and an all-reduce shares them; collective."""
+        """Read some arrays on each rank, and share them by an all-reduce; collective."""
         places, total = {}, 0
         for name, entry in batch.items():
             places[name] = total
@@ -291,7 +290,7 @@ class _ArrayReader:
             entry.tensor.copy_(part(name, line)[index])
 
     def _load_large(self, batch: dict[str, StateArray]) -> None:
-        """Fill large arrays: each rank reads its part, or a share that is sent on; collective."""
+        """Read this rank's part, or a share that is sent on; collective."""
         shares: dict[str, torch.Tensor] = {}
 
         def read() -> None:
@@ -310,7 +309,7 @@ class _ArrayReader:
             entry.tensor.copy_(part)
 
     def _all_read(self, read: Any) -> None:
-        """Run ``read`` on all ranks; raise on all if it fails on any; collective."""
+        """Run ``read`` on all ranks; raise on all if any fails; collective."""
         call = self._members.call
 
         def read_here() -> None:
@@ -328,7 +327,7 @@ class _ArrayReader:
 
 
 def _end(x: torch.Tensor) -> int:
-    """Return the address after the last element of ``x``, which must not be empty."""
+    """Return the address after the last element of a nonempty tensor."""
     last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
     return x.data_ptr() + (last + 1) * x.dtype.itemsize
 
@@ -338,7 +337,7 @@ def _bits(x: torch.Tensor) -> torch.Tensor:
 
 
 def _sharing_memory(entries: Mapping[str, StateArray]) -> Iterator[list[str]]:
-    """Yield the names of arrays whose memory overlaps on this rank."""
+    """Yield names of arrays whose memory overlaps on this rank."""
     tensors = {name: x.tensor for name, x in entries.items() if x.tensor.numel()}
     names = sorted(tensors, key=lambda name: (str(tensors[name].device), tensors[name].data_ptr()))
     found, device, end = list[str](), None, 0
@@ -369,7 +368,7 @@ def _batches(entries: Mapping[str, StateArray]) -> Iterator[dict[str, StateArray
 
 
 def _select(tree: Tree, only: str | Sequence[str] | None, call: str) -> None:
-    """Remove from ``tree`` names that no pattern of ``only`` matches; raise for bad patterns."""
+    """Remove names that match no pattern; raise for bad patterns."""
     if only is None:
         return
     patterns = [only] if isinstance(only, str) else only
@@ -397,7 +396,7 @@ def _select(tree: Tree, only: str | Sequence[str] | None, call: str) -> None:
 
 
 def _leave_rows_of_others(tree: Tree, manifest: Manifest, members: Members) -> None:
-    """Remove per-rank arrays from ``tree`` that another mesh, or number of ranks, saved."""
+    """Remove per-rank arrays that another mesh or number of ranks saved."""
     here = None if members.mesh is None else axes_told(members.mesh)
     there = manifest.leaves.get("rng.mesh")
     is_other = None not in (here, there) and here != there
@@ -408,7 +407,7 @@ def _leave_rows_of_others(tree: Tree, manifest: Manifest, members: Members) -> N
 
 
 def _values_of(tree: Tree, manifest: Manifest, folder: str, call: str) -> dict[str, Any]:
-    """Return the saved values of a state's leaves; raise if a NumPy number overflows."""
+    """Return the saved values of leaves; raise if a NumPy number overflows."""
     values = {}
     for name, leaf in tree.leaves.items():
         value = manifest.leaves[name]
@@ -426,7 +425,7 @@ def _values_of(tree: Tree, manifest: Manifest, folder: str, call: str) -> dict[s
 
 
 def _match(tree: Tree, manifest: Manifest, missing: str, folder: str, call: str) -> None:
-    """Raise if the checkpoint lacks names of ``tree``; with missing="keep", remove them from it."""
+    """Raise if the checkpoint lacks names; with missing="keep", remove them from ``tree``."""
     if missing not in ("error", "keep"):
         raise ArgumentError(
             f"{call}: missing={missing!r} is not supported",

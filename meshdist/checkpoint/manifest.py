@@ -1,7 +1,7 @@
 """Parse, check and write manifests, which list a checkpoint's arrays, leaves and files.
 
-``manifest.json`` is the last file that a save writes. It may come from an untrusted source, so it
-is fully checked before use: an array's pieces must cover it exactly.
+A save writes ``manifest.json`` last. The file may be untrusted, so it is fully checked before use:
+an array's pieces must cover it exactly.
 
     {"format": "meshdist", "version": 1,
      "leaves": {"step": 5}, "tree": {"step": 0, "model": {"up.weight": 1}},
@@ -10,7 +10,7 @@ is fully checked before use: an array's pieces must cover it exactly.
          {"offsets": [0, 0], "shape": [4, 6], "crc32": 1234}}}},
      "crc32": 5678}
 
-The last number is the CRC-32 of the text before it, since leaves are stored nowhere else.
+The last number is the CRC-32 of the text before it, which alone has the leaves.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ FingerprintFacts = tuple[str, tuple[int, ...], tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Piece:
-    """A part (``box``) of an array in a file, under the array's name, and its checksum."""
+    """A part (``box``) of an array in a file, and its checksum."""
 
     file: str
     box: Box
@@ -63,7 +63,7 @@ class Piece:
 
 @dataclass
 class SavedArray:
-    """An array of a checkpoint: its dtype's name, its shape, and its pieces."""
+    """An array of a checkpoint: its dtype's name, shape, and pieces."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -71,7 +71,6 @@ class SavedArray:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """The array's torch dtype."""
         return DTYPES_IN_FILES[self.dtype].dtype
 
 
@@ -80,10 +79,9 @@ class Manifest:
     """The contents of a checkpoint.
 
     Args:
-        arrays: by name.
-        leaves: all values that are not arrays, by name, as JSON.
+        leaves: all values that are not arrays, as JSON.
         file_bytes: the size of each file.
-        ending: the end of the manifest's text, with the checksum; "" if built from file headers.
+        ending: the end of the text, with the checksum; "" if built from file headers.
     """
 
     arrays: dict[str, SavedArray]
@@ -93,7 +91,7 @@ class Manifest:
 
     @classmethod
     def from_json(cls, text: str, where: str) -> Manifest:
-        """Return the manifest in a JSON text of path ``where``; raise if it is damaged."""
+        """Return the manifest in a JSON text of path ``where``; raise if damaged."""
         try:
             found = json.loads(text, object_pairs_hook=_without_twins)
             if found["format"] != _FORMAT or found["version"] != _VERSION:
@@ -155,7 +153,6 @@ class Manifest:
 
     @property
     def names(self) -> list[str]:
-        """The names of arrays, then those of leaves."""
         return [*self.arrays, *self.leaves]
 
 
@@ -165,13 +162,10 @@ def manifest_text(
     arrays: Mapping[str, tuple[str, tuple[int, ...]]],
     files: Mapping[str, Any],
 ) -> str:
-    """Return the text of a manifest, which ``Manifest.from_json`` reads.
+    """Return a manifest's text, which ``Manifest.from_json`` reads.
 
     Args:
-        leaves: all values that are not arrays, by name, as JSON values.
         tree: nested dicts by the keys that form names; a leaf is 0, an array 1.
-        arrays: dtype and shape by name.
-        files: by name, as in the text.
     """
     found = {
         "format": _FORMAT,
@@ -188,7 +182,7 @@ def manifest_text(
 
 
 def sizes_in(given: Any) -> tuple[int, ...]:
-    """Return a JSON list as a tuple of sizes; raise ValueError if it is not a list of sizes."""
+    """Return a JSON list as a tuple of sizes; raise ValueError for other values."""
     if not isinstance(given, list) or {*map(type, given)} - {int}:
         raise ValueError(f"{given!r} is not a list of integers")
     if given and not 0 <= min(given) <= max(max(given), math.prod(given)) < _MOST:
@@ -230,7 +224,7 @@ def is_plain(value: Any, levels: int = MOST_LEVELS) -> bool:
 
 
 def damaged(where: str, found: str) -> CheckpointError:
-    """Return the error of a checkpoint whose files contradict each other or themselves."""
+    """Return the error of files that contradict each other or themselves."""
     return CheckpointError(
         "the checkpoint is damaged, or was not written by md.checkpoint.save",
         where=where,
@@ -241,7 +235,6 @@ def damaged(where: str, found: str) -> CheckpointError:
 
 
 def _shortened(text: str) -> str:
-    """Return ``text``, truncated for messages."""
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 

@@ -39,8 +39,8 @@ class Members:
         if mesh is not None:
             coordinate_in(mesh, call)
         if find_world() is not None or find_unjoined_place() is not None:
-            # A mesh of all ranks may come from the arrays, which a failing rank may lack. So use
-            # the group of all ranks, which that rank also uses.
+            # The arrays may define a mesh of all ranks, but a failing rank may lack the arrays and
+            # uses the group of all ranks. Use this group here, too.
             self.group = resolve_group(None)
             if mesh is not None and set(mesh.layout.ranks().flat) != set(self.group.ranks):
                 self.group = mesh.open_group()
@@ -51,7 +51,6 @@ class Members:
 
     @property
     def world(self) -> World | None:
-        """The participants' world, None for a process without a world."""
         return None if self.group is None else self.group.world
 
     def any_mesh(self) -> DeviceMesh | None:
@@ -62,17 +61,17 @@ class Members:
         return self.mesh
 
     def all_do(self, step: Callable[[], Any]) -> Any:
-        """Return ``step()`` of this rank; raise on all ranks what any raises; collective."""
+        """Return ``step()`` of this rank; raise on all ranks if any raises; collective."""
         return self.all_agree(lambda: (step(), {}, {}))
 
     def all_agree(
         self, read: Callable[[], tuple[Any, Mapping[str, str], Mapping[str, torch.Tensor]]]
     ) -> Any:
-        """Return what ``read`` returns on this rank; raise on all ranks what it raises on any.
+        """Return the value of ``read()`` on this rank; raise on all ranks if any raises.
 
         Args:
-            read: returns a value, and texts and tensors by label; raises MismatchError if these are
-                not equal on all ranks.
+            read: returns a value, and texts and tensors by label; raises MismatchError if these
+                differ between ranks.
         """
         found: Any = (None, {"error": f"on rank {self.rank}"}, {})  # different from all other ranks
         error: Exception | None = None
@@ -103,7 +102,7 @@ class Members:
         )
 
     def first_does(self, step: Callable[[], Any]) -> Any:
-        """Return the first rank's ``step()`` on all ranks; raise its error on all; collective."""
+        """Return the first rank's ``step()``, or raise its error, on all ranks; collective."""
         box: list[Any] = [None]
         if self.is_first:
             try:
@@ -138,7 +137,7 @@ def errors_as_ours(call: str) -> Iterator[None]:
 
 
 def as_ours(error: Exception, call: str) -> Exception:
-    """Return a file error as a CheckpointError, any other error unchanged."""
+    """Return a file error as a CheckpointError, others unchanged."""
     if isinstance(error, MeshdistError) or not isinstance(error, FAILURES):
         return error
     path = getattr(error, "filename", None)
@@ -164,7 +163,7 @@ def told_error(error: Exception, call: str) -> dict[str, Any]:
 def told_again(
     failures: Sequence[tuple[int, dict[str, Any]]], ranks: Sequence[int]
 ) -> MeshdistError:
-    """Return the first error of ``failures``, (rank, error) pairs, with the ranks that had it."""
+    """Return the first error of (rank, error) pairs, with its ranks."""
     _, told = failures[0]
     fields = dict(told["fields"])
     if len(ranks) > 1:

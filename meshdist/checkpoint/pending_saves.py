@@ -1,6 +1,6 @@
 """Save in the background: the program continues once its values are copied to host memory.
 
-A thread on each rank writes its part. The next save, a load, or the end of the world waits for it.
+Each rank's thread writes its part. The next save, a load, or the end of the world waits for it.
 """
 
 from __future__ import annotations
@@ -85,13 +85,13 @@ class Staging:
         self._pending: PendingSave | None = None
 
     def settle(self) -> None:
-        """Wait for this rank's part of the last save; raise its error unless ``wait`` has."""
+        """Settle the last save, if any."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.settle()
 
     def start(self, job: SaveJob) -> PendingSave:
-        """Copy this rank's arrays, and return a save that runs in a thread."""
+        """Copy this rank's arrays, and start a save in a thread."""
         try:
             job.pieces = self._slot = _host_copies(job.views(), self._slot)
         except Exception as error:  # for example, out of memory: all ranks raise it later
@@ -103,7 +103,7 @@ class Staging:
 def _host_copies(
     views: dict[str, torch.Tensor], slot: dict[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Return copies of ``views`` on the host, in the memory of ``slot`` if it fits."""
+    """Return host copies of ``views``, in the memory of ``slot`` if it fits."""
     copies, streams = {}, []
     for name, view in views.items():
         kept = slot.get(name)
@@ -125,7 +125,7 @@ def _host_copies(
 
 
 def staging_of(world: World | None) -> Staging:
-    """Return the asynchronous saves of ``world``; those of this process for None."""
+    """Return the asynchronous saves of ``world``, or of this process."""
     if world is None:
         return _staging_alone()
     if world.saves is None:

@@ -1,9 +1,8 @@
 """Assign parts of arrays to ranks for saving, and check that pieces cover an array.
 
-Replicas share the work. Their arrays, in sequence, form a line of bytes, which the replicas
-split evenly. Splits are between rows of an array's longest dimension, and a small array is never
-split. So each byte is saved once, replicas differ by at most one row, and most arrays have one
-piece per shard.
+Replicas share the work: they evenly split the bytes of their arrays, in sequence. Splits are
+between rows of an array's longest dimension, and never inside a small array. So each byte is saved
+once, replicas differ by at most one row, and most arrays need a single piece per shard.
 
 Worked example: two replicas save w of 6 rows, 60 bytes, and b of 20 bytes, which is small.
 
@@ -34,7 +33,7 @@ SMALL = 64 << 10
 
 
 class Holding(NamedTuple):
-    """The part of an array that this rank has, and the replicas that hold the same part.
+    """The part of an array that this rank has, and its replicas.
 
     Args:
         replicas: a key, equal for arrays with the same replicas.
@@ -51,7 +50,7 @@ class Holding(NamedTuple):
 def holding_of(
     sharding: NamedSharding, shape: tuple[int, ...], itemsize: int, rank: int
 ) -> Holding:
-    """Return what ``rank`` holds of an array with this sharding, and its replicas."""
+    """Return the part of an array that ``rank`` holds, and its replicas."""
     free = sharding.placement(shape).free_axes
     count = math.prod(sharding.layout.sizes[axis] for axis in free)
     replicas = sharding.layout, free
@@ -59,7 +58,7 @@ def holding_of(
 
 
 def parts_of(holdings: Mapping[str, Holding]) -> dict[str, Box]:
-    """Return, by array, the box that this rank saves; no entry if other replicas save it."""
+    """Return, by array, the box that this rank saves, unless other replicas save it."""
     alike: dict[Hashable, dict[str, Holding]] = {}
     for name, holding in holdings.items():
         alike.setdefault((holding.replicas, holding.num_replicas), {})[name] = holding
@@ -80,8 +79,8 @@ def own_parts(
     """Return the part of each box that a replica saves; None if other replicas save all of it.
 
     Args:
-        boxes: the boxes that all replicas hold, each with the size of an element in bytes.
-        small: a box of fewer bytes is saved by a single replica.
+        boxes: the boxes of all replicas, each with an element's size in bytes.
+        small: a single replica saves a box of fewer bytes.
     """
     sizes = [volume(box) * itemsize for box, itemsize in boxes]
     total = sum(sizes)
@@ -109,12 +108,11 @@ def own_parts(
 
 
 def whole_box(shape: Sequence[int]) -> Box:
-    """Return the box of a global array."""
     return tuple([(0, size) for size in shape])
 
 
 def intersect(first: Box, second: Box) -> Box | None:
-    """Return the elements that two boxes have in common, None if none.
+    """Return the common elements of two boxes, None if none.
 
     Example:
         >>> intersect(((0, 4), (0, 2)), ((3, 6), (1, 2))), intersect(((0, 4),), ((4, 6),))
@@ -130,7 +128,7 @@ def intersect(first: Box, second: Box) -> Box | None:
 
 
 def within(box: Box, outer: Box) -> Box:
-    """Return ``box``, inside ``outer``, relative to the start of ``outer``.
+    """Return ``box`` relative to the start of ``outer``, which contains it.
 
     Example:
         >>> within(((3, 4), (1, 2)), ((2, 6), (1, 2)))
@@ -142,7 +140,7 @@ def within(box: Box, outer: Box) -> Box:
 
 
 def find_fault(shape: Sequence[int], boxes: Iterable[Box]) -> str:
-    """Return why boxes do not cover an array of this shape exactly, or "".
+    """Return why boxes do not cover an array exactly, or "".
 
     Example:
         >>> find_fault((4,), [((0, 2),), ((2, 4),)]), find_fault((4,), [((0, 2),), ((1, 3),)])
@@ -160,7 +158,7 @@ def find_fault(shape: Sequence[int], boxes: Iterable[Box]) -> str:
     # into columns by 1,000 ranks would have all open along its rows: 500,000 pairs to compare.
     dims = range(len(shape))
     cut = max(dims, key=lambda dim: len({box[dim] for box in found}), default=0)
-    open_boxes: list[Box] = []  # those that extend past the start of the next
+    open_boxes: list[Box] = []  # boxes that extend past the start of the next
     for box in sorted(found, key=lambda box: box[cut:]):
         open_boxes = [other for other in open_boxes if not box or other[cut][1] > box[cut][0]]
         for other in open_boxes:

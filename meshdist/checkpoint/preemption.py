@@ -1,4 +1,4 @@
-"""Detect preemption and restarts of a job: ``md.preempted`` and ``md.restart_count``."""
+"""Detect preemption and restarts of a job."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ _received: list[int] = []
 def preempted() -> bool:
     """Return whether a signal asked this job to stop; equal on all ranks at each call.
 
-    After its first call, SIGTERM and SIGUSR1 no longer terminate the process. They are recorded, on
-    any rank, and previous handlers are called. Call it on every rank once per step; when it returns
+    After its first call, SIGTERM and SIGUSR1 no longer terminate the process: they are recorded, on
+    any rank, and previous handlers are called. Call it on every rank once per step; if it returns
     True, save and leave the loop.
 
     Cost: an all-reduce of 4 bytes over all ranks; on NCCL the host waits for the device.

@@ -25,7 +25,7 @@ __all__ = ["Checkpoint"]
 
 
 def read_manifest(path: str) -> tuple[str, Manifest]:
-    """Return a checkpoint's folder and manifest, built from file headers if it has none."""
+    """Return a checkpoint's folder and manifest, if necessary built from file headers."""
     folder, sizes, text = files.find_files(path)
     if text is None:
         opened = files.OpenFiles(folder)
@@ -40,19 +40,19 @@ def read_manifest(path: str) -> tuple[str, Manifest]:
 
 
 class OpenArrays:
-    """The arrays of a checkpoint opened for reading, block by block."""
+    """The arrays of a checkpoint opened for reading."""
 
     def __init__(self, folder: str, manifest: Manifest) -> None:
         self.folder, self.manifest = folder, manifest
         self._files = files.OpenFiles(folder)
 
     def check(self, name: str, box: Box) -> None:
-        """Raise CheckpointError unless the files have the pieces in ``box`` of the manifest."""
+        """Raise CheckpointError unless the files have the manifest's pieces in ``box``."""
         for piece, _ in self._pieces_in(name, box):
             self._files.check(piece, name, self.manifest.arrays[name].dtype)
 
     def fill(self, target: torch.Tensor, name: str, box: Box) -> None:
-        """Copy the part ``box`` of array ``name`` to ``target``, a tensor of the box's shape."""
+        """Copy the part ``box`` of an array to ``target``, which has its shape."""
         for piece, common in self._pieces_in(name, box):
             found = self._files.get(piece.file).get_tensor(name)
             part = found[index_of(within(common, piece.box))]
@@ -68,12 +68,12 @@ class OpenArrays:
         return part
 
     def verify(self, piece: Piece, name: str) -> None:
-        """Raise CheckpointError if a piece's bytes do not match the manifest's checksum."""
+        """Raise CheckpointError if a piece's bytes mismatch its checksum."""
         if files.crc32(self._files.get(piece.file).get_tensor(name)) != piece.crc32:
             raise damaged(self.folder, f"{piece.file}: the bytes of {name} have changed")
 
     def _pieces_in(self, name: str, box: Box) -> Iterator[tuple[Piece, Box]]:
-        """Yield each piece with elements in ``box``, and the box of these elements."""
+        """Yield each piece with elements in ``box``, and these elements' box."""
         for piece in self.manifest.arrays[name].pieces:
             common = intersect(piece.box, box)
             if common is not None:
@@ -91,7 +91,6 @@ class Checkpoint:
 
     @property
     def names(self) -> list[str]:
-        """The names of the arrays."""
         return list(self._manifest.arrays)
 
     @property
@@ -100,11 +99,9 @@ class Checkpoint:
         return dict(self._manifest.leaves)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of an array."""
         return self._array(name).shape
 
     def dtype(self, name: str) -> torch.dtype:
-        """Return the dtype of an array."""
         return self._array(name).torch_dtype
 
     def read(
@@ -113,7 +110,7 @@ class Checkpoint:
         """Return a global array on the CPU; or read only this rank's shard from disk.
 
         Args:
-            sharding: the sharding of the result; a ``PartitionSpec`` alone uses the current mesh.
+            sharding: the result's sharding; a ``PartitionSpec`` alone uses the current mesh.
         """
         shape, call = self._array(name).shape, "checkpoint.read"
         where = None if sharding is None else checked_sharding(sharding, call)
@@ -150,7 +147,7 @@ class Checkpoint:
 def open(path: str | os.PathLike[str]) -> Checkpoint:
     """Open a checkpoint for reading: ``names``, ``shape``, ``dtype``, ``leaves``, ``read``.
 
-    It needs no world, and reads the formats that ``load`` reads: folders of meshdist, torch and
+    It needs no world, and reads the same formats as ``load``: folders of meshdist, torch and
     Hugging Face, and single safetensors files.
 
     Raises:

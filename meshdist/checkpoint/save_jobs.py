@@ -32,9 +32,7 @@ class SaveJob:
     """A running save: creates the folder, writes this rank's part, commits on the last rank.
 
     Args:
-        final: the path of the checkpoint.
-        tree: the keys of the state, nested.
-        leaves: copies of the leaves by name; {} on all ranks except the first.
+        leaves: copies by name; {} on all ranks except the first.
         parts: the part of each array that this rank saves.
     """
 
@@ -71,7 +69,6 @@ class SaveJob:
             self.folder.unlock()
 
     def views(self) -> dict[str, torch.Tensor]:
-        """Return views of the parts that this rank saves, by name."""
         found = {}
         for name, box in self.parts.items():
             entry = self.entries[name]
@@ -95,7 +92,7 @@ class SaveJob:
             self.error = as_ours(without_frames(error), self.members.call)
 
     def end(self) -> None:
-        """Raise on all ranks any rank's error of the write; collective."""
+        """Raise on all ranks if any failed to write; collective."""
         try:
             self.members.all_do(self.raise_error)
         except CheckpointError:  # after other errors a rank may still commit
@@ -103,7 +100,6 @@ class SaveJob:
             raise
 
     def raise_error(self) -> None:
-        """Raise this rank's error, if any."""
         if self.error is not None:
             raise without_frames(self.error)
 
@@ -150,7 +146,7 @@ class SaveJob:
         return {"bytes": size, "pieces": told}
 
     def _manifest(self, notes: list[Any]) -> str:
-        """Return the manifest's text from all ranks' files and the first rank's leaves."""
+        """Return the manifest of all ranks' files and the first rank's leaves."""
         pairs = zip(self.members.ranks, notes, strict=True)
         return manifest_text(
             notes[0]["leaves"],
@@ -165,7 +161,7 @@ def _file_of(rank: int) -> str:
 
 
 def _apart(pieces: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return ``pieces``, with copies of those whose memory overlaps another's."""
+    """Return ``pieces``, copied if their memory overlaps."""
     found, end = dict(pieces), 0
     for name, piece in sorted(pieces.items(), key=lambda item: item[1].data_ptr()):
         if piece.data_ptr() < end:

@@ -1,10 +1,10 @@
-"""Save a checkpoint from all ranks: ``md.checkpoint.save``. The folder appears once it is complete.
+"""Save a checkpoint from all ranks: ``md.checkpoint.save``.
 
-1. All ranks compare names, dtypes, shapes, specs and leaves, and exchange the sizes of shards.
+1. All ranks compare names, dtypes, shapes, specs and leaves, and exchange shard sizes.
 2. The first rank creates the folder, and all ranks check that they see it.
 3. Each rank writes its part to one file, and a record for the manifest, and counts itself.
 4. The rank that counts last writes the manifest and renames the folder.
-5. All ranks agree on the result: before ``save`` returns, or in ``wait()`` after ``save_async``.
+5. All ranks agree on the result: at the end of ``save``, or in ``wait()`` after ``save_async``.
 """
 
 from __future__ import annotations
@@ -48,21 +48,20 @@ def save(state: Any, path: str | os.PathLike[str], *, mesh: DeviceMesh | None = 
     """Save a state to a folder that appears only when it is complete; collective.
 
     The call is collective over the mesh, or over all ranks without a mesh; without a world the
-    process saves alone. Each byte is written once: ranks that hold the same values share the work.
-    The folder holds one safetensors file per rank and a manifest, and any mesh can load it; see the
-    page on checkpoints. If any rank fails, every rank raises.
+    process saves alone. Each byte is written once: ranks with equal values share the work. The
+    folder holds one safetensors file per rank and a manifest, and any mesh can load it. If any rank
+    fails, every rank raises.
 
     Args:
         state: nested dicts of arrays and JSON values, or a ``State``. Sharded arrays are
             ShardedArrays, tensors with a spec (``md.annotate``, ``md.shard``, ``md.parallelize``)
-            and DTensors. All other arrays, and the values, must be equal on all ranks. A name is
-            the dict keys joined by dots.
+            and DTensors. Other arrays, and the values, must be equal on all ranks. Dict keys joined
+            by dots are names.
         path: the folder, which must not exist. Parent folders are created.
-        mesh: the mesh that has the axes of the specs; None uses the current mesh, or that of
-            ShardedArrays.
+        mesh: the mesh with the specs' axes; None uses the current mesh, or the ShardedArrays' mesh.
 
-    Cost: in addition to the writing, five small messages, and one more for each set of axes that
-        shards annotated tensors.
+    Cost: besides writing, five small messages, and another for each set of axes that shards
+        annotated tensors.
 
     Raises:
         CheckpointError: the path exists, the disk fails, or ranks see different disks.
@@ -95,18 +94,18 @@ def save(state: Any, path: str | os.PathLike[str], *, mesh: DeviceMesh | None = 
 def save_async(
     state: Any, path: str | os.PathLike[str], *, mesh: DeviceMesh | None = None
 ) -> PendingSave:
-    """Copy what this rank saves and write it in a background thread; see ``save``.
+    """Copy this rank's part and write it in a background thread; see ``save``.
 
     You may change the state as soon as this returns. The last rank to finish writing completes the
-    checkpoint; no rank waits for another. The next save waits for the thread. A process that exits
-    still writes its part. Simulated ranks write before this returns.
+    checkpoint; no rank waits for another. A process that exits still writes its part. Simulated
+    ranks write before this returns.
 
     Returns:
         The pending save. Its ``wait()`` is collective: it returns once the checkpoint is complete,
-        and raises any rank's failure on every rank. The next save and the next load of the same
-        ranks also wait and raise. ``destroy_process_group`` waits for this rank's part only.
+        and raises any rank's failure on every rank. The next save and load of the same ranks also
+        wait and raise. ``destroy_process_group`` waits for this rank's part only.
 
-    Cost: a copy of this rank's part in host memory, which is kept for later saves.
+    Cost: a copy of this rank's part in host memory, kept for later saves.
 
     Raises:
         As ``save``.
@@ -160,7 +159,7 @@ def _prepare(call: str, state: Any, path: Any, mesh: DeviceMesh | None) -> SaveJ
 
 
 def mesh_of(state: Any, mesh: DeviceMesh | None, call: str) -> DeviceMesh | None:
-    """Return ``mesh``, the current mesh, or the mesh of the state's arrays; None without any."""
+    """Return ``mesh``, the current mesh, or the state's mesh; None without any."""
     found = mesh or find_current_mesh()  # read the state only if needed
     return found or find_mesh(read_state(call, state, None)[0].arrays.values())
 
@@ -182,7 +181,7 @@ def read_state(
 
 
 def checked_path(call: str, path: Any) -> str:
-    """Return ``path`` as an absolute path; raise KindError unless it is a path."""
+    """Return an absolute path; raise KindError unless ``path`` is a path."""
     if not isinstance(path, (str, os.PathLike)) or not str(path):
         raise KindError(
             f"{call} requires the path of a folder",
@@ -194,7 +193,7 @@ def checked_path(call: str, path: Any) -> str:
 
 
 def agreed_entries(members: Members, read: Callable[[], Facts]) -> dict[str, StateArray]:
-    """Return this rank's entries with global sizes, checked to match all ranks'; collective.
+    """Return this rank's entries with global sizes, equal on all ranks; collective.
 
     Args:
         read: returns this rank's entries, and texts and tensors that must be equal on all ranks.

@@ -1,4 +1,4 @@
-"""Collect a training program's state under wrapper-independent names: ``md.checkpoint.State``."""
+"""Collect a training program's state under wrapper-independent names."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ _WRAPPERS = ("module", "_orig_mod")
 class State:
     """The state of a training program, for ``save``, ``load`` and ``Checkpointer``.
 
-    Parameters and optimizer states have the names of the unwrapped model. Optimizer states with the
-    shape of their parameter are sharded like it. Buffers are the first rank's, as in ``DDP``. On an
-    equal mesh each rank's random generators continue their sequences. On another mesh they get a
-    new seed, the CRC-32 of the first rank's saved state, and differ along the axes over which
-    ``md.seed`` made them differ.
+    Parameters and optimizer states have the unwrapped model's names. Optimizer states with their
+    parameter's shape are sharded like it. Buffers are the first rank's, as in ``DDP``. On an equal
+    mesh each rank's random generators continue their sequences. On another mesh, their seed is the
+    CRC-32 of the first rank's saved state, and they differ along the axes over which ``md.seed``
+    made them differ.
 
     Args:
         model: a module, wrapped in ``DDP`` or ``torch.compile`` or not; or a dict of modules by
@@ -137,7 +137,7 @@ class State:
         return tree
 
     def was_loaded(self, names: Sequence[str], source: OpenArrays, members: Members) -> None:
-        """Pass loaded values, under these names, to objects and generators."""
+        """Pass loaded values to objects and generators."""
         _, loaded = self._written_back[-1]
         for name, leaf in self._leaves.items():
             if isinstance(leaf, nn.Module):
@@ -196,7 +196,7 @@ def _has_state(leaf: Any) -> bool:
 
 
 def _prefixes(saved: Manifest) -> set[str]:
-    """Return all saved names, and each prefix of a name that ends before a dot."""
+    """Return all saved names, and their prefixes that end before a dot."""
     found = set()
     for name in saved.names:
         while name and name not in found:
@@ -218,7 +218,7 @@ def _unwrapped(model: nn.Module) -> nn.Module:
 
 
 def _model_tree(model: nn.Module) -> dict[str, Any]:
-    """Return a model's annotated state dict of its own tensors; buffers are the first rank's."""
+    """Return a model's annotated state dict, with the first rank's buffers."""
     bare = restore_annotations(_unwrapped(model))  # copies of parametrizations lose them
     buffers = {name for name, _ in bare.named_buffers(remove_duplicate=False)}
     tree = dict(bare.state_dict(keep_vars=True))
@@ -229,7 +229,7 @@ def _model_tree(model: nn.Module) -> dict[str, Any]:
 
 
 def _make_states(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Create the states of an optimizer that has not stepped, to load into."""
+    """Create the states of an optimizer that has not stepped."""
     # torch makes it step on zero gradients, but only if there are no others.
     parameters = [each for group in optimizer.param_groups for each in group["params"]]
     gradients = [parameter.grad for parameter in parameters]
@@ -241,7 +241,7 @@ def _make_states(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def _as_parameter(x: Any, parameter: torch.Tensor) -> Any:
-    """Return optimizer state ``x`` with the spec of ``parameter``, if shapes are equal."""
+    """Return optimizer state ``x`` with the parameter's spec, if shapes are equal."""
     spec = find_spec(parameter)
     if spec is None or type(x) is not torch.Tensor or x.shape != parameter.shape:
         return x
@@ -249,7 +249,7 @@ def _as_parameter(x: Any, parameter: torch.Tensor) -> Any:
 
 
 def _generators(mesh: DeviceMesh | None) -> dict[str, Any]:
-    """Return the states of this rank's random generators as bytes, and how they were seeded."""
+    """Return this rank's random generator states and seeds as bytes."""
     _, words, pair = random.getstate()
     drawn: Any = np.random.get_state(legacy=False)
     if drawn["bit_generator"] != "MT19937":
@@ -275,7 +275,7 @@ def _generators(mesh: DeviceMesh | None) -> dict[str, Any]:
 
 
 def _restore_generators(tree: Mapping[str, Any], mesh: DeviceMesh | None) -> None:
-    """Set this rank's random generators to the states in ``tree``."""
+    """Restore this rank's random generators from ``tree``."""
     torch.set_rng_state(tree["torch"].array)
     *words, has_pair, pair = tree["python"].array.tolist()
     random.setstate((3, tuple(map(int, words)), pair if has_pair else None))
@@ -288,7 +288,7 @@ def _restore_generators(tree: Mapping[str, Any], mesh: DeviceMesh | None) -> Non
 
 
 def _seed_again(saved: Manifest, members: Members) -> None:
-    """Seed the generators with the CRC-32 of the first rank's saved state, on another mesh."""
+    """Seed the generators on another mesh with the CRC-32 of the first rank's saved state."""
     pieces = sorted(saved.arrays["rng.torch"].pieces, key=lambda each: each.box)
     sums = [piece.crc32 or 0 for piece in pieces]  # files of other programs lack checksums
     number, num_states = sums[0], len({*sums})

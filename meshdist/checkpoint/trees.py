@@ -1,7 +1,7 @@
 """Take a state apart into arrays and leaves by name, with each array's sharding on the mesh.
 
-A state is nested dicts. The keys that lead to a leaf, joined by dots, are its name. Arrays are
-torch's, NumPy's and CuPy's, ShardedArrays and DTensors; everything else must be JSON.
+A name is the nested dicts' keys, joined by dots. Arrays are torch's, NumPy's and CuPy's,
+ShardedArrays and DTensors; everything else must be JSON.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ _KEPT_NAME = "__metadata__"
 
 @dataclass(frozen=True)
 class FirstRanks:
-    """An array or leaf of which the first rank's value is saved for all ranks."""
+    """An array or leaf with the first rank's value saved for all ranks."""
 
     array: Any
 
 
 @dataclass(frozen=True)
 class EachRanks:
-    """An array of which every rank's value is saved, as a row."""
+    """An array with every rank's value saved, as a row."""
 
     array: Any
 
@@ -71,12 +71,11 @@ class StateArray:
     """An array of a state: this rank's part and the sharding of the global array.
 
     Args:
-        tensor: this rank's part, in the memory of the state.
+        tensor: this rank's part, in the state's memory.
         sharding: on the participants' mesh; None if every rank has the global array.
         shape: of the global array; of this rank's part while ``sizes_are_known`` is False.
-        whose: "all" if ranks that hold the same part have the same values, "first" to save the
-            first rank's values, "each" if the part is this rank's row.
-        row: this rank's row.
+        whose: "all" if ranks with the same part have the same values, "first" to save the first
+            rank's values, "each" if the part is this rank's row.
     """
 
     tensor: torch.Tensor
@@ -88,7 +87,6 @@ class StateArray:
 
     @property
     def dtype(self) -> str:
-        """The name of the array's dtype."""
         return dtype_name(self.tensor.dtype)
 
     @property
@@ -104,7 +102,7 @@ class StateArray:
         return whole if self.whose != "each" else ((self.row, self.row + 1), *whole[1:])
 
     def fact(self) -> str:
-        """Return a text of dtype, sizes and spec, which must be equal on all ranks."""
+        """Return the dtype, sizes and spec as a text, which must be equal on all ranks."""
         if self.sharding is None:
             return f"{self.dtype}{list(self.shape)}"
         if not self.sizes_are_known:
@@ -116,7 +114,7 @@ class StateArray:
 
 @dataclass
 class Leaf:
-    """A JSON value of a state, with the dict and the key that hold it."""
+    """A JSON value of a state, with the dict and key that hold it."""
 
     value: Any
     owner: Any
@@ -129,7 +127,7 @@ class Leaf:
         return self.value.item() if isinstance(self.value, np.generic) else self.value
 
     def converted(self, value: Any) -> Any:
-        """Return a loaded value in the type of the state's value."""
+        """Return a loaded value in the state value's type."""
         if isinstance(self.value, tuple) and isinstance(value, list):
             value = tuple(value)
         elif isinstance(self.value, np.generic) and isinstance(value, (int, float)):
@@ -148,7 +146,7 @@ class Tree:
 
     @classmethod
     def of(cls, state: Any, call: str) -> Tree:
-        """Return the Tree of arrays and leaves of ``state``; raise if any cannot be saved."""
+        """Take ``state`` apart; raise if any part cannot be saved."""
         tree = cls({}, {}, {})
         tree._add(state, (), tree.shape, call)
         return cls(dict(sorted(tree.arrays.items())), dict(sorted(tree.leaves.items())), tree.shape)
@@ -196,7 +194,6 @@ class Tree:
 
 
 def is_array(given: Any) -> bool:
-    """Return whether a leaf of a state is an array."""
     if isinstance(given, FirstRanks):
         return is_array(given.array)
     kinds = (torch.Tensor, np.ndarray, ShardedArray, EachRanks)
@@ -204,12 +201,12 @@ def is_array(given: Any) -> bool:
 
 
 def axes_told(mesh: DeviceMesh) -> list[list[Any]]:
-    """Return the names and sizes of a mesh's axes as a JSON list."""
+    """Return a mesh's axis names and sizes for JSON."""
     return [[name, size] for name, size in mesh.axis_sizes.items()]
 
 
 def find_mesh(arrays: Iterable[Any]) -> DeviceMesh | None:
-    """Return the current mesh, else that of the first ShardedArray or largest DTensor; or None."""
+    """Return the current mesh, else the first ShardedArray's or largest DTensor's; or None."""
     mesh = find_current_mesh()
     if mesh is not None:
         return mesh
@@ -224,17 +221,16 @@ def find_mesh(arrays: Iterable[Any]) -> DeviceMesh | None:
 def entries_of(
     arrays: Mapping[str, Any], members: Members, *, writable: bool = False
 ) -> dict[str, StateArray]:
-    """Return entries of a state's arrays, which a load fills if ``writable``; raise if invalid."""
+    """Return entries of arrays, which a load fills if ``writable``; raise if invalid."""
     return {name: _entry(name, x, members, writable=writable) for name, x in arrays.items()}
 
 
 def facts_of(entries: Mapping[str, StateArray]) -> dict[str, str]:
-    """Return a text per entry that must be equal on all ranks."""
     return {name: entry.fact() for name, entry in entries.items()}
 
 
 def values_of(entries: Mapping[str, StateArray], members: Members) -> dict[str, torch.Tensor]:
-    """Return arrays, or samples of them, that must be equal on all ranks."""
+    """Return arrays, or samples, that must be equal on all ranks."""
     # On simulated ranks and at DETAIL all elements are compared.
     is_thorough = members.world is not None and is_compared(members.world)
     return {
@@ -245,7 +241,7 @@ def values_of(entries: Mapping[str, StateArray], members: Members) -> dict[str, 
 
 
 def find_sizes(entries: Mapping[str, StateArray], members: Members) -> None:
-    """Set the global shapes of arrays of which only local sizes are known; collective."""
+    """Set the global shapes of arrays whose local sizes alone are known; collective."""
     # One message along each set of sharding axes exchanges the sizes of the shards.
     by_axes: dict[tuple[str, ...], list[StateArray]] = {}
     for entry in entries.values():
@@ -271,7 +267,7 @@ def _tell_sizes(entries: Sequence[StateArray], mesh: DeviceMesh, axes: tuple[str
 
 
 def facts_of_wholes(entries: Mapping[str, StateArray], members: Members) -> dict[str, str]:
-    """Return a text per array, equal on all ranks; raise if a part here mismatches its spec."""
+    """Return a text per array, equal on all ranks; raise if a part mismatches its spec."""
     for name, entry in entries.items():
         if entry.sharding is not None:
             wanted = entry.sharding.shard_shape(entry.shape, members.rank)
@@ -365,7 +361,7 @@ def _entry(name: str, x: Any, members: Members, *, writable: bool) -> StateArray
 
 
 def _mesh_of(x: DTensor, members: Members) -> DeviceMesh | None:
-    """Return the participants' mesh, or a submesh, with the ranks of a DTensor's mesh; or None."""
+    """Return the participants' mesh, or a submesh, with a DTensor's ranks; or None."""
     mesh, theirs = members.mesh, x.device_mesh
     names = theirs.mesh_dim_names
     if mesh is not None and names and set(names) <= set(mesh.axis_names):
@@ -402,7 +398,7 @@ def _partial_sums(name: str, found: str, call: str) -> AxisTypeError:
 
 
 def _sampled(x: torch.Tensor) -> torch.Tensor:
-    """Return some of a tensor's elements if it is large, else all."""
+    """Return some of a large tensor's elements, else all."""
     if x.nbytes <= _LARGE_BYTES:
         return x
     # As signed integers, since torch can take elements of these.

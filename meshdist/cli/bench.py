@@ -1,4 +1,4 @@
-"""Implement ``meshdist bench``, which measures communication on this machine."""
+"""Implement ``meshdist bench``: measure communication on this machine."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _SIZE = re.compile(r"\s*([0-9]{1,15}(?:\.[0-9]+)?)\s*(?:([KMG])(?:iB)?|B)?\s*", 
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the sub-command with the arguments after its name; return the exit code."""
+    """Run the sub-command with its arguments; return the exit code."""
     parser = Parser("meshdist bench", _USAGE, SUMMARY.capitalize() + ".", _EPILOG)
     parser.add_argument(
         "what", choices=("collectives",), metavar="collectives", help="what to measure"
@@ -85,7 +85,7 @@ def _count(text: str) -> int:
 
 
 def _sizes(text: str) -> list[int]:
-    """Return the sizes of a comma-separated list in bytes, with or without units."""
+    """Parse comma-separated sizes, with or without units, to bytes."""
     sizes = []
     for word in text.split(","):
         found = _SIZE.fullmatch(word)

@@ -1,4 +1,4 @@
-"""Collect the findings of ``meshdist doctor`` on this machine as plain values."""
+"""Collect the findings of ``meshdist doctor`` as plain values."""
 
 from __future__ import annotations
 
@@ -43,12 +43,11 @@ def python() -> str:
 
 
 def torch_wheel() -> str:
-    """Return pip's arguments to install torch, as the CPU build if there is no NVIDIA GPU."""
+    """Return pip's arguments to install torch, the CPU build without an NVIDIA GPU."""
     return "torch" if has_nvidia_gpu() else f"torch --index-url {_CPU_INDEX}"
 
 
 def has_core() -> bool:
-    """Return whether the native core is installed, without loading it or torch."""
     return importlib.util.find_spec("meshdist.backends.native") is not None
 
 
@@ -148,7 +147,7 @@ def find_machine() -> dict[str, Any]:
 
 
 def find_huge_pages() -> str | None:
-    """Return Linux's setting for 2 MiB pages: "always", "madvise", "never", or None."""
+    """Return Linux's huge-page setting: "always", "madvise", "never", or None."""
     try:
         found = re.search(r"\[(\w+)\]", Path(HUGE_PAGES).read_text())
     except OSError:
@@ -171,7 +170,7 @@ def find_gpus() -> list[str]:
 
 
 def find_device_types() -> list[str]:
-    """Return the device types of this machine's tensors: cpu, and torch's accelerator."""
+    """Return the device types: cpu, and torch's accelerator."""
     import torch
 
     accelerator = torch.accelerator.current_accelerator(check_available=True)
@@ -179,7 +178,7 @@ def find_device_types() -> list[str]:
 
 
 def find_backends() -> list[dict[str, Any]]:
-    """Return each backend's devices on this machine, or why it is unavailable and a fix."""
+    """Return each backend's devices, or why it is unavailable and a fix."""
     from ..backends.capabilities import available_backends
     from ..backends.registry import backend_names, find_backend
 
@@ -255,7 +254,7 @@ def _answers(lines: Sequence[str], kind: type[T]) -> list[T]:
 
 
 def network_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of ``environment`` that affect communication."""
+    """Return the variables that affect communication."""
     return {
         name: environment[name]
         for name in sorted(environment)
@@ -279,7 +278,7 @@ def find_shared_words_problem() -> str | None:
 
 
 def loopback(backend: str, num_calls: int, torchs_url: str = "") -> float:
-    """Check an all-reduce of two ranks; return the seconds per call of a small all-reduce.
+    """Check an all-reduce of two ranks; return the seconds per small all-reduce.
 
     Args:
         torchs_url: the init_method of a torch.distributed world; "" for meshdist's.
@@ -348,7 +347,7 @@ def check_backend(backend: str, timeout_s: float, num_calls: int = 500) -> dict[
 
 
 def _loopback_under_mpiexec(num_calls: int, timeout_s: float) -> list[float]:
-    """Return the results of ``loopback`` on two ranks started by mpiexec."""
+    """Return ``loopback``'s results on two ranks under mpiexec."""
     from ..errors import BackendError
 
     mpiexec = find_mpiexec()

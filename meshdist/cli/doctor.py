@@ -1,4 +1,4 @@
-"""Implement ``meshdist doctor``, which reports this machine's setup and tests backends."""
+"""Implement ``meshdist doctor``: report this machine's setup and test backends."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ _HOW_OPERATIONS_RUN = """\
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the sub-command with the arguments after its name; return the exit code."""
+    """Run the sub-command with its arguments; return the exit code."""
     parser = Parser(_PROGRAM, _USAGE, SUMMARY.capitalize() + ".", _EPILOG)
     parser.add_argument("--no-check", action="store_true", help="start no ranks")
     parser.add_argument(
@@ -92,10 +92,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _examine(report: dict[str, Any], timeout_s: float | None) -> None:
-    """Add the findings that need torch, and a check of each CPU backend with two ranks.
+    """Add the findings that need torch, and a two-rank check of each CPU backend.
 
     Args:
-        timeout_s: timeout of each check in seconds; None skips the checks.
+        timeout_s: of each check; None skips the checks.
     """
     report["gpus"] = find_gpus()
     report["backends"] = backends = find_backends()
@@ -190,7 +190,6 @@ def _huge_pages_text(state: str | None, setting: str | None) -> str:
 
 
 def mpi_rows(mpi: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return the table rows about the MPI library."""
     if "library" not in mpi:
         return [("library", f"{mpi['reason']}\nfix: {mpi['fix']}")]
     is_usable = mpi["threads"] == "MULTIPLE"

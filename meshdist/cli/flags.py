@@ -1,4 +1,4 @@
-"""Define the argument parser and the launch arguments that all commands share."""
+"""Define the argument parser and launch arguments of all commands."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .torchrun_flags import add_torchrun_flags, launch_settings
 
 
 def report_usage_error(program: str, text: str) -> int:
-    """Print ``text`` as the error of ``program``; return 2, argparse's exit code."""
+    """Print an error of ``program``; return 2, argparse's exit code."""
     print(f"{program}: {text}", file=sys.stderr)
     return 2
 

@@ -1,4 +1,4 @@
-"""Implement the command ``meshdist``, which runs a sub-command's module."""
+"""Implement the command ``meshdist``: run a sub-command's module."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _help() -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command with argv (default: the process's arguments); return the exit code."""
+    """Run the command with argv or ``sys.argv[1:]``; return the exit code."""
     open_closed_streams()
     try:
         try:

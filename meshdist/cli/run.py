@@ -1,4 +1,4 @@
-"""Implement ``meshdist run``, which starts a program as several processes."""
+"""Implement ``meshdist run``: start a program as several processes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ started are stopped, too.
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the sub-command with the arguments after its name; return the exit code."""
+    """Run the sub-command with its arguments; return the exit code."""
     parser = Parser(_PROGRAM, _USAGE, SUMMARY.capitalize() + ".", _EPILOG)
     add_launch_arguments(parser, short=True)
     parser.add_argument(

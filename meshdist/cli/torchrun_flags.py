@@ -1,4 +1,4 @@
-"""Parse the flags of torchrun that place the processes and their output.
+"""Parse torchrun's flags for processes and their output.
 
 As with torchrun, ``PET_NAME`` in the environment is the default of ``--name``.
 """
@@ -127,7 +127,7 @@ def launch_settings(arguments: argparse.Namespace, **output: Any) -> dict[str, A
 
 
 def number_of_processes(text: str) -> int:
-    """Return the number of processes of ``--nproc-per-node=text``; raise LaunchError if invalid."""
+    """Return the processes of ``--nproc-per-node=text``; raise LaunchError if invalid."""
     if re.fullmatch(r"-?\d+", text, re.ASCII):
         return int(text)
     if text == "cpu":

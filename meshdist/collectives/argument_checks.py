@@ -1,4 +1,4 @@
-"""Arguments checked before anything is sent."""
+"""Check arguments before anything is sent."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SUM: ReduceKind = ReduceOp.SUM
 
 
 def premultiplied(tensor: torch.Tensor, factor: Factor) -> torch.Tensor:
-    """Return ``tensor`` times the factor of PREMUL_SUM, in its own dtype, in new memory."""
+    """Return ``tensor`` times the factor of PREMUL_SUM, in its dtype and new memory."""
     product = tensor.detach().clone()
     multiply(product, factor)
     return product
@@ -37,7 +37,7 @@ def premultiplied(tensor: torch.Tensor, factor: Factor) -> torch.Tensor:
 def check_reducible(
     op: ReduceKind, tensor: torch.Tensor, operation: str, factor: Factor | None = None
 ) -> None:
-    """Raise DtypeError where ``op``, or its factor, has no meaning for the tensor's dtype."""
+    """Raise DtypeError if the tensor's dtype does not support ``op`` or its factor."""
     if op is SUM and factor is None:
         return
     dtype = tensor.dtype
@@ -57,11 +57,10 @@ def check_reducible(
 def as_backend_tensor(
     x: Any, argument: str, operation: str, *, writable: bool, keeps_layout: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``x`` as a tensor, and the plain tensor that is sent for it; or raise.
+    """Return ``x`` as a tensor, and the plain tensor to send; or raise.
 
     Args:
-        keeps_layout: whether a tensor without gaps in memory travels as it lies; others travel as
-            contiguous copies, from which the collective copies back what it wrote.
+        keeps_layout: send a tensor without gaps in its layout, not as a contiguous copy.
     """
     if forward_ad._current_level >= 0:
         _check_no_tangent(x, argument, operation)
@@ -78,7 +77,6 @@ def as_backend_tensor(
 
 
 def _check_unwrapped(x: Any, argument: str, operation: str) -> None:
-    """Raise if ``x`` is a tensor that a transform of torch.func has wrapped."""
     if isinstance(x, torch.Tensor) and is_wrapped(x):
         raise KindError(
             f"torch.func cannot transform {operation}, which works in place",
@@ -90,7 +88,6 @@ def _check_unwrapped(x: Any, argument: str, operation: str) -> None:
 
 
 def _check_no_tangent(x: Any, argument: str, operation: str) -> None:
-    """Raise if ``x`` is a dual tensor of forward-mode differentiation."""
     is_seen = isinstance(x, torch.Tensor) and torch._C._is_fwd_grad_enabled()
     if is_seen and forward_ad.unpack_dual(x).tangent is not None:
         raise GradientError(
@@ -103,7 +100,6 @@ def _check_no_tangent(x: Any, argument: str, operation: str) -> None:
 
 
 def check_stored(tensor: torch.Tensor, argument: str, operation: str) -> None:
-    """Raise if a tensor has elements, and no memory for them."""
     if tensor.numel() and not tensor.is_meta and not tensor.data_ptr():
         raise ArgumentError(
             f"{operation} cannot use {argument} because it has no memory",
@@ -115,7 +111,6 @@ def check_stored(tensor: torch.Tensor, argument: str, operation: str) -> None:
 
 
 def check_not_expanded(tensor: torch.Tensor, argument: str, operation: str) -> None:
-    """Raise if several elements of a tensor share memory."""
     layout = zip(tensor.shape, tensor.stride(), strict=True)
     if tensor.numel() and any(size > 1 and step == 0 for size, step in layout):
         raise ArgumentError(
@@ -127,7 +122,7 @@ def check_not_expanded(tensor: torch.Tensor, argument: str, operation: str) -> N
 
 
 def _check_writable(tensor: torch.Tensor, argument: str, operation: str) -> None:
-    """Raise if torch would reject to write into ``tensor``."""
+    """Raise if torch forbids writing into ``tensor``."""
     check_not_expanded(tensor, argument, operation)
     base = tensor._base
     if torch.is_grad_enabled() and base is not None and base.is_leaf and base.requires_grad:
@@ -142,7 +137,7 @@ def _check_writable(tensor: torch.Tensor, argument: str, operation: str) -> None
 def find_peer(
     group: ProcessGroup, global_rank: int | None, group_rank: int | None, operation: str, role: str
 ) -> int | None:
-    """Return the group rank of a global rank or of a group rank; None for neither; or raise."""
+    """Return the group rank of a global or group rank; None for neither; or raise."""
     if group_rank is not None:
         if global_rank is not None:
             raise ArgumentError(
@@ -173,14 +168,13 @@ def find_peer(
 
 
 def _plain_int(rank: Any, argument: str, operation: str) -> int:
-    """Return ``rank`` as an int; raise unless it is an integer."""
     if type(rank) is int:
         return rank
     return get_integer(rank, f"{operation}: {argument}", expected="a rank")
 
 
 def check_flag(async_op: object, operation: str) -> None:
-    """Raise KindError unless ``async_op`` has a truth value of its own, as a bool has."""
+    """Raise KindError unless the type of ``async_op`` defines ``__bool__``."""
     if not hasattr(type(async_op), "__bool__"):
         raise KindError(
             f"{operation}: async_op must be True or False",
@@ -192,7 +186,7 @@ def check_flag(async_op: object, operation: str) -> None:
 def get_peer(
     group: Any, global_rank: int | None, group_rank: int | None, operation: str, role: str
 ) -> int:
-    """Return the group rank of a global rank or of a group rank; raise for neither."""
+    """Return the group rank of a global or group rank; raise for neither."""
     if type(global_rank) is int and group_rank is None and global_rank in group.ranks:
         place: int = group.ranks.index(global_rank)
         return place  # the common case, decided fast
@@ -208,20 +202,20 @@ def get_peer(
 def get_root(
     group: Any, global_rank: int | None, group_rank: int | None, operation: str, role: str
 ) -> int:
-    """Return the group rank of the root that either rank names, else of global rank 0; or raise."""
+    """Return the root's group rank (default: global rank 0); or raise."""
     if global_rank is None and group_rank is None:
         global_rank = 0
     return get_peer(group, global_rank, group_rank, operation, role)
 
 
 def first_cuda_device(device_ids: object, operation: str) -> torch.device | None:
-    """Return the first of ``device_ids`` as a device; None without any, or without CUDA."""
+    """Return the first device of ``device_ids``; None if empty or without CUDA."""
     if not isinstance(device_ids, list) or not all(type(number) is int for number in device_ids):
         raise KindError(
             f"{operation}: device_ids must be a list of integers, not {device_ids!r}",
             fix="pass for example device_ids=[0]",
         )
-    count = torch.cuda.device_count()  # where there are none any numbers will do, as in torch
+    count = torch.cuda.device_count()  # without CUDA any numbers are valid, as in torch
     if count and any(not 0 <= number < count for number in device_ids):
         raise ArgumentError(
             f"{operation}: device_ids={device_ids} names a CUDA device that does not exist",

@@ -27,26 +27,26 @@ _STDIN = 0
 def breakpoint(rank: int = 0, skip: int = 0, timeout_s: float | None = 3600) -> None:
     """Stop one rank in the debugger (pdb) at the caller's line; the other ranks wait in a barrier.
 
-    Call it on every rank of the world. All ranks go on after the first command that lets the
-    program run: ``continue``, or a step. After ``quit`` the rank raises ``bdb.BdbQuit``, and the
-    other ranks raise ``BackendError`` when its process ends.
+    Call it on every rank of the world. All ranks continue after the first ``continue`` or step.
+    After ``quit`` the rank raises ``bdb.BdbQuit``, and the others raise ``BackendError`` when its
+    process ends.
 
-    The timeouts of other calls run on while the debugger asks for commands. If ranks may wait
-    elsewhere meanwhile, pass a longer ``timeout=`` to ``init_process_group`` and ``new_group``.
+    Timeouts of other calls keep running. If ranks may wait elsewhere, pass a longer ``timeout=`` to
+    ``init_process_group`` and ``new_group``.
 
     Args:
         rank: the global rank to stop.
-        skip: how many times this line passes before it stops.
-        timeout_s: how long the other ranks wait, in seconds; None uses the world's timeout.
+        skip: how many passes of this line to skip.
+        timeout_s: seconds that the other ranks wait; None uses the world's timeout.
 
-    The debugger reads the process's standard input. Simulated ranks have no timeouts.
+    The debugger reads standard input. Simulated ranks have no timeouts.
 
     Raises:
         KindError, ArgumentError: a wrong ``rank``, ``skip`` or ``timeout_s``.
-        CollectiveTimeoutError: another rank did not make this call, or did not leave the debugger,
-            within ``timeout_s``.
+        CollectiveTimeoutError: another rank did not make this call or leave the debugger within
+            ``timeout_s``.
         BackendError: another rank's process ended.
-        WorldError: ``rank`` has no standard input; raised on every rank.
+        WorldError: ``rank`` has no standard input; on every rank.
     """
     world = get_usable_world()
     rank = get_integer(rank, "breakpoint: rank", 0, world.size - 1)
@@ -104,7 +104,7 @@ def _has_input() -> bool:
 
 
 class _Debugger(pdb.Pdb):
-    """pdb that meets the other ranks once its first commands let the program go on."""
+    """pdb that releases the other ranks when its first commands continue the program."""
 
     def __init__(self, rank: int, meet: Callable[[], object]) -> None:
         if _is_terminal(sys.stdin) and _is_terminal(sys.stdout):
@@ -116,7 +116,7 @@ class _Debugger(pdb.Pdb):
         self._meet: Callable[[], object] | None = meet
 
     def interaction(self, *where: Any) -> None:
-        """Ask for commands; let the other ranks go on unless the first commands quit."""
+        """Ask for commands; release the other ranks unless the first commands quit."""
         super().interaction(*where)
         meet, self._meet = self._meet, None
         if meet is not None and not self.quitting:
@@ -130,11 +130,11 @@ def _is_terminal(stream: Any) -> bool:
 
 
 class _StandardInput:
-    """The process's standard input, which several ranks may share; read without a buffer."""
+    """The process's standard input, unbuffered because ranks may share it."""
 
     def __init__(self) -> None:
         self._raw = open(_STDIN, "rb", buffering=0, closefd=False)  # noqa: SIM115
 
     def readline(self) -> str:
-        """Return the next line with its end, and no byte after it; "" at the end of the input."""
+        """Return the next line with its newline, and read no further; "" at the end."""
         return self._raw.readline().decode(errors="replace")

@@ -1,11 +1,9 @@
 """Run torch's collectives on several tensors at once: ``coalesced``, or one tensor per device.
 
-The ``multigpu`` collectives of torch's old package work on the tensors of several devices of a
-process: each process first reduces its own tensors, then communicates once, then copies the result
-to its list. All tensors have the same dtype and number of elements, and all ranks pass lists of
-the same length. CPU tensors, NumPy and CuPy arrays work too.
-
-Arguments, errors and results follow the rules of ``tensor_collectives``.
+torch's old ``multigpu`` collectives take a tensor per device: each process reduces its tensors,
+communicates once, and copies the result to its list. All tensors have the same dtype and element
+count, and all ranks pass equally long lists. CPU tensors and arrays work too. The rules of
+``tensor_collectives`` apply.
 """
 
 from __future__ import annotations
@@ -48,14 +46,14 @@ def all_reduce_coalesced(
     """Reduce each tensor of a list across the group in place.
 
     Args:
-        tensors: arrays of any shapes, with the same number, sizes and dtypes on every rank; written
-            in place. They must not overlap in memory. A single tensor counts as a list.
+        tensors: arrays of any shapes, equal in number, sizes and dtypes on every rank; written in
+            place. They must not overlap. A single tensor counts as a list.
         op, group, async_op: as in ``all_reduce``.
 
     Cost: one ``all_reduce`` of all tensors together, if the backend can combine them.
 
     Raises:
-        ArgumentError: not a list, or an empty list.
+        ArgumentError: not a list, or empty.
         DtypeError: a dtype does not support the reduction.
 
     Example:
@@ -81,16 +79,15 @@ def all_gather_coalesced(
     """Gather the lists of tensors of all ranks: list j receives the tensors of rank j.
 
     Args:
-        output_tensor_lists: for each rank a list of arrays like ``input_tensor_list``. Written in
+        output_tensor_lists: per rank, a list of arrays like ``input_tensor_list``. Written in
             place.
-        input_tensor_list: arrays of any shapes, with the same number, sizes and dtypes on every
-            rank.
+        input_tensor_list: as ``tensors`` in ``all_reduce_coalesced``.
         group, async_op: as in ``all_reduce``.
 
     Cost: n (p - 1) bytes sent per rank for n bytes in total over p ranks.
 
     Raises:
-        ArgumentError: not one list per rank, or a list of another length. ShapeError: other sizes.
+        ArgumentError: a wrong number of lists or arrays. ShapeError: other sizes.
 
     Example:
         >>> import meshdist as md, torch
@@ -125,14 +122,14 @@ def broadcast_multigpu(
     """Copy one tensor of the source to every tensor of every rank.
 
     Args:
-        tensor_list: arrays of one dtype and number of elements, equally many on every rank. Written
-            in place, except the tensor that is sent.
-        src: the global rank of the source.
+        tensor_list: arrays of one dtype and element count, equally many on every rank. Written in
+            place, except the sent tensor.
+        src: the source's global rank.
         group, async_op: as in ``all_reduce``.
-        src_tensor: the index of the tensor to send in the source's list.
+        src_tensor: the sent tensor's index in the source's list.
 
     Raises:
-        MismatchError: the lists of the ranks do not match; on every rank.
+        MismatchError: the ranks' lists do not match; on every rank.
         ArgumentError: ``src_tensor`` is out of range.
         ShapeError, DtypeError: tensors of a list differ.
 
@@ -168,16 +165,13 @@ def all_reduce_multigpu(
     """Reduce all tensors of all ranks, and write the result to each of them.
 
     Args:
-        tensor_list: arrays of one dtype and number of elements, equally many on every rank. Written
-            in place.
+        tensor_list: as in ``broadcast_multigpu``. Written in place.
         op, group, async_op: as in ``all_reduce``.
 
     Cost: one ``all_reduce`` of one tensor.
 
     Raises:
-        MismatchError: the lists of the ranks do not match; on every rank.
-        DtypeError: the dtype does not support the reduction.
-        ShapeError, DtypeError: tensors of a list differ.
+        As ``broadcast_multigpu``. DtypeError: the dtype does not support the reduction.
 
     Example:
         >>> import meshdist as md, torch
@@ -207,16 +201,13 @@ def reduce_multigpu(
     """Reduce all tensors of all ranks into one tensor of the destination.
 
     Args:
-        tensor_list: arrays of one dtype and number of elements, equally many on every rank. Only
-            the destination's ``dst_tensor`` is written.
-        dst: the global rank of the destination.
+        tensor_list: as in ``broadcast_multigpu``. Only the destination's ``dst_tensor`` is written.
+        dst: the destination's global rank.
         op, group, async_op: as in ``all_reduce``.
-        dst_tensor: the index of the tensor that receives the result in the destination's list.
+        dst_tensor: the index of the result in the destination's list.
 
     Raises:
-        MismatchError: the lists of the ranks do not match; on every rank.
-        ArgumentError: ``dst_tensor`` is out of range.
-        ShapeError, DtypeError: tensors of a list differ.
+        As ``broadcast_multigpu``, for ``dst_tensor``.
 
     Example:
         >>> import meshdist as md, torch
@@ -247,15 +238,13 @@ def all_gather_multigpu(
     """Gather all tensors of all ranks into each output list, rank by rank.
 
     Args:
-        output_tensor_lists: for each tensor of ``input_tensor_list`` a list with one array for each
-            tensor of each rank. Tensor j of rank k is written to index
-            ``k * len(input_tensor_list) + j``.
-        input_tensor_list: arrays of one dtype and number of elements, equally many on every rank.
+        output_tensor_lists: per input tensor, a list with an array per tensor of each rank; tensor
+            j of rank k gets index ``k * len(input_tensor_list) + j``.
+        input_tensor_list: as ``tensor_list`` in ``broadcast_multigpu``.
         group, async_op: as in ``all_reduce``.
 
     Raises:
-        MismatchError: the lists of the ranks do not match; on every rank.
-        ArgumentError: a list has another length. ShapeError, DtypeError: tensors differ.
+        As ``broadcast_multigpu``. ArgumentError: a list has another length.
 
     Example:
         >>> import meshdist as md, torch
@@ -280,7 +269,7 @@ def all_gather_multigpu(
 def _take_alike(
     call: Collective, given: Any, argument: str = "tensor_list", *, writes: bool = False
 ) -> list[torch.Tensor]:
-    """Return the tensors of a list to read or write; raise if their dtypes or sizes differ."""
+    """Return a list's tensors to read or write; raise if dtypes or sizes differ."""
     tensors = [call.take(x, argument, writes=writes) for x in call.check_list(given, argument)]
     _check_same(call, tensors, tensors[0], (f"an entry of {argument}", f"{argument}[0]"))
     return tensors
@@ -298,7 +287,7 @@ def _check_same(
 def _checked_place(
     call: Collective, place: object, argument: str, tensors: Sequence[torch.Tensor]
 ) -> int:
-    """Return ``place`` as an index of ``tensors``; raise if it is out of range."""
+    """Return ``place`` as an index of ``tensors``; or raise."""
     last = len(tensors) - 1
     return get_integer(place, f"{call.operation}: {argument}", 0, last, where="tensor_list")
 
@@ -314,7 +303,7 @@ def _reduce_as_one(
     """Reduce ``buffers`` locally, then across ranks with ``way``; copy the result to ``outputs``.
 
     Args:
-        result: the result() of the Work; None for the reduced tensor.
+        result: the Work's result(); None for the reduced tensor.
     """
     kind = call.op
     assert kind is not None  # a collective that reduces
@@ -337,7 +326,7 @@ def _spread_reduction(
 
 
 def _spread(source: torch.Tensor, targets: Sequence[torch.Tensor]) -> None:
-    """Copy the elements of ``source`` into each of ``targets``, on any device."""
+    """Copy ``source`` into each of ``targets``, on any device."""
     with torch.inference_mode():  # they may be parameters, or inference tensors
         for target in targets:
             if target is not source:
@@ -350,9 +339,8 @@ def _gather_packed(
     """Gather the inputs of all ranks as bytes in one operation.
 
     Args:
-        outputs: a tensor on any device for each input of each rank; or several such lists,
-            concatenated, which receive the same values.
-        inputs: this rank's tensors; they are sent from the device of the first.
+        outputs: a tensor per input and rank, on any device; or several such lists, concatenated.
+        inputs: this rank's tensors, sent from the device of the first.
     """
     packed = torch.cat([read_as(part, torch.uint8).to(inputs[0].device) for part in inputs])
     size = call.group.size()

@@ -30,10 +30,10 @@ class OperationCall(OperationArgs):
     """A call of a collective, with its arguments and the tensors to send.
 
     Args:
-        root: the group rank of its source or destination, or of the other side of a message.
-        op_name: the operation name; "" for a direct call.
-        is_elementwise: whether tensors correspond element by element on all ranks, so that they can
-            be sent in their memory layout.
+        root: the group rank of the source, destination or peer.
+        op_name: "" for a direct call.
+        is_elementwise: whether tensors correspond element by element on all ranks, and so can keep
+            their layout.
     """
 
     written: list[Written]
@@ -55,7 +55,7 @@ class OperationCall(OperationArgs):
         self.written, self.foreign = [], []
 
     def take(self, x: Any, argument: str, *, writes: bool = False) -> torch.Tensor:
-        """Return the tensor to send for ``x``; record ``x`` as a result if it ``writes``."""
+        """Return the tensor to send for ``x``; record ``x`` as a result if ``writes``."""
         is_plain = forward_ad._current_level < 0 and type(x) is _Tensor and x.layout is _STRIDED
         is_plain = is_plain and not x.requires_grad and x.is_contiguous() and not x.is_nested
         try:
@@ -64,7 +64,7 @@ class OperationCall(OperationArgs):
             is_plain = False
         data: torch.Tensor = x
         buffer: torch.Tensor = x
-        if not is_plain or x.is_conj() or x.is_neg() or x.dtype in QUANTIZED:  # seldom
+        if not is_plain or x.is_conj() or x.is_neg() or x.dtype in QUANTIZED:  # rare
             keeps = self.is_elementwise
             data, buffer = as_backend_tensor(
                 x, argument, self.operation, writable=writes, keeps_layout=keeps
@@ -85,12 +85,11 @@ class Collective(OperationCall):
 
     @property
     def is_root(self) -> bool:
-        """Return whether this rank is the root."""
         return self.root == self.group.rank()
 
     @property
     def here(self) -> str:
-        """The text for messages of this rank and its group."""
+        """The rank and its group, for messages."""
         return f"rank {self.group.world.rank}, {self.group.name}"
 
     def take_list(
@@ -106,9 +105,8 @@ class Collective(OperationCall):
         """Return the tensors to send for a list with an array like ``like`` per rank.
 
         Args:
-            role: the name of the root, if only the root passes a list, of arrays as large as
+            role: the root's name, if only the root passes a list; its arrays are as large as
                 ``like``.
-            likes_name: the name of ``like`` in messages.
         """
         tensors = []
         entries = self.check_list(given, argument, len(self.group.ranks), role=role)
@@ -133,7 +131,7 @@ class Collective(OperationCall):
         """Set the reduction, checked for ``tensors``; PREMUL_SUM becomes SUM and a factor."""
         kind, number = op, op.value if type(op) is ReduceKind else None
         for tensor in tensors:
-            if (number, tensor.dtype) not in REDUCIBLE:  # seldom
+            if (number, tensor.dtype) not in REDUCIBLE:  # rare
                 kind, self.factor = split_premul(op)
                 check_reducible(kind, tensor, self.operation, self.factor)
         self.op = kind
@@ -156,7 +154,6 @@ class Collective(OperationCall):
         """Set the backend operation and its tensors.
 
         Args:
-            way: the backend operation.
             noted: the tensors that ranks compare.
             result: the result() of the Work; None for ``outputs``.
             sizes: the elements sent to, and received from, each rank, if they differ.
@@ -182,7 +179,6 @@ class Collective(OperationCall):
     # -- checks -----------------------------------------------------------------------------------
 
     def _check_apart(self) -> None:
-        """Raise if two arrays that the collective writes overlap in memory."""
         # ``[x] * 3`` would keep only the last result. Arrays with gaps, like columns of a matrix,
         # may interleave, so only their first elements are compared.
         spans = [
@@ -214,7 +210,6 @@ class Collective(OperationCall):
     def check_same_dtype(
         self, output: torch.Tensor, tensor: torch.Tensor, names: tuple[str, str]
     ) -> None:
-        """Raise unless both tensors, called ``names`` in the error, have the same dtype."""
         if output.dtype != tensor.dtype:
             dtypes = (dtype_name(output.dtype), dtype_name(tensor.dtype))
             raise DtypeError(
@@ -228,7 +223,6 @@ class Collective(OperationCall):
     def check_same_device(
         self, output: torch.Tensor, tensor: torch.Tensor, names: tuple[str, str]
     ) -> None:
-        """Raise unless both tensors, called ``names`` in the error, are on the same device."""
         if output.device != tensor.device:
             raise ArgumentError(
                 f"{self.operation} has arguments on different devices",
@@ -260,7 +254,6 @@ class Collective(OperationCall):
     def check_same_size(
         self, tensor: torch.Tensor, other: torch.Tensor, names: tuple[str, str]
     ) -> None:
-        """Raise unless both tensors have equally many elements."""
         if tensor.numel() != other.numel():
             shapes = (shape_text(tensor.shape), shape_text(other.shape))
             raise ShapeError(
@@ -283,8 +276,7 @@ class Collective(OperationCall):
 
         Args:
             length: None for at least 1.
-            role: the name of the root, if only the root passes a list; other ranks get ().
-            may_be_longer: accept more entries than ``length``.
+            role: the root's name, if only the root passes a list; others get ().
         """
         if role and not self.is_root:
             if given is None or (isinstance(given, (list, tuple)) and not given):

@@ -1,8 +1,7 @@
 """Run torch's collectives on lists with one tensor per rank, whose sizes may differ.
 
-Arguments, errors and results follow the rules of ``tensor_collectives``. Lists are lists or tuples
-of torch tensors, NumPy or CuPy arrays, of one dtype and one device type. Ranks compare the sizes
-that they send and receive before any data moves.
+The rules of ``tensor_collectives`` apply. Lists are lists or tuples of torch tensors, NumPy or CuPy
+arrays of one dtype and device type. Ranks compare sent and received sizes before any data moves.
 """
 
 from __future__ import annotations
@@ -33,16 +32,16 @@ def all_gather(
     """Gather the tensors of all ranks into a list on every rank, in group order.
 
     Args:
-        tensor_list: one array per rank, with as many elements as the tensor of that rank. Sizes may
-            differ between ranks. Written in place.
+        tensor_list: one array per rank, as large as that rank's tensor; sizes may differ. Written
+            in place.
         tensor: any shape; the same dtype on every rank.
         group, async_op: as in ``all_reduce``.
 
-    Cost: n (p - 1) bytes sent per rank if sizes are equal, for n bytes over p ranks.
+    Cost: n (p - 1) bytes sent per rank for equal sizes of n bytes over p ranks.
 
     Raises:
         ArgumentError: not one array per rank. ShapeError: this rank's entry has another size.
-        MismatchError: another rank receives a different size than this rank sends.
+        MismatchError: sent and received sizes differ between ranks.
 
     Example:
         >>> import meshdist as md, torch
@@ -70,17 +69,16 @@ def gather(
     """Gather the tensors of all ranks into a list on the destination, in group order.
 
     Args:
-        tensor: an array with the same number of elements and dtype on every rank.
-        gather_list: on the destination one array per rank, written in place; None or [] on other
-            ranks.
-        dst: the global rank of the destination (0 if neither is passed); or
-        group_dst: its rank in the group.
+        tensor: an array; equal dtype and element count on every rank.
+        gather_list: on the destination one array per rank, written in place; None or [] elsewhere.
+        dst: the destination's global rank (default 0); or
+        group_dst: its group rank.
         group, async_op: as in ``all_reduce``.
 
     Cost: n bytes sent by every rank except the destination.
 
     Raises:
-        ArgumentError: the destination has no list, another rank has a list, or both ``dst`` and
+        ArgumentError: no list on the destination, a list elsewhere, or both ``dst`` and
             ``group_dst``.
         NotInGroupError: the destination or this rank is not in the group.
 
@@ -109,21 +107,19 @@ def scatter(
     async_op: bool = False,
     group_src: int | None = None,
 ) -> Work | None:
-    """Scatter a list of tensors from the source: each rank receives one of them.
+    """Scatter the source's list of tensors: rank j receives entry j.
 
     Args:
-        tensor: an array with the same number of elements and dtype on every rank. Written in place.
-        scatter_list: on the source one array per rank; None or [] on other ranks.
-        src: the global rank of the source (0 if neither is passed); or
-        group_src: its rank in the group.
+        tensor: an array; equal dtype and element count on every rank. Written in place.
+        scatter_list: on the source one array per rank; None or [] elsewhere.
+        src: the source's global rank (default 0); or
+        group_src: its group rank.
         group, async_op: as in ``all_reduce``.
 
     Cost: n bytes received by every rank except the source.
 
     Raises:
-        ArgumentError: the source has no list, another rank has a list, or both ``src`` and
-            ``group_src``.
-        NotInGroupError: the source or this rank is not in the group.
+        As ``gather``, for the source.
 
     Example:
         >>> import meshdist as md, torch
@@ -153,15 +149,14 @@ def reduce_scatter(
 
     Args:
         output: any shape. Written in place.
-        input_list: one array per rank, with the same sizes on every rank. Sizes may differ within
-            the list; this rank's entry has as many elements as ``output``.
+        input_list: one array per rank, the same sizes on every rank; sizes within the list may
+            differ. This rank's entry is as large as ``output``.
         op, group, async_op: as in ``all_reduce``.
 
     Cost: n (p - 1) bytes sent per rank for parts of n bytes.
 
     Raises:
-        ArgumentError: not one array per rank. ShapeError: this rank's entry has another size.
-        DtypeError: the dtypes differ, or do not support the reduction.
+        As ``all_gather``. DtypeError: the dtypes differ, or do not support the reduction.
 
     Example:
         >>> import meshdist as md, torch
@@ -183,19 +178,18 @@ def all_to_all(
     group: GroupLike = None,
     async_op: bool = False,
 ) -> Work | None:
-    """Exchange tensors: send entry j of a list to rank j, and receive a tensor from each rank.
+    """Send entry j of a list to rank j, and receive a tensor from each rank.
 
     Args:
-        output_tensor_list: one array per rank, with as many elements as that rank sends to this
-            rank. Written in place.
-        input_tensor_list: one array per rank, of any sizes; entry j is sent to rank j.
+        output_tensor_list: one array per rank, as large as that rank's tensor for this rank.
+            Written in place.
+        input_tensor_list: one array per rank, of any sizes.
         group, async_op: as in ``all_reduce``.
 
     Cost: each rank sends its inputs once, except its own.
 
     Raises:
-        ArgumentError: not one array per rank. DtypeError: the dtypes differ.
-        MismatchError: another rank receives a different size than this rank sends.
+        As ``all_gather``. DtypeError: the dtypes differ.
 
     Example:
         >>> import meshdist as md, torch
@@ -225,17 +219,16 @@ def all_to_all_single(
     Args:
         output: shape [m, ...]. Written in place.
         input: shape [n, ...]; part j is sent to rank j.
-        output_split_sizes: the number of rows from each rank; None or [] for equal parts.
-        input_split_sizes: the number of rows for each rank; None or [] for equal parts.
+        output_split_sizes, input_split_sizes: the rows from and for each rank; None or [] for equal
+            parts.
         group, async_op: as in ``all_reduce``.
 
-    Cost: each rank sends its input once, except its own part.
+    Cost: as ``all_to_all``.
 
     Raises:
-        ShapeError: dimension 0 is not divisible, the sizes do not add up to it, or the row sizes
-            differ.
+        ShapeError: dimension 0 is not divisible, sizes do not add up to it, or row sizes differ.
         DtypeError: the dtypes differ.
-        MismatchError: another rank receives a different size than this rank sends.
+        MismatchError: sent and received sizes differ between ranks.
 
     Example:
         >>> import meshdist as md, torch

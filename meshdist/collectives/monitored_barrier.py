@@ -1,11 +1,10 @@
 """Run a barrier that lists the ranks that do not reach it.
 
-It uses the store instead of a backend, so the group stays usable if a rank is missing. Ranks do not
-count and compare it like other collectives.
+It uses the store, not a backend, so the group stays usable if a rank is missing. Ranks do not count
+or compare it like other collectives.
 
-In the store, each group keeps the number of the latest barrier that each rank has reached, and one
-outcome. Ranks replace the outcome by compare-and-set, so each barrier ends the same way on every
-rank.
+The store holds, per group, the latest barrier that each rank reached, and a single outcome, which
+ranks replace by compare-and-set so that all get the same.
 """
 
 from __future__ import annotations
@@ -44,22 +43,22 @@ def monitored_barrier(
 ) -> None:
     """Wait until every rank of the group has called it; raise on every rank if any rank is missing.
 
-    Rank 0 of the group collects the arrivals. Each other rank waits at most ``timeout`` until
-    rank 0 reaches the call, and as long again for the outcome.
+    Rank 0 of the group collects arrivals. Other ranks wait up to ``timeout`` for rank 0 to call,
+    and as long again for the outcome.
 
     Args:
         group: as in ``all_reduce``.
-        timeout: how long to wait; None uses the timeout of the group.
+        timeout: how long to wait; None uses the group's timeout.
         wait_all_ranks: list every missing rank in the error of rank 0, not only the first.
 
     Raises:
-        CollectiveTimeoutError: a rank did not reach the call. Rank 0 lists it with its last call;
-            the other ranks refer to rank 0. A rank that is too late also raises.
+        CollectiveTimeoutError: a rank did not reach the call in time; a late rank raises, too. Rank
+            0 lists it with its last call; other ranks refer to rank 0.
         DeadlockError: simulated ranks only: a rank can no longer reach the call.
         KindError, ArgumentError: a wrong timeout.
-        AbortedError: the group was aborted in the meantime.
+        AbortedError: the group was aborted.
 
-    Cost: a few store requests per rank, and on rank 0 one request for each rank.
+    Cost: a few store requests per rank; on rank 0 also a request per rank.
 
     Example:
         >>> import meshdist as md
@@ -121,7 +120,7 @@ def _meet(group: ProcessGroup, timeout: timedelta, names_all: bool) -> None:
 
 
 def _check_not_aborted(group: ProcessGroup, known_aborts: set[str], where: str) -> None:
-    """Raise AbortedError if the group was aborted by an abort that is not in ``known_aborts``."""
+    """Raise AbortedError for an abort of the group that is not in ``known_aborts``."""
     aborts = get_registry(group.world).aborts
     for label in set(aborts) - known_aborts:
         message = aborts[label]
@@ -137,11 +136,7 @@ def _check_not_aborted(group: ProcessGroup, known_aborts: set[str], where: str) 
 def _timed_out(
     world: World, ranks: Sequence[int], outcome: BarrierResult, where: str, names_all: bool
 ) -> CollectiveTimeoutError:
-    """Return this rank's error: the first rank lists the missing ranks, the others refer to it.
-
-    Args:
-        names_all: list all missing ranks, not only the first.
-    """
+    """Return this rank's error: the first rank lists the missing ranks, the others refer to it."""
     me, leader = world.rank, ranks[0]
     found = f"rank {outcome.by}: {outcome.failure}"
     if me in outcome.absent:
@@ -171,7 +166,7 @@ def _last_calls(world: World, ranks: list[int]) -> str:
 
 
 def _counts_of_simulated(group: ProcessGroup) -> dict[int, int]:
-    """Return the group's table of the number of barriers that each simulated rank has reached."""
+    """Return how many of the group's barriers each simulated rank has reached."""
     rank = find_rank_here()
     assert rank is not None  # else the caller has raised
     counts: dict[int, int] = rank.scheduler.tables.setdefault(_keys_of(group), {})
@@ -209,7 +204,7 @@ _GRACE = timedelta(seconds=1)
 
 
 def failed_text(ranks: Sequence[int], timeout: timedelta | None = None) -> str:
-    """Return torch's message for ``ranks`` that failed to pass a monitored barrier in time."""
+    """Return torch's message for ``ranks`` that missed a monitored barrier."""
     ranks_named = f"Rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
     limit = "" if timeout is None else f" in {timeout / timedelta(milliseconds=1):.0f} ms"
     return f"{ranks_named} failed to pass monitoredBarrier{limit}"
@@ -220,7 +215,7 @@ class BarrierResult:
     """The result of a group's latest barrier, stored as JSON."""
 
     number: int  # of the barrier
-    passed: int  # the number of the latest barrier that all members passed
+    passed: int  # the latest barrier that all ranks passed
     by: int  # the rank that decided
     failure: str  # the reason, or ""
     absent: list[int]  # the ranks that had not arrived
@@ -239,11 +234,10 @@ class BarrierResult:
 
 @dataclass
 class MonitoredBarrier:
-    """The part of a single rank in a monitored barrier.
+    """A rank's part in a monitored barrier.
 
     Args:
-        prefix: the prefix of the group's keys in the store.
-        ranks: the global ranks of the group; normally the first rank decides the outcome.
+        ranks: global ranks; normally the first decides the outcome.
         number: the number of the barrier, from 1.
         names_all: list all missing ranks in the failure, not only the first.
         check: raises to end the wait.
@@ -260,8 +254,7 @@ class MonitoredBarrier:
 
     def wait(self) -> BarrierResult:
         """Wait for all ranks; return the result."""
-        # The others wait at most the timeout until the first arrives, and as long again for its
-        # decision.
+        # The others wait up to the timeout for the first, and as long again for its decision.
         with within(Deadline(self.timeout)):
             outcome = self._find_outcome()
             if outcome is None:
@@ -274,7 +267,7 @@ class MonitoredBarrier:
         absent = list(self.ranks[1:])
 
         def collect() -> BarrierResult | None:
-            """Return the result once all ranks have arrived or another rank has decided it."""
+            """Return the result after all ranks arrive or another rank decides it."""
             absent[:] = [rank for rank in absent if not self._has_arrived(rank)]
             return self._find_outcome() if absent else self._decide("", [])
 
@@ -306,7 +299,7 @@ class MonitoredBarrier:
         return failed_text(absent if self.names_all else absent[:1], self.timeout)
 
     def _find_outcome(self) -> BarrierResult | None:
-        """Return the outcome of this barrier, None if it has not ended."""
+        """Return the outcome of this barrier; None before it ends."""
         outcome, _ = self._read()
         if outcome is None or outcome.number < self.number:
             return None

@@ -1,12 +1,12 @@
 """Check and normalize the arguments of tensor collectives, by their operation specs.
 
-A spec lists the roles of a collective's parameters, and the backend operation determines its input
-and output tensors. ``prepare`` reads and checks the arguments, and ``run`` runs the call that it
-returns. ``run_named`` does both for a call that is part of a plan or a collective of ``lax``.
+A spec lists the roles of a collective's parameters; the backend operation determines input and
+output tensors. ``prepare`` returns a checked call, its ``run`` runs it, and ``run_named`` does both
+for a plan or a collective of ``lax``.
 
-Ranks whose operation names differ raise MismatchError, as if they had called different collectives,
-and errors show the name. Otherwise such a call behaves like the public collective: it waits for its
-result, uses the fast path if possible, and appears in torch's profiler.
+Ranks with different operation names raise MismatchError, which lists the names. Otherwise such a
+call behaves like the public collective: it waits, uses the fast path if possible, and appears in
+torch's profiler.
 """
 
 from __future__ import annotations
@@ -42,7 +42,6 @@ def prepare(operation: str, group: Any, *given: Any, op_name: str = "") -> Colle
 
     Args:
         given: the arguments in the order of the operation spec; a root is a group rank.
-        op_name: the operation name.
     """
     recipe = _RECIPES[operation]
     call = Collective(
@@ -80,7 +79,7 @@ def _run(
 
 
 class _Recipe(NamedTuple):
-    """The facts that ``prepare`` needs about a collective."""
+    """Facts about a collective, for ``prepare``."""
 
     prepare: Callable[..., None]  # reads and checks the arguments
     way: str  # the backend operation; the next two fields describe it
@@ -240,7 +239,6 @@ _RECIPES = {
 
 
 def check_devices(call: Collective, tensors: Sequence[torch.Tensor], argument: str) -> None:
-    """Raise unless all tensors are on one device."""
     names = (f"an entry of {argument}", f"{argument}[0]")
     for tensor in tensors:
         call.check_same_device(tensor, tensors[0], names)

@@ -21,7 +21,7 @@ from .collective import Collective
 
 
 class PickledObject:
-    """Pickled objects as bytes; if an object cannot be pickled, the error as bytes."""
+    """Pickled objects as bytes, or the pickling error as bytes."""
 
     def __init__(self, objects: Mapping[str, Any]) -> None:
         self.error: Exception | None = None
@@ -51,8 +51,7 @@ class PickledObject:
 
 
 def unpack(data: torch.Tensor, sender: int, operation: str, target: ProcessGroup) -> list[Any]:
-    """Return the objects in a pickled object's bytes from another rank; raise if they cannot be
-    read."""
+    """Return the objects in another rank's bytes; raise if they cannot be read."""
     view = data.numpy().data
     try:
         (count,) = struct.unpack_from("<q", view)
@@ -93,15 +92,13 @@ def find_device(target: ProcessGroup, given: Any, operation: str) -> torch.devic
             expected="a torch.device, or the name of a device",
             fix="pass for example torch.device('cuda', 0)",
         ) from error
-    target.backend_name(device.type)  # raises where nothing serves it
+    target.backend_name(device.type)  # raises if no backend supports it
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device
 
 
 def check_is_list(given: Any, argument: str, operation: str, *, is_written: bool) -> None:
-    """Raise KindError unless ``given`` is a list, or a tuple if the collective does not write to
-    it."""
     if not isinstance(given, list if is_written else (list, tuple)):
         raise KindError(
             f"{operation}: {argument} must be a list",
@@ -119,7 +116,7 @@ def entries(argument: str, objects: Sequence[Any]) -> dict[str, Any]:
 
 
 def other_length(operation: str, target: ProcessGroup, found: str) -> MismatchError:
-    """Return the error for lists of objects that differ in length; ``found`` says how, by rank."""
+    """Return the error for object lists of different lengths; ``found`` lists them by rank."""
     return MismatchError(
         f"{operation}: the ranks' lists of objects have different lengths",
         where=target.name,
@@ -148,7 +145,7 @@ def _error_text(error: Exception) -> str:
 
 
 class Rounds(Collective):
-    """A collective on Python objects, made of several collectives on sizes and bytes."""
+    """A collective on Python objects, run as collectives on sizes and bytes."""
 
     device: torch.device
 
@@ -157,7 +154,7 @@ class Rounds(Collective):
         self.device = find_device(self.group, device, name)
 
     def agree(self, pickled: PickledObject, length: int = 0) -> list[int]:
-        """Return each member's number of bytes; raise if one failed to pickle or lengths differ."""
+        """Return each rank's number of bytes; raise if pickling failed or lengths differ."""
         mine = torch.tensor([pickled.signed_size, length], device=self.device)
         gathered = mine.new_empty((self.group.size(), 2))
         flat = gathered.view(-1)
@@ -176,7 +173,7 @@ class Rounds(Collective):
         return list(signed_sizes)
 
     def broadcast_sizes(self, pickled_objects: Sequence[PickledObject]) -> list[int]:
-        """Return the bytes that the source sends each member; raise if it cannot pickle."""
+        """Return how many bytes the source sends each rank; raise if it cannot pickle."""
         assert self.root is not None
         failure = next((pickled for pickled in pickled_objects if pickled.error is not None), None)
         signed_sizes = [(failure or pickled).signed_size for pickled in pickled_objects]
@@ -189,7 +186,6 @@ class Rounds(Collective):
         return sizes
 
     def empty(self, num_bytes: int) -> torch.Tensor:
-        """Return uninitialised memory of ``num_bytes`` bytes on the CPU."""
         return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
 
     def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:

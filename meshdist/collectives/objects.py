@@ -1,14 +1,12 @@
 """Run torch's collectives on Python objects: pickle, send as bytes, unpickle.
 
-Unpickling can run any code, so use these collectives only if you trust every rank of the group.
-A collective call takes two rounds, sizes and then bytes. A message between two ranks consists of
-sizes, the receiver's answer and bytes. The bytes use the group's backend: with NCCL the current
-CUDA device, else host memory, or ``device``. An unpickled tensor has the device index that it had
-on its sender.
+Unpickling can run any code, so use them only if you trust every rank. A collective takes two
+rounds, sizes and bytes; a message between two ranks takes sizes, the receiver's answer and bytes.
+Bytes are sent from ``device``, by default with NCCL the current CUDA device, else host memory. An
+unpickled tensor keeps its sender's device index.
 
-Every call blocks. If an object cannot be pickled, every rank raises the same error. If it cannot be
-unpickled, the receiving rank raises. The group stays usable after both, and a call that fails does
-not change its lists.
+Every call blocks. If pickling fails, every rank raises the same error; if unpickling fails, the
+receiver raises. The group stays usable, and a failed call does not change its lists.
 """
 
 from __future__ import annotations
@@ -46,7 +44,7 @@ __all__ = [
 
 
 _MARK = int.from_bytes(b"objects\0", "little")
-"""The first number of every sent list of objects, by which a receiver recognizes it."""
+"""The first number of every sent list of objects, which receivers check."""
 
 
 @untransformed
@@ -106,17 +104,14 @@ def gather_object(
 
     Args:
         obj: any object that pickle supports.
-        object_gather_list: on the destination a list with at least one entry per rank, the first
-            of which are replaced; None or [] on other ranks.
-        dst: the global rank of the destination (0 if neither is passed); or
-        group_dst: its rank in the group.
+        object_gather_list: on the destination a list with at least one entry per rank; the first
+            are replaced. None or [] elsewhere.
+        dst: the destination's global rank (default 0); or
+        group_dst: its group rank.
         group: as in ``all_reduce``.
 
     Raises:
-        PicklingError: an object of any rank cannot be pickled. KindError: not a list.
-        LengthError: the list is too short.
-        ArgumentError: a list on a rank that is not the destination.
-        BackendError: a received object cannot be unpickled.
+        As ``all_gather_object``. ArgumentError: a list on another rank.
 
     Example:
         >>> import meshdist as md
@@ -157,12 +152,12 @@ def broadcast_object_list(
     """Copy the source's list of objects to every rank of the group.
 
     Args:
-        object_list: the objects on the source; on other ranks a list of the same length, whose
-            entries are replaced.
-        src: the global rank of the source (0 if neither is passed); or
+        object_list: the objects on the source; elsewhere a list of the same length, which is
+            overwritten.
+        src: the source's global rank (default 0); or
         group: as in ``all_reduce``.
-        device: the device that sends the bytes; of the same type on every rank.
-        group_src: the source's rank in the group.
+        device: the device of the bytes; the same type on every rank.
+        group_src: the source's group rank.
 
     Raises:
         MismatchError: the lists have different lengths; on every rank.
@@ -198,19 +193,18 @@ def scatter_object_list(
     group: GroupLike = None,
     group_src: int | None = None,
 ) -> None:
-    """Scatter a list of objects from the source: each rank receives one of them.
+    """Scatter the source's list of objects: rank j receives entry j.
 
     Args:
         scatter_object_output_list: a list of at least one entry; the first is replaced.
-        scatter_object_input_list: on the source one object per rank; ignored on other ranks.
-        src: the global rank of the source (0 if neither is passed); or
+        scatter_object_input_list: on the source one object per rank; ignored elsewhere.
+        src: the source's global rank (default 0); or
         group: as in ``all_reduce``.
-        group_src: the source's rank in the group.
+        group_src: the source's group rank.
 
     Raises:
-        PicklingError: an object cannot be pickled; on every rank. KindError: not a list.
-        ArgumentError: the output list is empty, or there is not one object per rank.
-        BackendError: a received object cannot be unpickled.
+        As ``broadcast_object_list``. ArgumentError: an empty output list, or not one object per
+            rank.
 
     Example:
         >>> import meshdist as md
@@ -260,10 +254,10 @@ def send_object_list(
 
     Args:
         object_list: the objects to send.
-        dst: the global rank of the receiver; or
+        dst: the receiver's global rank; or
         group: as in ``all_reduce``.
-        device: the device that sends the bytes; of the same type on both sides.
-        group_dst: the receiver's rank in the group. Pass one of the two.
+        device: the device of the bytes; the same type on both sides.
+        group_dst: the receiver's group rank; pass either.
         use_batch: send like ``batch_isend_irecv``; the same on both sides.
 
     Raises:
@@ -315,18 +309,14 @@ def recv_object_list(
 
     Args:
         object_list: a list as long as the sender's; its entries are replaced.
-        src: the global rank of the sender; or
+        src: the sender's global rank; or
         group: as in ``all_reduce``.
-        device: the device that receives the bytes; of the same type on both sides.
-        group_src: the sender's rank in the group. Omit both to receive from any rank.
-        use_batch: receive like ``batch_isend_irecv``; the same on both sides.
+        device, use_batch: as in ``send_object_list``.
+        group_src: the sender's group rank. Omit both to receive from any rank.
 
     Raises:
-        MismatchError: the sender's list has another length; on both sides.
-        PicklingError: an object cannot be pickled; on both sides. KindError: not a list.
-        ArgumentError: the sender is this rank, or both ``src`` and ``group_src``.
-        BackendError: a received object cannot be unpickled, or the message is not a list of
-            objects.
+        As ``send_object_list``, for the sender.
+        BackendError: an object cannot be unpickled, or the message has no list of objects.
     """
     name = "recv_object_list"
     target = resolve_group(group)
@@ -357,7 +347,7 @@ def recv_object_list(
 
 
 class _Conversation:
-    """The messages between two ranks that make up one call."""
+    """The messages of a call between two ranks."""
 
     def __init__(self, operation: str, target: ProcessGroup, device: Any, use_batch: bool) -> None:
         self.operation = operation
@@ -367,7 +357,7 @@ class _Conversation:
 
     def numbers(self, *values: int) -> torch.Tensor:
         """Return a tensor of ``values`` to send, or to receive into."""
-        # Use a dtype that programs rarely send: a backend matches a message with any receive of its
+        # Use a dtype that programs rarely send: backends match a message with any receive of its
         # dtype and size.
         return torch.tensor(values, dtype=torch.int64, device=self.device).view(torch.uint64)
 
@@ -389,7 +379,6 @@ class _Conversation:
 def _check_same_length(
     num_sent: int, sender: int, num_taken: int, receiver: int, target: ProcessGroup
 ) -> None:
-    """Raise the same error on both sides of a message if their lists differ in length."""
     if num_sent != num_taken:
         found = f"rank {sender} sends {num_sent} entries\nrank {receiver} receives {num_taken}"
         raise other_length("send_object_list", target, found)

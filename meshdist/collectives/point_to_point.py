@@ -1,8 +1,7 @@
 """Run torch's point-to-point operations, singly and in batches.
 
-Pass a peer as a global rank (``dst``, ``src``), also within a group, or as a rank in the group
-(``group_dst``, ``group_src``). Messages between two ranks with the same tag arrive in the order
-sent. None of these operations has a gradient.
+Pass a peer as a global rank (``dst``, ``src``) or a group rank (``group_dst``, ``group_src``).
+Messages between two ranks with the same tag arrive in order. No operation here has a gradient.
 """
 
 from __future__ import annotations
@@ -41,10 +40,10 @@ def send(
 
     Args:
         tensor: an array of any shape and dtype.
-        dst: the global rank of the receiver; or
-        group_dst: its rank in the group. Pass one of the two.
+        dst: the receiver's global rank; or
+        group_dst: its group rank; pass either.
         group: as in ``all_reduce``.
-        tag: matches the send with a receive; NCCL supports only 0.
+        tag: must match on both sides; NCCL supports only 0.
 
     Raises:
         ArgumentError: the receiver is this rank (use isend); no receiver, or both ``dst`` and
@@ -80,9 +79,9 @@ def recv(
     """Receive into ``tensor`` from one rank, or from any; return the global rank of the sender.
 
     Args:
-        tensor: an array with the sender's number of elements and dtype. Written in place.
-        src: the global rank of the sender; or
-        group_src: its rank in the group. Omit both to receive from any rank.
+        tensor: an array with the sender's dtype and element count. Written in place.
+        src: the sender's global rank; or
+        group_src: its group rank. Omit both to receive from any rank.
         group, tag: as in ``send``.
 
     Raises:
@@ -111,8 +110,7 @@ def isend(
         tensor, dst, group, tag, group_dst: as in ``send``; a rank can send to itself.
 
     Raises:
-        ArgumentError: no receiver, or both ``dst`` and ``group_dst``.
-        NotInGroupError: the receiver is not in the group.
+        As ``send``.
     """
     target = group if type(group) is ProcessGroup else resolve_group(group)
     peer = get_peer(target, dst, group_dst, "isend", "dst")
@@ -137,8 +135,7 @@ def irecv(
         A Work; its ``source_rank()`` is the sender's rank in the group.
 
     Raises:
-        ArgumentError: both ``src`` and ``group_src``.
-        NotInGroupError: the sender is not in the group.
+        As ``recv``.
     """
     target = group if type(group) is ProcessGroup else resolve_group(group)
     peer = find_peer(target, src, group_src, "irecv", "src")
@@ -153,15 +150,15 @@ class P2POp:
     Args:
         op: ``isend`` or ``irecv`` of this package.
         tensor: the array to send, or to write.
-        peer: the global rank of the other side; or
+        peer: the other side's global rank; or
         group: as in ``all_reduce``.
-        tag: matches the send with a receive; NCCL supports only 0.
-        group_peer: the other side's rank in the group. Pass one of the two.
+        tag: must match on both sides; NCCL supports only 0.
+        group_peer: its group rank; pass either.
 
     Attributes:
         op, tensor, tag: as passed.
         group: the ProcessGroup.
-        peer, group_peer: the global rank and the group rank of the other side.
+        peer, group_peer: the other side's global and group rank.
 
     Raises:
         ArgumentError: another function; no peer, or both ``peer`` and ``group_peer``.
@@ -212,18 +209,18 @@ class P2POp:
 def batch_isend_irecv(p2p_op_list: list[P2POp]) -> list[Work]:
     """Start a list of sends and receives together; do not use their tensors until ``wait()``.
 
-    Messages from one rank to another with the same tag arrive in the order of the list. Apart from
-    that, the order of the list does not matter.
+    Messages between the same ranks with the same tag arrive in list order; order does not matter
+    otherwise.
 
     Args:
         p2p_op_list: the operations, of one group and one backend.
 
     Returns:
-        A Work for each operation, in the order of the list.
+        A Work per operation, in order.
 
     Raises:
         ArgumentError: not a list of P2POp, an empty list, two groups or two backends.
-        MismatchError: the other side has another dtype or number of elements.
+        MismatchError: the other side has another dtype or element count.
 
     Example:
         >>> import meshdist as md, torch
@@ -269,7 +266,7 @@ def prepare_message(
     *,
     is_send: bool,
 ) -> OperationArgs:
-    """Return a send or receive with checked arguments, ready to run on a device group.
+    """Return a checked send or receive, ready to run on a device group.
 
     Args:
         peer: the group rank of the other side; None receives from any rank.
@@ -287,13 +284,12 @@ def prepare_message(
 
 
 def open_device_group(target: ProcessGroup, message: OperationArgs) -> DeviceGroup:
-    """Return the group's device group for the device of the message; open it if necessary."""
+    """Return the device group for the message's device, opened if necessary."""
     tensor = message.noted
     return target.open_device_group("cpu" if tensor.is_cpu else tensor.device.type)
 
 
 def check_not_me(target: ProcessGroup, peer: int | None, operation: str, other: str = "") -> None:
-    """Raise if ``peer`` is this rank; the error recommends the collective ``other``."""
     if peer == target.rank():
         raise ArgumentError(
             f"{operation} between a rank and itself would never return",
@@ -314,7 +310,7 @@ def _get_tag(given: object, operation: str, backend_name: str) -> int:
 
 
 def _group_of(operations: Any) -> ProcessGroup:
-    """Return the common group of a list of P2POps; raise if there is none."""
+    """Return the common group of a list of P2POps; or raise."""
     is_list = isinstance(operations, (list, tuple))
     if not is_list or not operations:
         raise LengthError(

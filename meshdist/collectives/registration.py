@@ -1,9 +1,8 @@
 """Register public collectives: fast path, profiler record, and graph break for torch.compile.
 
-In torch's profiler, a call appears with the collective's name, its group and the bytes of all its
-tensors (none for objects): ``meshdist::all_reduce axis 'tp' of DeviceMesh(dp=2, tp=2) 4096 bytes``.
-torch.compile ends its graph before the call and starts another after it. Without profiler and
-compiler, the registration costs almost nothing per call.
+torch's profiler shows the collective's name, group and tensor bytes (none for objects):
+``meshdist::all_reduce axis 'tp' of DeviceMesh(dp=2, tp=2) 4096 bytes``. torch.compile breaks its
+graph at the call.
 """
 
 from __future__ import annotations
@@ -51,14 +50,14 @@ def collective(
     """Return a decorator that makes a function a public collective.
 
     Args:
-        has_fast_path: whether ``FastPath`` implements the collective, with the parameters of its
-            operation spec. It is used if all other arguments have their defaults, and may decline.
+        has_fast_path: whether ``FastPath`` implements the collective for the parameters of its
+            operation spec. It is used if other arguments have their defaults, and may decline.
         missing: the default rank if the call has none; empty if a rank is required.
-        stays_off_streams: do not use the fast path in a group that has a backend on a stream.
+        stays_off_streams: skip the fast path in a group with a stream backend.
     """
 
     def mark(function: _F) -> _F:
-        """Return the collective: ``function`` with its fast path, its record and its watchers."""
+        """Return ``function`` with fast path, profiler record and watchers."""
         name, slow = function.__name__, _run_slowly(function)
         if has_fast_path and core is not None:
             given = OPERATIONS[name].parameters
@@ -103,13 +102,13 @@ def {name}({parameters}):
 
 
 def _as_written(function: Callable[..., Any], run: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function with ``function``'s parameters that calls ``run`` with all by place."""
-    # It is made from text, as dataclasses make theirs, which a debugger shows: a function of any
-    # arguments would cost 0.15 microseconds more, a sixth of a small call.
+    """Return a function with ``function``'s parameters, which it passes to ``run`` in order."""
+    # Generate the source, like dataclasses: a function of ``*args`` would cost 0.15 microseconds
+    # more, a sixth of a small call.
     name, signature = function.__name__, inspect.signature(function)
     parts = list(signature.parameters)
     text = _CALL.format(name=name, parameters=", ".join(parts), arguments=", ".join(parts))
-    # A file of this package, so that the frame is none of the program's.
+    # Name a file of this package, so that the frame does not count as the program's.
     file = os.path.join(os.path.dirname(__file__), f"<call of {name}>")
     linecache.cache[file] = len(text), None, text.splitlines(keepends=True), file
     names: dict[str, Any] = {"run": run, "MeshdistError": MeshdistError, "end_here": end_here}
@@ -120,7 +119,7 @@ def _as_written(function: Callable[..., Any], run: Callable[..., Any]) -> Callab
 
 
 def _watch(function: Callable[..., Any], unwatched: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that hands ``function``'s calls to ``watchers[0]`` to run ``unwatched``."""
+    """Return a function that passes calls to ``watchers[0]``, which runs ``unwatched``."""
 
     def watched(*args: Any) -> Any:
         return watchers[0](function, unwatched, args, {})
@@ -133,7 +132,7 @@ def _run_slowly(function: Callable[..., Any]) -> Callable[..., Any]:
     name = function.__name__
 
     def run(*args: Any) -> Any:
-        # Reading the flag takes 20 ns; a record_function takes 10 us even where no profiler runs.
+        # Reading the flag takes 20 ns; a record_function takes 10 us even without a profiler.
         if profiler._is_profiler_enabled:
             with recorded(_op_name(function, args)):
                 return run_unnested(name, function, *args)
@@ -155,7 +154,7 @@ def _launch_environment() -> Any:
     )
 
 
-# What async collectives hand out is part of them.
+# Also break graphs at the methods of what async collectives return.
 for _kind in (Work, StartedWork):
     for _name, _method in inspect.getmembers(_kind, inspect.isfunction):
         if not _name.startswith("_"):
@@ -164,9 +163,9 @@ for _kind in (Work, StartedWork):
 
 @contextmanager
 def recorded(op_name: str) -> Iterator[None]:
-    """Record the block in the active profiler, with the rank's name if the rank is simulated."""
-    # A profiler around ``simulate`` watches the thread alone that called ``simulate``: that thread
-    # begins and ends the record.
+    """Record the block in the active profiler, labeled with the rank if it is simulated."""
+    # A profiler around ``simulate`` watches only the thread that called it, so that thread begins
+    # and ends the record.
     rank = find_rank_here()
     if rank is None or not rank.scheduler.is_profiled:
         with profiler.record_function(op_name):
@@ -186,7 +185,7 @@ def _op_name(function: Callable[..., Any], args: Sequence[Any]) -> str:
     try:
         arguments = inspect.signature(function).bind(*args).arguments
         words.append(resolve_group(_group(arguments)).name)
-    except (TypeError, MeshdistError):  # the call itself will say what is wrong with it
+    except (TypeError, MeshdistError):  # the call itself raises
         return words[0]
     if function.__name__ not in OBJECT_OPERATIONS:
         words.append(f"{sum(map(num_bytes, arguments.values()))} bytes")
@@ -204,7 +203,7 @@ def _group(arguments: Mapping[str, Any]) -> Any:
 
 
 def num_bytes(value: Any) -> int:
-    """Return the bytes of a tensor or array, or of all in a list; 0 for anything else."""
+    """Return the bytes of a tensor, an array or a list of these; 0 for other objects."""
     if isinstance(value, torch.Tensor):
         return value.numel() * value.element_size()
     if isinstance(value, (list, tuple)):

@@ -28,25 +28,23 @@ def shared_empty(
 ) -> torch.Tensor:
     """Return an uninitialized tensor in memory that every rank of the group maps; collective.
 
-    If every rank passes such a tensor to a collective of the group, the collective skips the copies
-    that ordinary tensors need. Apart from that it is an ordinary CPU tensor. If the group's backend
-    does not share memory, it is in ordinary memory, so programs run unchanged.
+    If every rank passes such a tensor to a collective of the group, the collective skips copies. It
+    behaves like any CPU tensor, and uses ordinary memory if the backend does not share memory.
 
     Args:
-        shape: the shape, the same on every rank.
-        dtype: the dtype, the same on every rank; None uses torch's default.
+        shape: the same on every rank.
+        dtype: the same on every rank; None uses torch's default.
         group: a ProcessGroup, a mesh, or None for the world.
 
     Returns:
-        A contiguous CPU tensor. Its memory stays valid while any rank has a tensor on it, also
-        after the group is closed.
+        A contiguous CPU tensor, valid while any rank uses its memory, also after the group is
+        closed.
 
-    Cost: one handshake through the store. Memory for the tensors of all ranks is reserved
-    immediately.
+    Cost: one store handshake; memory for all ranks' tensors is reserved immediately.
 
     Raises:
         KindError, ArgumentError: a wrong shape or dtype. MismatchError: they differ between ranks.
-        BackendError: there is not enough memory (the group stays usable), or the store is lost.
+        BackendError: not enough memory (the group stays usable), or a lost store.
 
     Example:
         >>> import meshdist as md
@@ -98,7 +96,7 @@ def shared_empty(
 def flat_memory(
     count: int, dtype: torch.dtype, device: torch.device, group: ProcessGroup
 ) -> torch.Tensor:
-    """Return new memory for ``count`` numbers, shared by the group on a CPU; collective."""
+    """Return memory for ``count`` numbers, shared by the group on a CPU; collective."""
     # If the backend does not share memory, or a rank has lost the store, all ranks use ordinary
     # memory.
     if device.type != "cpu":

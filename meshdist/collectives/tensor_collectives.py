@@ -1,13 +1,13 @@
 """Run torch's collectives on one tensor per rank, in place.
 
 ``group`` is a ProcessGroup, a mesh (``mesh["tp"]``; several axes are flattened, row-major) or None
-for the world. Every collective accepts torch tensors, NumPy and CuPy arrays, and copies only arrays
-that are not contiguous. It returns None, or a Work with ``async_op=True``. It checks its arguments
-before it sends anything. No collective here has a gradient: ``meshdist.lax`` differentiates.
+for the world. Collectives accept torch tensors, NumPy and CuPy arrays, and copy only non-contiguous
+arrays. They return None, or a Work with ``async_op=True``, and check arguments before they send
+anything. They have no gradients: use ``meshdist.lax``.
 
-All collectives raise MismatchError if ranks call different collectives or pass mismatched tensors,
-CollectiveTimeoutError if a rank does not reach the call (with the last call of each rank),
-AbortedError after an abort, and BackendError if the backend fails.
+All raise MismatchError if ranks call different collectives or pass mismatched tensors,
+CollectiveTimeoutError (with each rank's last call) if a rank does not reach the call, AbortedError
+after an abort, and BackendError if the backend fails.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def all_reduce(
     """Reduce ``tensor`` across the group in place; every rank gets the same bits.
 
     Args:
-        tensor: an array of any shape, with the same number of elements and dtype on every rank;
-            floating, complex (SUM and AVG only), integer or bool (no AVG). Written in place.
+        tensor: an array of any shape, with equal dtype and element count on every rank: floating,
+            complex (SUM and AVG only), integer or bool (no AVG). Written in place.
         op: a ReduceOp.
         group: a ProcessGroup, a mesh, or None for the world.
         async_op: return a Work immediately; do not use ``tensor`` until ``wait()`` returns.
@@ -52,7 +52,7 @@ def all_reduce(
     Cost: 2 n (p - 1) / p bytes sent per rank for n bytes over p ranks.
 
     Raises:
-        DtypeError: the dtype does not support the reduction.
+        DtypeError: the dtype does not support ``op``.
         KindError: ``tensor`` is not an array, or ``op`` is not a ReduceOp.
         NotInGroupError: this rank is not in the group.
 
@@ -79,10 +79,10 @@ def broadcast(
     """Copy the source's ``tensor`` to every rank of the group.
 
     Args:
-        tensor: an array with the same number of elements and dtype on every rank. Written in place
-            on every rank except the source.
-        src: the global rank of the source; or
-        group_src: its rank in the group. Pass one of the two.
+        tensor: an array; equal dtype and element count on every rank. Written in place except on
+            the source.
+        src: the source's global rank; or
+        group_src: its group rank; pass either.
         group, async_op: as in ``all_reduce``.
 
     Cost: n bytes received by every rank except the source.
@@ -117,18 +117,16 @@ def reduce(
     """Reduce ``tensor`` across the group into the destination's tensor.
 
     Args:
-        tensor: an array with the same number of elements and dtype on every rank. Written in place
-            on the destination only.
-        dst: the global rank of the destination; or
-        group_dst: its rank in the group. Pass one of the two.
+        tensor: an array; equal dtype and element count on every rank. Written in place on the
+            destination only.
+        dst: the destination's global rank; or
+        group_dst: its group rank; pass either.
         op, group, async_op: as in ``all_reduce``.
 
     Cost: n bytes sent by every rank except the destination.
 
     Raises:
-        ArgumentError: no destination, or both ``dst`` and ``group_dst``.
-        DtypeError: the dtype does not support the reduction.
-        NotInGroupError: the destination or this rank is not in the group.
+        As ``broadcast``, for ``dst``. DtypeError: the dtype does not support ``op``.
 
     Example:
         >>> import meshdist as md, torch
@@ -152,7 +150,7 @@ def all_gather_into_tensor(
     """Gather the inputs of all ranks into one tensor on every rank.
 
     Args:
-        output_tensor: receives the inputs in group order, concatenated, [p * n, ...], or stacked,
+        output_tensor: the inputs in group order, concatenated, [p * n, ...], or stacked,
             [p, n, ...]. Written in place.
         input_tensor: shape [n, ...], the same on every rank; any dtype.
         group, async_op: as in ``all_reduce``.
@@ -241,12 +239,12 @@ def barrier(
     Args:
         group, async_op: as in ``all_reduce``.
         device_ids: the CUDA device for an NCCL barrier; by default the device bound to this rank,
-            else the current device. Ignored if the group has only CPU backends.
-        timeout: overrides the timeout of the group.
+            else the current device. Ignored with CPU backends only.
+        timeout: overrides the group's timeout.
 
     Raises:
-        KindError, ArgumentError: a wrong timeout, or device_ids without such a CUDA device.
-        CollectiveTimeoutError: a rank did not reach the call; the error lists it.
+        KindError, ArgumentError: a wrong timeout, or a missing CUDA device.
+        CollectiveTimeoutError: a rank, which the error lists, did not call.
     """
     group = group if type(group) is ProcessGroup else resolve_group(group)
     check_flag(async_op, "barrier")

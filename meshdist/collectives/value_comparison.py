@@ -1,21 +1,21 @@
 """Compare texts and tensors between the ranks of a group.
 
-Each rank makes a digest of 64 bits of its texts and of its tensors' bits. One all-reduce takes the
-maximum of the digests and of their complements. Then every rank knows whether all are equal:
+Each rank makes a 64-bit digest of its texts and its tensors' bits. A MAX all-reduce of digests and
+complements shows every rank whether all are equal:
 
     rank 0: 7    rank 1: 7    rank 2: 9        MAX of (d, ~d) over the ranks: (9, ~7)
 
-Ranks exchange details only if digests differ: the first rank broadcasts its texts, and each rank
-sends at most 8 entries of 300 characters. So details stay small with thousands of ranks.
+Only if digests differ, the first rank broadcasts its texts, and each rank sends at most 8 entries
+of 300 characters, little even with thousands of ranks.
 
-A checksum of a tensor is a sum of integers, equal in any order. The words of 32 bits have odd
-weights, all different, so that the sum changes if a bit flips or if values change places:
+A tensor's checksum is an integer sum of its 32-bit words, equal in any order. Odd, distinct weights
+make it change if a bit flips or values swap:
 
     words 3 5 6, weights 1 7 9:  3 + 35 + 54 = 92        5 3 6:  5 + 21 + 54 = 80
 
-Tensors whose bits differ may still count as equal, because equal computations may add in another
-order. Then half of a floating dtype's digits agree, measured by the tensor's largest value. Other
-dtypes must agree wholly. NaN equals NaN, and infinity equals infinity of its sign.
+Floating tensors count as equal if half of their digits agree, relative to the tensor's largest
+value, because equal computations may add in another order. Other dtypes must be identical. NaN
+equals NaN, and infinities of one sign are equal.
 
 Worked example: rank 2 of 3 has another value of "step", lacks "lr", and has "eps".
 
@@ -71,12 +71,12 @@ _LONGEST_TEXT = 300
 
 @dataclass(frozen=True)
 class Difference:
-    """Difference of texts or tensors between the ranks of a group, equal on all of them.
+    """Difference of texts or tensors between ranks, equal on all of them.
 
     Args:
-        found: a line for each of the first entries that differ, for an error's field ``found``.
-        far: the ranks whose first entry in ``found`` differs from that of the group's first rank.
-        is_rounding: whether only tensors differ, and all by less than half of their digits.
+        found: a line for each of the first differing entries, for an error.
+        far: the ranks that differ from the group's first rank in the first entry of ``found``.
+        is_rounding: whether only tensors differ, by less than half of their digits.
     """
 
     found: str
@@ -97,16 +97,16 @@ def agree(
     """Return None if all ranks have equal texts and tensors, else the difference; collective.
 
     Args:
-        texts: by label. Ranks may have different labels, which is a difference, as is their order.
-        tensors: dense, by label. Their shapes and dtypes are compared before their values; a text
-            under the same label stands for these.
+        texts: by label; other labels or another order are a difference.
+        tensors: dense, by label. A text under a tensor's label replaces the comparison of shape and
+            dtype.
         op_name: names the comparison if ranks call different collectives.
-        device: where digests are reduced; None: the first of the group's devices.
+        device: where digests are reduced; None for the group's first.
     """
     differs = find_unequal_digests(group, texts, tensors, op_name=op_name, device=device)
     if not differs:
         return None
-    with torch.cuda.device_of(differs):  # to which objects travel
+    with torch.cuda.device_of(differs):  # the device that sends objects
         held = _with_shapes(texts, tensors)
         short = {label: _shortened(text) for label, text in held.items()}
         if difference := _find_different(short, group, grouped_text):
@@ -131,7 +131,7 @@ def find_unequal_digests(
     op_name: str,
     device: torch.device | None,
 ) -> torch.Tensor:
-    """Return whether ranks have different texts or tensors, on ``device``, unread; collective."""
+    """Return whether texts or tensors differ, as a tensor on ``device``; collective."""
     text = json.dumps([*_with_shapes(texts, tensors).items()]).encode()
     number = int.from_bytes(blake2b(text, digest_size=8).digest(), "little", signed=True)
     digest = checksum([*tensors.values()], find_device(group, device, op_name)) + number
@@ -139,7 +139,7 @@ def find_unequal_digests(
 
 
 def find_unequal(numbers: torch.Tensor, group: ProcessGroup, op_name: str) -> torch.Tensor:
-    """Return, for each of some integers, whether it differs between ranks; collective."""
+    """Return whether each integer differs between ranks; collective."""
     both = torch.stack([numbers, ~numbers])
     run_named("all_reduce", group, op_name, both, ReduceOp.MAX)
     return both[0] != ~both[1]
@@ -168,10 +168,10 @@ def _find_different(
     group: ProcessGroup,
     show: Callable[[Iterable[tuple[int, Any]], str], str],
 ) -> Difference | None:
-    """Return how short values by label differ between ranks, None if none do; collective.
+    """Return how short values by label differ between ranks, or None; collective.
 
     Args:
-        show: returns a text of pairs of a rank and its value, with a separator.
+        show: formats pairs of rank and value, with a separator.
     """
     box: list[Any] = [mine]
     broadcast_object_list(box, group=group, group_src=0)
@@ -213,7 +213,7 @@ def _distances_to_first(
     """Return the distance of each tensor from the group's first rank's; collective.
 
     Args:
-        tensors: of equal labels, shapes and dtypes on all ranks, perhaps in another order.
+        tensors: labels, shapes and dtypes are equal on all ranks, in any order.
     """
     labels, distances = sorted(tensors), dict.fromkeys(tensors, 0.0)
     sums = [int(checksum([tensors[label]], device)) for label in labels]
@@ -230,7 +230,7 @@ def _distances_to_first(
 
 @torch.no_grad()
 def checksum(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Return a checksum of 64 bits on ``device`` of dense tensors; accelerators are not awaited.
+    """Return a 64-bit checksum of dense tensors on ``device``, without waiting for accelerators.
 
     Example:
         >>> x, y = torch.tensor([1.0, -1.0]), torch.tensor([-1.0, 1.0])
@@ -242,13 +242,13 @@ def checksum(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Ten
         here = [_words(x) for x in tensors if x.device == own]
         length = min(_ROW if own.type == "cpu" else 64 * _ROW, sum(map(len, here)))
         sums = torch.zeros(length, dtype=torch.int64, device=own)
-        for alike in _take_tensors(here, 4 * _ROW):  # a large tensor alone, small together
+        for alike in _take_tensors(here, 4 * _ROW):  # a large tensor alone, small tensors together
             for row in _flatten_dense_tensors(alike).split(max(length, 1)):
                 part = sums[: len(row)]  # times a factor, plus the row: one pass, little memory
                 torch.add(row, part, alpha=_FACTOR, out=part)
         weights = torch.arange(1, length + 1, device=own).mul_(_FACTOR)
         weights = (weights ^ (weights >> 29)).mul_(_SPREAD).bitwise_or_(1)
-        # A copy to the CPU must have ended before it is read.
+        # Wait for the copy to the CPU before reading it.
         mine = sums.mul_(weights).sum().to(device, non_blocking=device.type != "cpu")
         total = total * _FACTOR + mine
     return total

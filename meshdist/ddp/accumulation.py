@@ -43,26 +43,25 @@ def accumulate_gradients(
 ) -> AbstractContextManager[None]:
     """Accumulate gradients of several backwards locally, and sum them over the axis once.
 
-    Use it for microbatches: it needs a single reduction for all of them. Inside
-    the context the parameters are reduced over the axis. Their ``.grad`` starts as None and is this
-    rank's partial sum, which no optimizer inside ``md.typed`` accepts. At the end, the sum over the
-    ranks is added to the earlier gradients, and the types are restored. Each rank's loss is the
-    mean, or the sum, over all ranks: ``lax.pmean(loss, axis)``, including terms of parameters
-    alone.
+    Use it for microbatches. Inside the context the parameters are reduced over the axis; their
+    ``.grad`` starts as None and is this rank's partial sum, which no optimizer inside ``md.typed``
+    accepts. At the end, the sum over the ranks is added to earlier gradients, and types are
+    restored. Each rank's loss, including terms of parameters alone, is the mean or the sum over all
+    ranks: ``lax.pmean(loss, axis)``.
 
-    If the body raises, nothing is sent, and gradients and types are restored; the other ranks must
-    not reach the end of their context.
+    If the body raises, both are restored and nothing is sent; other ranks must not reach the end of
+    their context.
 
     Args:
-        parameters: a leaf or several, in the same order on every rank; frozen leaves are ignored.
+        parameters: leaf tensors, in the same order on every rank; frozen leaves are ignored.
         axis_name, mesh: as for ``lax.psum``.
 
     Returns:
-        A context manager. Entering it sends nothing; leaving it is collective over the axis. A
-        parameter without a gradient on any rank keeps its earlier ``.grad``.
+        A context manager; leaving it is collective over the axis. A parameter without a gradient on
+        any rank keeps its earlier ``.grad``.
 
-    Cost: One byte per parameter, which states whether there is a gradient, and one all-reduce per
-        bucket of 25 MiB. Sparse gradients are sent separately.
+    Cost: one byte per parameter (whether it has a gradient), and one all-reduce per bucket of 25
+        MiB. Sparse gradients are sent separately.
 
     Raises:
         KindError: ``parameters`` has an object that is not a tensor.
@@ -138,7 +137,7 @@ def _leaves(parameters: Any) -> list[torch.Tensor]:
 
 
 def _check(leaves: Sequence[torch.Tensor], axes: DeviceMesh) -> None:
-    """Raise if a leaf is not invariant over the axes, or if a DDP wrapper reduces it."""
+    """Raise if a leaf is not invariant over ``axes``, or reduced by a DDP wrapper."""
     for index, leaf in enumerate(leaves):
         owned = find_owner_axes(leaf)
         for axis in axes.axis_names:
@@ -184,7 +183,7 @@ def _put_back(leaves: Sequence[torch.Tensor], kept: Sequence[torch.Tensor | None
 def _add_up(
     leaves: Sequence[torch.Tensor], kept: Sequence[torch.Tensor | None], group: ProcessGroup
 ) -> None:
-    """Set ``.grad`` to the earlier gradient (``kept``) plus the sum of ``.grad`` over ``group``."""
+    """Set ``.grad`` to ``kept`` plus the sum of ``.grad`` over ``group``."""
     found = [leaf.grad for leaf in leaves]
     sums = _sums(leaves, found, group)
     for leaf, old, new in zip(leaves, kept, sums, strict=True):
@@ -197,7 +196,7 @@ def _add_up(
 def _sums(
     leaves: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None], group: ProcessGroup
 ) -> list[torch.Tensor | None]:
-    """Return, for each leaf, the sum of all ranks' gradients; None if no rank has a gradient."""
+    """Return each leaf's sum of all ranks' gradients; None if no rank has a gradient."""
     own = [0] * len(leaves)
     for index, grad in enumerate(grads):
         if grad is not None:

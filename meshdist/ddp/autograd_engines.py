@@ -1,7 +1,7 @@
 """Identify the running backward with private names of torch 2.13.
 
-A *graph task* is autograd's name for one run of its engine, by a backward or ``autograd.grad``. A
-reentrant checkpoint runs a task inside another task.
+A *graph task* is one run of autograd's engine, by a backward or ``autograd.grad``. A reentrant
+checkpoint runs a task inside another task.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _OF_LEAVES = (1 << 64) - 1  # the number of all nodes of leaves
 
 
 def is_made_within(numbers: Sequence[range]) -> bool:
-    """Return whether the running backward passes nodes whose numbers are in ``numbers``."""
+    """Return whether the running backward passes nodes with these numbers."""
     first, seen = min((each.start for each in numbers), default=_OF_LEAVES), set()
     waiting = [node for node in _find_roots() if node is not None]
     while waiting:
@@ -47,7 +47,7 @@ def is_made_within(numbers: Sequence[range]) -> bool:
 
 
 def _find_roots() -> Iterator[Any]:
-    """Yield the nodes at which the running backward, and those around it, began."""
+    """Yield the root nodes of the running backward, and of backwards around it."""
     # A device's thread has no frame of the call. Simulated ranks may run other backwards.
     for thread, frame in sys._current_frames().items():
         caller: Any = frame
@@ -64,7 +64,6 @@ def _find_roots() -> Iterator[Any]:
 
 
 def is_in_distributed_context() -> bool:
-    """Return whether this thread is in a ``torch.distributed.autograd.context()``."""
     rpc = getattr(torch._C, "_distributed_rpc", None)
     if rpc is None or not rpc._is_current_rpc_agent_set():
         return False

@@ -1,9 +1,9 @@
 """Annotate the parameters of a DDP wrapper as reduced over its axes inside ``md.typed``.
 
-The annotations keep casts from summing their gradients a second time, and mark ``.grad`` as
-complete over these axes. A wrapper of a group knows no axes: its parameters store the group's
-ranks, in which ``md.einsum`` finds the axes of its own mesh. A forward inside a context claims the
-axes: each rank's loss must then vary over them, since the wrapper computes the mean.
+They keep casts from summing the gradients again, and mark ``.grad`` as complete over the axes. If a
+wrapper has only a group, its parameters store the group's ranks, and ``md.einsum`` looks up the
+axes in its mesh. A forward inside a context claims the axes: each rank's loss must then vary over
+them.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ OWNER = "DDP"
 
 
 class AxisReducer:
-    """Annotates the types of a wrapper's parameters: with ``axes``, or with the group's ranks.
+    """Annotates a wrapper's parameters with ``axes``, or with the group's ranks.
 
     Args:
-        further: the additional axes over which it reduces gradients, by parameter.
+        further: additional reduction axes, by parameter.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class AxisReducer:
 
         Args:
             axes: the wrapper's ``device_mesh``; None if it has a group.
-            is_reduced: whether the wrapper averages the backward of this forward.
+            is_reduced: whether this forward's backward is averaged.
         """
         mode = find_context()
         if mode is None or not torch.is_grad_enabled():
@@ -93,7 +93,6 @@ class AxisReducer:
 
     @untraced
     def close(self) -> None:
-        """Remove the wrapper's annotations from the parameters."""
         for name, parameter in self._parameters.items():
             kinds = type_of(parameter)
             if find_owner_axes(parameter) is not None:

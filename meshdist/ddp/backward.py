@@ -1,8 +1,7 @@
 """Run one backward: start its reductions and wait for them, both in bucket order.
 
-A ``Backward`` is created when outputs first get gradients, and dropped once all ranks' gradients
-are averaged, so nothing is reset for the next backward. A backward that raised is kept; the next
-forward, or check, completes it with zeros.
+A ``Backward`` exists from the first gradient of outputs until all ranks' gradients are averaged. If
+it raised, it is kept; the next forward, or check, completes it with zeros.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from .status_flags import Ending
 
 
 class Phase(Enum):
-    """The state of a reducer: idle, awaiting a backward, after its end, or closed."""
+    """The states of a reducer."""
 
     IDLE = auto()
     AWAITED = auto()
@@ -46,9 +45,8 @@ class ActiveRanks(NamedTuple):
 
     Args:
         source: the group rank whose buffers and bucket order the others use.
-        share: the factor of averages over all ranks: 1, or their number divided by ``num``.
+        share: a factor of averages over all ranks: 1, or their number divided by ``num``.
         num: the number of ranks with data.
-        is_joining: whether the model is in a join context.
     """
 
     num: int
@@ -58,7 +56,7 @@ class ActiveRanks(NamedTuple):
 
 
 class ReducerState:
-    """A reducer's state across backwards: the hook, failures, futures, a lock."""
+    """A reducer's state across backwards."""
 
     def __init__(self, expected_gradients: ExpectedGradients, active_ranks: ActiveRanks) -> None:
         self.expected_gradients = expected_gradients
@@ -78,7 +76,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def adds_join_fix(method: F) -> F:
-    """Decorate a reducer's method to suggest ``join()`` if other ranks do not call it."""
+    """Make a reducer's method suggest ``join()`` if other ranks do not call it."""
 
     @functools.wraps(method)
     def with_fix(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -102,7 +100,7 @@ class Backward:
 
     Args:
         task: autograd's number of the backward; ``NO_TASK`` for zeros.
-        has_graph: whether its gradients could be differentiated again.
+        has_graph: whether gradients could be differentiated again.
     """
 
     def __init__(
@@ -138,7 +136,7 @@ class Backward:
         self.is_open = True
 
     def arrived(self, index: int) -> None:
-        """Count gradient ``index``; send full buckets in order once the order is learned."""
+        """Count gradient ``index``; send full buckets once the order is learned."""
         if not self.is_open:
             self.open()
         count = self.counts[index] = self.counts[index] + 1
@@ -167,7 +165,7 @@ class Backward:
                 self._start_full()
 
     def _start_full(self) -> None:
-        """Start the reductions of full buckets, up to the first that is not full."""
+        """Start the reductions of the leading full buckets."""
         with self.reducer_state.lock, torch.no_grad():
             for bucket_state in self.rest():
                 if bucket_state.bucket.is_deferred or bucket_state.num_pending:
@@ -176,7 +174,7 @@ class Backward:
                 self._start(bucket_state)
 
     def find_came(self) -> list[bool]:
-        """Return for each parameter whether this ended backward computed its gradient."""
+        """Return for each parameter whether this backward computed its gradient."""
         # A custom autograd function may leave a gradient undefined.
         rows = zip(self.counts, self.layout.terms.parameters, strict=True)
         return [count > 0 and parameter.grad is not None for count, parameter in rows]
@@ -201,14 +199,13 @@ class Backward:
     # -- averages ---------------------------------------------------------------------------------
 
     def rest(self) -> Sequence[BucketState]:
-        """Return the states of buckets that have not been sent."""
         return self.bucket_states[len(self.works) :]
 
     def reduce(self, outcome: BackwardOutcome, *, has_local_sums: bool = False) -> None:
         """Send the remaining buckets (zeros without gradients), and wait for all averages.
 
         Args:
-            has_local_sums: whether local backwards have added to ``.grad`` since the last average.
+            has_local_sums: whether local backwards added to ``.grad`` since the last average.
         """
         reducer_state, layout, rest = self.reducer_state, self.layout, self.rest()
         for bucket_state in rest:
@@ -230,11 +227,7 @@ class Backward:
     def _find_gradients(
         self, outcome: BackwardOutcome, *, has_local_sums: bool
     ) -> list[bool] | None:
-        """Return for each parameter if this rank adds a new gradient; None if all or none.
-
-        Args:
-            has_local_sums: whether ``.grad`` holds sums of local backwards.
-        """
+        """Return for each parameter if this rank adds a new gradient; None if all or none."""
         if outcome.ending is Ending.WHOLE or not outcome.came:
             return None
         has = list(outcome.came)
@@ -248,7 +241,7 @@ class Backward:
         return has
 
     def _start(self, bucket_state: BucketState) -> None:
-        """Start a bucket's reduction, by the hook if it serves the bucket; add it to ``works``."""
+        """Start a bucket's reduction, by the hook if it serves the bucket."""
         number, reducer_state = len(self.works), self.reducer_state
         bucket = bucket_state.bucket
         if reducer_state.hook is None or not self.layout.is_hooked(bucket):
@@ -265,7 +258,7 @@ class Backward:
             raise
 
     def give(self, outcome: BackwardOutcome) -> None:
-        """Write averages into ``.grad`` of each parameter that any rank has a gradient of."""
+        """Write averages to ``.grad`` of parameters with a gradient on any rank."""
         is_complete = outcome.ending is Ending.WHOLE
         is_used = outcome.find_used(is_complete=is_complete)
         share = (

@@ -1,8 +1,8 @@
 """Exchange how a backward ended on each rank, and raise the same error on all ranks.
 
-The averaged status flags tell every rank whether any rank set a flag, and whether none, some or all
-ranks had each gradient. So all ranks raise the same error: on the CPU once the reduction ends; on
-an accelerator, where reading would make the CPU wait for the device, at the next forward.
+The averaged status flags show whether any rank set a flag, and whether none, some or all ranks had
+each gradient. So all ranks raise the same error: on the CPU when the reduction ends; on an
+accelerator at the next forward, so that the CPU does not wait for the device.
 
 Worked example: a model has parameters v and w; rank 1 of 2 may lack the gradient of w, and does.
 
@@ -12,8 +12,8 @@ Worked example: a model has parameters v and w; rank 1 of 2 may lack the gradien
     average          0.5    0.5      0        0            0       0                  1   0.5
 
 Both ranks read the average. No error flag is above 0, but "partial" is, so they read the map. Some
-rank had each gradient, so both averages are written to ``.grad`` on both ranks. As w had 0.5 * 2
-ranks, not 2, it is deferred from now on. If "interrupted" were above 0, both ranks would raise.
+rank had each gradient, so both ranks write both averages to ``.grad``. As w had 0.5 * 2 ranks, not
+2, it is deferred from now on. If "interrupted" were above 0, both would raise.
 
     >>> from types import SimpleNamespace as Fake
     >>> from .bucket_layout import ReductionOptions; from .status_flags import StatusFlags
@@ -53,10 +53,10 @@ class BackwardOutcome:
 
     Args:
         ending: on this rank; None if it has no data.
-        num_active: the number of ranks with data; others add nothing to the used-parameter map.
-        came: for each parameter, whether this rank computed its gradient.
-        lacking: the parameters that require a gradient and got none since the forward.
-        unexpected: an error line for each unexpected gradient.
+        num_active: the number of ranks with data.
+        came: by parameter, whether this rank computed its gradient.
+        lacking: parameters that require a gradient and got none since the forward.
+        unexpected: error lines.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class BackwardOutcome:
     def followed_by(
         self, came: Sequence[bool], unexpected: Sequence[str], num_active: int
     ) -> BackwardOutcome:
-        """Return the outcome of the next backward, with the arguments of ``BackwardOutcome``."""
+        """Return the next backward's outcome; arguments as for ``BackwardOutcome``."""
         is_complete = False not in came
         lacking: Sequence[int] = ()
         if not (is_complete or self._layout.terms.options.may_lack):
@@ -95,12 +95,12 @@ class BackwardOutcome:
         return BackwardOutcome(self._layout, ending, num_active, came, lacking, unexpected)
 
     def followed_by_none(self, ending: Ending | None, num_active: int) -> BackwardOutcome:
-        """Return the next outcome without gradients; ``ending`` is None without data."""
+        """Return the next outcome, without gradients; ``ending`` is None without data."""
         lacking = () if ending is None else self._lacking
         return BackwardOutcome(self._layout, ending, num_active, lacking=lacking)
 
     def expect_all(self) -> None:
-        """Expect a gradient of every parameter, at the start of a synchronized forward."""
+        """Expect every gradient, at the start of a synchronized forward."""
         self._lacking = range(len(self._layout.terms.parameters))
 
     def reject_lacking(self) -> None:
@@ -112,7 +112,7 @@ class BackwardOutcome:
     # -- outcome on all ranks ----------------------------------------------------------------------
 
     def note_flags(self) -> bool:
-        """Store the reduced flags for reading and return True; return False in a graph capture."""
+        """Store the reduced flags for reading; return False in a graph capture."""
         status_flags = self._layout.status_flags
         self._is_noted = status_flags.reader.note(status_flags.numbers)
         return self._is_noted
@@ -121,7 +121,7 @@ class BackwardOutcome:
         """Return for each parameter whether any rank had a gradient; None if all, or if unknown.
 
         Args:
-            is_complete: whether this rank has all, so that it need not wait for the device.
+            is_complete: whether this rank has all gradients.
         """
         # Wait for the device only if this rank lacks gradients, and may.
         is_deferred = self._layout.status_flags.reader.is_deferred
@@ -150,7 +150,7 @@ class BackwardOutcome:
         """Read once how the backward ended on all ranks; update ``expected_gradients`` or raise.
 
         Args:
-            stays: whether buckets stay fixed once built, since a hook's state refers to them.
+            stays: whether a hook's state refers to the buckets, which must then stay fixed.
         """
         if self._is_noted:
             self._look()
@@ -216,7 +216,6 @@ class BackwardOutcome:
         expected_gradients.update_deferred(deferred, may_move=may_move and options.may_lack)
 
     def _gather(self, mine: T) -> dict[int, T]:
-        """Return the values of all ranks, by rank; collective."""
         group = self._layout.terms.extra_groups.all_ranks
         with torch.cuda.device_of(self._layout.status_flags.numbers):
             return dict(zip(group.ranks, gather_from_all(mine, group), strict=True))

@@ -1,8 +1,7 @@
 """Decide whether a gradient belongs to the current synchronized backward or a local backward.
 
-In ``model(x).sum() + w.square().sum()`` the gradient of the second term is computed first. It is
-kept until its backward reaches an output, and counts then. If the backward reaches no output, it is
-local.
+In ``model(x).sum() + w.square().sum()`` the second term's gradient is computed first. It counts
+once its backward reaches an output. If the backward reaches no output, it is local.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ _MANY = 8
 
 
 class LocalBackwards:
-    """The gradients of backwards that have not reached an output yet, and may never."""
+    """The gradients of backwards that have not reached an output."""
 
     def __init__(self) -> None:
         self.is_averaged_expected = False  # a synchronised forward awaits its backward
@@ -44,7 +43,7 @@ class LocalBackwards:
         self._first_number = next_number()
 
     def passes_forward(self) -> bool:
-        """Return whether this backward passes a synchronized forward, until a gradient is kept."""
+        """Return whether this backward passes a synchronized forward."""
         return self._early_task != current_task() and is_made_within(self._forwards)
 
     def forward_ends(self, *, sees_outputs: bool) -> None:
@@ -71,7 +70,7 @@ class LocalBackwards:
         self._early.append(index)
 
     def backward_begins(self, task: int) -> list[int]:
-        """Reset counts for averaged backward ``task``; return the gradients it computed already."""
+        """Reset counts for averaged backward ``task``; return its gradients so far."""
         self.takes_any = self.is_averaged_expected = False
         self._num_local = 0
         if task != self._early_task:
@@ -96,7 +95,7 @@ class LocalBackwards:
                 gradient_errors.warn_of_complete(group_and_line)
 
     def _end(self, task: int, gradient_errors: GradientErrors) -> None:
-        """Drop the gradients of ``task``, which reached no output; warn if that looks wrong."""
+        """Drop the gradients of ``task``, if it reached no output; warn if that looks wrong."""
         if task != self._early_task:
             return
         self._early_task = None  # it reached no output

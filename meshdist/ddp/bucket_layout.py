@@ -1,8 +1,7 @@
 """Assign parameters to buckets and lay the buckets out in memory.
 
-A bucket holds parameters of one dtype and device, so it can be one flat tensor and one all-reduce.
-Small buckets start early; large buckets need fewer calls. So the first bucket is small: it is ready
-while most of the backward still has to run.
+A bucket holds parameters of one dtype and device: one flat tensor, one all-reduce. Large buckets
+need fewer calls, but small buckets start earlier. So the first bucket is small.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ _IN_PLACE_BYTES = 8 * 1024 * 1024
 def bucket_caps(
     bucket_cap_mb: float | None, bucket_cap_mb_list: Sequence[float] | None = None
 ) -> tuple[int, ...]:
-    """Return the checked caps of the buckets in bytes; the last applies to all further buckets."""
+    """Return the checked caps in bytes; the last applies to all further buckets."""
     if bucket_cap_mb_list is not None and (
         isinstance(bucket_cap_mb_list, str) or not isinstance(bucket_cap_mb_list, Sequence)
     ):
@@ -71,7 +70,7 @@ def _cap_bytes(what: str, cap_mb: float) -> int:
 
 
 class LaidBucket(NamedTuple):
-    """A bucket's parameters, in expected order; if deferred, sent at the end of a backward."""
+    """A bucket's parameters, in expected order; if deferred, sent last."""
 
     indices: tuple[int, ...]
     is_deferred: bool = False
@@ -86,11 +85,11 @@ def lay_out(
     delayed: Collection[int] = (),
     delayed_after: int | None = None,
 ) -> tuple[LaidBucket, ...]:
-    """Return all buckets in the order in which they are sent, equal on every rank.
+    """Return all buckets in sending order, equal on every rank.
 
     Args:
         items, order, caps: as in ``assign_buckets``; every index is in ``order``.
-        deferred: indices that some rank may lack: in separate buckets, sent last.
+        deferred: indices that some rank may lack: separate buckets, sent last.
         delayed: indices whose gradients are sent together, right after the bucket of
         delayed_after: this index.
 
@@ -117,15 +116,14 @@ class ReductionOptions:
     """Options of a reduction of gradients.
 
     Args:
-        caps: the sizes of the first bucket, the second, ..., in bytes; the last repeats.
-        as_views: whether ``.grad`` is a view into its bucket, or a copy.
+        caps: bucket sizes in bytes; the last repeats.
+        as_views: whether ``.grad`` is a view into its bucket.
         finds_unused: whether a rank may lack any gradient in any backward.
-        is_static: whether all backwards compute the gradients of the first backward.
-        skips_unused: whether gradients that no rank had in the first backward are never sent.
-        delayed: indices of the parameters that are sent together, after the bucket of
-            ``delayed_after``.
-        sparse: indices of the parameters whose gradients are sparse.
-        dtype: the dtype in which gradients are sent; None for the parameters' own.
+        is_static: whether all backwards compute the same gradients.
+        skips_unused: whether gradients missing on all ranks in the first backward are never sent.
+        delayed: indices sent together, after the bucket of ``delayed_after``.
+        sparse: indices of parameters with sparse gradients.
+        dtype: of sent gradients; None for the parameters' dtype.
     """
 
     caps: tuple[int, ...]
@@ -161,17 +159,17 @@ class ReductionOptions:
 
     @property
     def may_lack(self) -> bool:
-        """Return whether a backward may lack gradients without an error."""
+        """Return whether missing gradients are no error."""
         return self.finds_unused or self.is_static
 
     @property
     def may_move(self) -> bool:
-        """Return whether parameters may still move between early and deferred buckets."""
+        """Return whether the deferred parameters may still change."""
         return self.finds_unused and not (self.is_static or self.skips_unused)
 
 
 class ReductionTerms(NamedTuple):
-    """The inputs of a bucket layout: parameters, groups, options, expected order."""
+    """The inputs of a bucket layout."""
 
     parameters: Sequence[torch.nn.Parameter]
     group: ProcessGroup
@@ -183,13 +181,13 @@ class ReductionTerms(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class BucketLayout:
-    """The assignment of gradients to buckets, with their memory; a change makes a new layout.
+    """An immutable assignment of gradients to buckets, with their memory.
 
     Args:
-        deferred: the parameters whose gradient some rank may lack.
-        is_learned: whether the buckets are in the order in which gradients were computed.
-        buckets: in the order in which they are sent.
-        unsent: the parameters without a bucket, since no rank had their gradient at first.
+        deferred: parameters whose gradient some rank may lack.
+        is_learned: whether buckets are in the order of computation.
+        buckets: in sending order.
+        unsent: parameters whose gradient no rank had at first, without a bucket.
         status_flags: averaged over the union of all groups.
         flags_average: starts their average; None if they are sent with the last bucket.
     """
@@ -203,7 +201,7 @@ class BucketLayout:
     flags_average: Callable[[torch.Tensor], Pending] | None
 
     def fits(self, expected_gradients: ExpectedGradients) -> bool:
-        """Return whether the order and deferred parameters match ``expected_gradients``."""
+        """Return whether order and deferred parameters match ``expected_gradients``."""
         return (self.is_learned, self.deferred) == (
             expected_gradients.is_learned,
             expected_gradients.deferred,
@@ -211,7 +209,7 @@ class BucketLayout:
 
     @cached_property
     def places(self) -> dict[int, tuple[int, int]]:
-        """The bucket number, and the slot in the bucket, of each parameter that is sent."""
+        """The bucket number and slot of each sent parameter."""
         return {
             index: (number, slot)
             for number, bucket in enumerate(self.buckets)
@@ -219,7 +217,7 @@ class BucketLayout:
         }
 
     def is_hooked(self, bucket: Bucket) -> bool:
-        """Return whether a communication hook, if any is registered, averages this bucket."""
+        """Return whether a communication hook would average this bucket."""
         return bucket.averaging.group is self.terms.group
 
 
@@ -235,7 +233,7 @@ def lay(
     """Return a layout in new memory; gradients in buckets of ``before`` move with their values.
 
     Args:
-        has_hook: whether a communication hook averages, so that gradients are sent unscaled.
+        has_hook: whether a communication hook averages unscaled gradients.
     """
     parameters, group, options, _, order, extra_groups = terms
     old_views = {
@@ -340,7 +338,7 @@ def _flat_bucket(
     *,
     is_deferred: bool,
 ) -> Bucket:
-    """Return a bucket in new memory, with ``num_flags`` numbers after its gradients."""
+    """Return a bucket in new memory, followed by ``num_flags`` numbers."""
     parameters, options, gradient_errors = terms.parameters, terms.options, terms.gradient_errors
     first, is_learned = parameters[indices[0]], expected_gradients.is_learned
     dtype, device = options.dtype or first.dtype, first.device

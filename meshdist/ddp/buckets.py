@@ -1,12 +1,11 @@
 """Copy gradients into buckets, send each bucket as one message, and write averages back.
 
 A bucket is one flat tensor with gradients as views, or a single gradient
-(``unbucketed_gradients``). A bucket does not change; its state in one backward is a
-``BucketState``.
+(``unbucketed_gradients``). Its state in one backward is a ``BucketState``.
 
-A hook per parameter costs more than the copy of a small gradient. So only the last of a bucket's
-small gradients has a hook. The others are known to be computed if their ``.grad`` is a different
-tensor than when the backward began, or has a different version.
+A hook costs more than the copy of a small gradient, so only the last of a bucket's small gradients
+has a hook. The others were computed if their ``.grad`` has changed its identity or version since
+the backward began.
 """
 
 from __future__ import annotations
@@ -58,8 +57,8 @@ class Averaging(NamedTuple):
     """The method of averaging over one group.
 
     Args:
-        scale: the factor applied to gradients as they are copied; None if the backend averages, and
-            for a communication hook.
+        scale: applied to gradients as they are copied; None if the backend averages, and for a
+            communication hook.
         start: starts to average a tensor in place.
     """
 
@@ -74,15 +73,11 @@ class Bucket:
 
     Args:
         indices: of the parameters, in the order of their gradients in memory.
-        members: these parameters.
-        copy_mode: how gradients are copied in and averages out.
-        views: each gradient's view into ``flat``; or a tensor of its shape.
+        views: each gradient's view into ``flat``, or a tensor of its shape.
         flat: memory for the gradients; empty if the gradient keeps its own.
-        sent: that memory, followed by that of the status flags.
-        is_deferred: whether the bucket waits for the end of a backward, since some rank may lack a
-            gradient.
-        averaging: the group and method of averaging.
-        num_at_once: the number of leading gradients that are copied as soon as they are computed.
+        sent: ``flat``, followed by the status flags.
+        is_deferred: whether it is sent at the end of a backward, since a rank may lack a gradient.
+        num_at_once: the number of leading gradients that are copied when computed.
     """
 
     indices: tuple[int, ...]
@@ -118,11 +113,9 @@ class Bucket:
         """Return a bucket with its gradients contiguous in ``sent``, the large before the small.
 
         Args:
-            indices: of the parameters, in the order in which their gradients are expected.
+            indices: of the parameters, in the expected order of gradients.
             parameters: all parameters of the model.
             sent: memory for the gradients and the status flags after them.
-            as_views: whether ``.grad`` become views into ``sent``.
-            is_deferred: whether the bucket waits for the end of a backward.
         """
         is_small = {
             index: parameters[index].numel() * sent.itemsize < _AT_ONCE_BYTES for index in indices
@@ -164,13 +157,13 @@ class Bucket:
         *,
         is_deferred: bool,
     ) -> Bucket:
-        """Return a bucket of one gradient, without own memory, sent last if ``is_deferred``."""
+        """Return a bucket of one gradient, which keeps its memory."""
         like = parameter.detach()
         none = like.new_empty(0)
         return cls((index,), [parameter], copy_mode, [like], none, none, is_deferred, averaging)
 
     def note_users(self) -> None:
-        """Count the library's tensors in the memory, once all of them exist."""
+        """Count the library's tensors in the memory, once all exist."""
         if isinstance(self.copy_mode, Flat) and self.copy_mode.as_views:
             self.num_users = storage_uses(self.sent)
 
@@ -180,7 +173,7 @@ class Bucket:
         if not self.num_users or is_capturing(self.sent.device):
             return
         is_shared = not _COUNTS_ARE_EXACT or storage_uses(self.sent) > self.num_users
-        uses = [*map(tensor_uses, self.views)]  # ``kept = torch.from_dlpack(p.grad)`` adds one
+        uses = [*map(tensor_uses, self.views)]  # ``kept = torch.from_dlpack(p.grad)`` adds a use
         if not is_shared and max(map(sys.getrefcount, self.views)) == _NUM_ALONE and max(uses) == 1:
             return
         pairs = zip(self.members, self.views, strict=True)
@@ -212,7 +205,7 @@ class Bucket:
 
 
 class BucketState:
-    """A bucket's state in one backward: gradients pending, and gradients copied in."""
+    """A bucket's state in one backward: pending and copied gradients."""
 
     def __init__(self, bucket: Bucket) -> None:
         bucket.release_kept()
@@ -221,7 +214,7 @@ class BucketState:
         self.streams = None if bucket.new_streams is None else bucket.new_streams()
         self.taken: set[int] = set()  # slots whose gradient was copied in
         self.read: Grads = ()  # the sent tensor of a gradient without a flat bucket
-        # The average of such a gradient, if any rank has one.
+        # The average of such a gradient; None if no rank has a gradient.
         self.average: torch.Tensor | None = None
 
     def take(self, *, is_zero: bool = False) -> None:
@@ -254,7 +247,7 @@ class GradientCopy(ABC):
 
     @abstractmethod
     def start(self, bucket_state: BucketState) -> Pending:
-        """Start the bucket's average without a communication hook; return the reduction."""
+        """Start the bucket's average without a communication hook."""
 
     @abstractmethod
     def give(
@@ -268,10 +261,9 @@ class GradientCopy(ABC):
         """Write the averages, times ``share``, to ``.grad``.
 
         Args:
-            is_used: for each parameter of the model, whether some rank had a gradient: if so, a
-                parameter without a gradient here gets the average; if not, it stays without. None
-                if unknown, as on accelerators, where reading would make the CPU wait: then all get
-                the average.
+            is_used: for each parameter of the model, whether some rank had a gradient: if so, it
+                gets the average even without a gradient here; if not, it stays without. None if
+                unknown, as on accelerators: then all get the average.
             is_complete: whether this rank computed all gradients.
         """
 
@@ -280,11 +272,10 @@ class Flat(GradientCopy):
     """Copies of gradients in one flat tensor.
 
     Args:
-        small: the views of gradients that are copied together, once the bucket is full.
+        small: views of gradients that are copied together into a full bucket.
         small_flat: the memory of these views.
-        scale: the factor applied to gradients as they are copied in, or None.
         as_views: whether ``.grad`` becomes the view.
-        is_cast: whether the bucket's dtype differs from that of its parameters.
+        is_cast: whether bucket and parameters differ in dtype.
     """
 
     def __init__(
@@ -310,12 +301,12 @@ class Flat(GradientCopy):
         self.move_to(small_flat)
 
     def move_to(self, flat: torch.Tensor) -> None:
-        """Copy gradients into ``flat`` from now on; those copied together are its end."""
+        """Copy gradients into ``flat`` from now on, with the small at its end."""
         self._small_flat = flat[len(flat) - sum(self._sizes) :]
         self._runs = list(zip(self._cuts, self._small_flat.split(self._sizes), strict=True))
 
     def take(self, bucket_state: BucketState, slot: int | None = None) -> None:
-        """Copy the gradient at ``slot``, or all for None, into the bucket; zeros if it is None."""
+        """Copy the gradient at ``slot``, or all, into the bucket; zeros for None."""
         if slot is not None:
             self._take_large(bucket_state, slot)
             return
@@ -399,15 +390,13 @@ class Flat(GradientCopy):
             raise self._gradient_errors.reshaped(index, grad.shape, shape)
 
     def clear(self, bucket_state: BucketState) -> None:
-        """Fill the bucket with zeros."""
         bucket_state.bucket.flat.zero_()
 
     def buffer(self, bucket_state: BucketState) -> torch.Tensor:
-        """Return the flat tensor of all gradients in the bucket."""
         return bucket_state.bucket.flat
 
     def start(self, bucket_state: BucketState) -> Pending:
-        """Start to average the gradients and the status flags after them; return the reduction."""
+        """Start to average the gradients, with the status flags after them."""
         return bucket_state.bucket.averaging.start(bucket_state.bucket.sent)
 
     def give(
@@ -418,7 +407,7 @@ class Flat(GradientCopy):
         is_complete: bool,
         share: float,
     ) -> None:
-        """Scale the averages by ``share``; copy those of used parameters unless they are views."""
+        """Scale the averages by ``share``; copy them to used parameters unless they are views."""
         bucket = bucket_state.bucket
         if share != 1.0:
             bucket.flat.mul_(share)

@@ -59,71 +59,70 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
     """Train a replica of ``module`` on every rank of an axis; ``.grad`` is the mean over the axis.
 
     The constructor, each forward that synchronizes buffers, and each backward are collective: all
-    ranks of the axis must call them in the same order. The constructor compares the parameters and
-    buffers of all ranks and broadcasts those of the axis's first rank. Before each forward, also in
-    eval mode, the wrapper broadcasts that rank's buffers again.
+    ranks of the axis must call them in the same order. The constructor compares all ranks'
+    parameters and buffers and broadcasts the first rank's. Each forward, also in eval mode, first
+    broadcasts that rank's buffers.
 
-    DDP averages gradients during ``backward()``; when it returns, ``.grad`` holds the averages.
-    ``torch.autograd.grad`` does not use ``.grad``, so its results are not averaged. If the loss is
-    a *mean* over each rank's samples and all ranks have equally many, the gradient is that of the
-    global batch. If it is a *sum*, gradients are smaller by the number of ranks. DDP does not split
-    inputs: see ``DistributedSampler``. Inside ``md.typed`` the wrapper reduces over the axis: each
-    rank's loss varies over it, without a pmean.
+    When ``backward()`` returns, ``.grad`` holds the averages. ``torch.autograd.grad`` does not use
+    ``.grad``, so its results are not averaged. If the loss is a *mean* over each rank's samples and
+    all ranks have equally many, DDP computes the gradient of the global batch. If it is a *sum*,
+    gradients are smaller by the number of ranks. DDP does not split inputs: see
+    ``DistributedSampler``. Inside ``md.typed`` each rank's loss must vary over the axis, without a
+    pmean.
 
-    DDP averages a backward if and only if it reaches outputs of a synchronized forward through the
-    wrapper, also a second backward on a retained graph. Every other backward is local. Unless you
-    pass ``find_unused_parameters`` or ``static_graph``, every parameter must get a gradient on
-    every rank before the next forward; if not, that forward raises (``check_gradients`` raises
-    earlier). Do not add, remove, replace or convert parameters after wrapping.
+    DDP averages each backward that reaches outputs of a synchronized forward through the wrapper,
+    also a second backward on a retained graph. Every other backward is local. Unless you pass
+    ``find_unused_parameters`` or ``static_graph``, the next forward (or ``check_gradients``,
+    earlier) raises if a parameter got no gradient on some rank. Do not add, remove, replace or
+    convert parameters after wrapping.
 
-    On an accelerator ``backward()`` returns while the device still runs. If a backward is
-    interrupted on some ranks, the other ranks raise at the next forward, when the optimizer may
-    already have applied the gradients of that step. On the CPU their ``backward()`` raises.
+    If a backward is interrupted on some ranks, ``backward()`` raises on the other ranks on the CPU.
+    On an accelerator it returns while the device runs, so the next forward raises, possibly after
+    the optimizer applied that step's gradients.
 
     Args:
-        module: the model, already on its device. All ranks' parameters must be equal in name,
-            order, shape, dtype and strides.
+        module: the model, on its device. All ranks' parameters must be equal in name, order, shape,
+            dtype and strides.
         device_ids: the one device of a CUDA module, to which inputs are moved; None for modules on
-            the CPU or on several devices.
+            the CPU or several devices.
         output_device: the device to which outputs are moved; by default the device of
             ``device_ids``.
-        dim, batched_grad_copy, check_reduction: accepted as in torch, without effect; the last
-            warns.
-        broadcast_buffers: False never broadcasts buffers, not even on construction.
-        init_sync: False skips the comparison and the broadcast on construction.
+        dim, batched_grad_copy, check_reduction: without effect; the last warns.
+        broadcast_buffers: False never broadcasts buffers, even on construction.
+        init_sync: False skips comparison and broadcast on construction.
         process_group: the ranks over which gradients are averaged; or
         device_mesh: an axis, ``mesh["dp"]``, or several together, ``mesh["dp", "cp"]``. With
             neither, all ranks, unless a mesh of several axes is open. Gradients of parameters
-            annotated as reduced over additional axes of that mesh are also summed over these axes.
+            annotated as reduced over additional axes of that mesh are also summed over them.
         bucket_cap_mb: the size of a bucket in MiB; by default 25, and 1 for the first bucket.
-        bucket_cap_mb_list: the sizes of the first bucket, the second, ..., instead of
-            ``bucket_cap_mb``; the last size applies to all further buckets.
-        find_unused_parameters: True allows missing gradients on a rank. A parameter used on some
-            rank gets the mean over all ranks; the others keep their ``.grad``.
-        gradient_as_bucket_view: False keeps gradients outside the buckets, which costs their memory
-            and a copy.
-        static_graph: promises that every backward computes the same gradients, each as often, as
-            the first; gradients missing in the first backward are then no error.
+        bucket_cap_mb_list: a size per bucket, instead of ``bucket_cap_mb``; the last applies to all
+            further buckets.
+        find_unused_parameters: True allows missing gradients on a rank. Parameters used on some
+            rank get the mean over all ranks; unused parameters keep their ``.grad``.
+        gradient_as_bucket_view: False keeps gradients outside the buckets, which costs memory and a
+            copy.
+        static_graph: promises that every backward computes the same gradients as the first, equally
+            often; gradients missing in the first are then no error.
         delay_all_reduce_named_params: (name, parameter) pairs whose gradients are sent together
             after the gradient of
         param_to_hook_all_reduce: this parameter; they are averaged when ``backward()`` returns.
-        mixed_precision: dtypes of forward, backward and communication, see ``MixedPrecision``.
+        mixed_precision: see ``MixedPrecision``.
         skip_all_reduce_unused_params: promises that parameters unused on all ranks in the first
-            step stay unused: they are never sent.
+            step stay unused; never sends them.
         forward_sync_buffers: False does not broadcast buffers after construction.
         verify_every: compare replicas bitwise after averaged backwards 2, 10, 100 and every
-            ``verify_every``-th; 0 for never.
+            ``verify_every``-th; 0: never.
 
-    Cost: one all-reduce of all gradients per backward, in buckets that overlap with it; one
+    Cost: an all-reduce of all gradients per backward, in buckets that overlap with it, and a
         broadcast of all buffers per forward.
 
     Raises:
         MismatchError: on every rank, if the ranks' modules or options differ; shows both.
         AxisTypeError: a tensor is annotated (``md.annotate``) as varying between the ranks; or as
-            reduced over an axis while the wrapper's group has no mesh.
+            reduced over an axis while the wrapper has no mesh.
         AxisError: a tensor is annotated as reduced over an axis that the mesh lacks.
-        MeshError: no axes are given while a mesh of several axes is open; or a tensor without an
-            annotation is equal along one axis and differs along another.
+        MeshError: no axes are given while a mesh of several axes is open; or an unannotated tensor
+            is equal along one axis and differs along another.
         GradientError: the module has no parameter that requires a gradient.
 
     Example:
@@ -255,7 +254,7 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
             broadcast_from(0, tensors, over)
 
     def _adopt(self, module: nn.Module) -> None:
-        """Use ``module`` as the model, register hooks on its parameters, open additional groups."""
+        """Use ``module`` as the model: register hooks, open additional groups."""
         reject_wrapped(module, self.parameters_to_ignore)  # again, after waiting for other ranks
         self.module = module
         trainable = trainable_parameters(module, self.parameters_to_ignore)
@@ -327,8 +326,8 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
     def prepare_for_backward(self, outputs: torch.Tensor | Iterable[torch.Tensor]) -> None:
         """Average the next backward that reaches ``outputs``, even if computed in ``no_sync``.
 
-        A hand-written pipeline runs its forwards in ``no_sync`` and calls this method on every rank
-        before the last backward of a step. That backward averages the accumulated gradients.
+        In a hand-written pipeline, run forwards in ``no_sync`` and call this on every rank before a
+        step's last backward, which then averages the accumulated gradients.
 
         Raises:
             GradientError: the outputs have no graph; or the last step failed, as in a forward.
@@ -340,8 +339,8 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
     def no_sync(self) -> Iterator[None]:
         """Disable gradient averaging for forwards in this context: gradients accumulate locally.
 
-        The backward of the next forward outside the context averages all accumulated gradients. As
-        in torch, it matters where the *forward* runs.
+        The backward of the next forward outside averages all accumulated gradients. As in torch, it
+        matters where the *forward* runs.
 
         Example:
             >>> import meshdist as md, torch
@@ -368,19 +367,18 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
         """Raise the last backward's error now, on every rank, instead of in the next forward.
 
         Call it once per step on every rank, between ``backward()`` and ``optimizer.step()``, if no
-        rank may step with wrong gradients. Call it also if the program continues after an exception
-        in a forward, loss or ``backward()``. A rank that ran a forward without a backward
-        contributes zeros to the other ranks' backward here. It checks nothing during the capture of
-        a CUDA graph.
+        rank may step with wrong gradients, or if the program continues after an exception in a
+        forward, loss or ``backward()``. A rank that ran a forward without a backward contributes
+        zeros to the other ranks' backward here. During the capture of a CUDA graph nothing is
+        checked.
 
-        Cost: no communication after a backward. On an accelerator the CPU waits for the end of the
-            backward.
+        Cost: no communication after a backward. On an accelerator the CPU waits for the backward to
+            end.
 
         Raises:
             GradientError: some ranks interrupted or skipped the backward; parameters got no
-                gradient since the last forward; parameters were added to the module after wrapping;
-                or the replicas have diverged. The next forward does not raise it again, except for
-                added parameters.
+                gradient since the last forward; parameters were added after wrapping; or replicas
+                have diverged. The next forward raises again for added parameters only.
 
         Example:
             >>> import contextlib, meshdist as md, torch
@@ -405,16 +403,16 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
             self._divergence_checks.reject_local_gradients()
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """Average the gradients of each bucket with ``hook(state, bucket)``; call it on every rank.
+        """Average each bucket's gradients with ``hook(state, bucket)``; call it on every rank.
 
         Args:
-            state: the hook's first argument; None passes the wrapper's group.
+            state: passed to the hook; None passes the wrapper's group.
             hook: takes a ``GradBucket`` and returns a torch Future of the averaged tensor: a hook
-                of ``meshdist.distributed.comm_hooks`` or of torch, or a custom hook.
+                of ``meshdist.distributed.comm_hooks`` or torch, or a custom hook.
 
         Raises:
-            KindError, ArgumentError: the hook is invalid, is a second hook, or is registered after
-                a backward.
+            KindError, ArgumentError: the hook is invalid, a second hook, or registered after a
+                backward.
         """
         self.reducer.register_hook(state, hook)
 
@@ -432,7 +430,7 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
             self.take_buffers()
 
     def takes_buffers(self, *, is_before: bool) -> bool:
-        """Return whether this forward broadcasts buffers, before or after it runs."""
+        """Return whether this forward broadcasts buffers."""
         buffers = self._buffers_of_model
         return (
             self.forward_sync_buffers
@@ -441,7 +439,6 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
         )
 
     def take_buffers(self) -> None:
-        """Broadcast buffers, as a forward does."""
         reducer_state, buffers = self.reducer.reducer_state, self._buffers_of_model
         reducer_state.awaited += buffers.synchronise(
             self.process_group, reducer_state.active_ranks.source

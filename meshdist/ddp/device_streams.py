@@ -1,8 +1,8 @@
 """Synchronize with accelerator work on several streams, or in a captured graph.
 
-On the CPU the status flags are ready when the last bucket's reduction ends. On an accelerator that
-reduction has only been enqueued. The flags are copied to the host after it, and read at the next
-point that all ranks reach, by which time the copy has usually finished.
+On an accelerator the end of a backward only enqueues the last bucket's reduction. The status flags
+are copied to the host after it, and read at the next point that all ranks reach, usually after the
+copy has finished.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import torch
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Return whether the device's current stream is captured into a CUDA graph."""
+    """Return whether the device's current stream is captured."""
     # During a capture the CPU must not wait for the device.
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 class GradientStreams:
-    """The streams of one device on which gradients were computed since the last wait."""
+    """The streams of a device on which gradients were computed since the last wait."""
 
     def __init__(self, device: torch.device, accelerator: Any) -> None:
         self._device = device
@@ -29,7 +29,6 @@ class GradientStreams:
         self._seen: set[Any] = set()
 
     def note(self) -> None:
-        """Record the current stream, on which a gradient was computed."""
         self._seen.add(self._accelerator.current_stream(self._device))
 
     def await_others(self, gradients: Iterable[torch.Tensor]) -> None:
@@ -106,7 +105,7 @@ class DeferredReader(StatusReader):
 def reader_for(
     device: torch.device, count: int, dtype: torch.dtype = torch.float32
 ) -> StatusReader:
-    """Return a reader that copies ``count`` numbers from ``device`` to the host, as ``dtype``."""
+    """Return a reader that copies ``count`` numbers from ``device``, as ``dtype``."""
     accelerator = None if device.type == "cpu" else torch.get_device_module(device)
     if not hasattr(
         accelerator, "current_stream"

@@ -1,9 +1,8 @@
-"""Check that the wrapped model is unchanged and that all replicas are bitwise equal.
+"""Check that the wrapped model is unchanged and all replicas are bitwise equal.
 
-DDP does not otherwise compare weights after the model is wrapped. If one rank loads another state,
-uses another learning rate, or has a bit flip in its memory, DDP would average gradients of
-different weights. So after a few backwards the ranks compare a digest of their parameters. The
-result is read at the next forward. Parameters are compared only if digests differ.
+If a rank loads another state, uses another learning rate, or has a bit flip in its memory, DDP
+would average gradients of different weights. So after some backwards the ranks compare digests of
+parameters, and read the result at the next forward. They compare parameters only if digests differ.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ class DivergenceChecks:
                 self.reject_local_gradients()
 
     def reject_local_gradients(self) -> None:
-        """Raise GradientError for new parameters and for optimizers that step in the backward."""
+        """Raise for new parameters, and for optimizers that step in the backward."""
         if any(hasattr(parameter, _IN_BACKWARD) for parameter in self._wrapped.values()):
             raise GradientError(
                 "an optimizer steps during the backward, before gradients are averaged",
@@ -89,7 +88,7 @@ class DivergenceChecks:
             )
 
     def count_anew(self) -> None:
-        """Reset the count of backwards, since another group's ranks may have other counts."""
+        """Reset the count of backwards, which may differ on another group's ranks."""
         self._num_backwards = 0  # equal on every rank
         self._reader.take()
 
@@ -109,7 +108,7 @@ class DivergenceChecks:
     @hidden_from_modes
     @torch.no_grad()
     def _compare(self, terms: ReductionTerms) -> None:
-        """Start to compare the ranks' digests, which the next forward reads; collective."""
+        """Start to compare the ranks' digests; collective."""
         found = [
             find_unequal_digests(group, *state, op_name=_TITLE, device=self._device)
             for group, state in self._states(terms).items()
@@ -144,7 +143,7 @@ class DivergenceChecks:
 
     @hidden_from_modes
     def report(self, terms: ReductionTerms) -> None:
-        """Raise on every rank if replicas differed after the last backward and still differ."""
+        """Raise on every rank if replicas differed after the last backward, and still do."""
         if not self._reader.take():
             return
         found: list[tuple[str, bool, str]] = []
@@ -156,7 +155,7 @@ class DivergenceChecks:
         if len(states) > 1:  # ranks of other groups may have found none
             with torch.cuda.device_of(terms.parameters[0]):
                 everyone = gather_from_all(found, terms.extra_groups.all_ranks)
-            found = [*dict.fromkeys(one for each in everyone for one in each)]
+            found = [*dict.fromkeys(entry for entries in everyone for entry in entries)]
         if found:
             is_rounding = all(is_rounding for _, is_rounding, _ in found)
             group, comparison = terms.group, found[0][2]
@@ -172,7 +171,7 @@ class DivergenceChecks:
 
 
 def _comparison(group: ProcessGroup) -> str:
-    """Return the text of an md.assert_equal call that compares the model over ``group``."""
+    """Return the code of an md.assert_equal call for the model over ``group``."""
     names = group.axis_names
     if not names and group.size() == group.world.size:
         return f"md.assert_equal(model, md.make_mesh(({group.size()},), ('dp',)))"

@@ -1,11 +1,9 @@
 """Learn from past backwards which gradients the next backward will compute.
 
-The first synchronized backward is only observed: which gradients it computes, how often, in which
-order. From then on a bucket waits until its gradients have been added to as often as in the
-previous backward. Decisions that all ranks must share (the order, the deferred parameters) use only
-numbers that all ranks have read.
-
-This module is pure: it sends nothing and touches no tensor.
+The first synchronized backward is observed: which gradients it computes, how often, in which order.
+Later a bucket waits until its gradients have been added to as often as in the previous backward.
+Decisions that all ranks share (order, deferred parameters) use only numbers that all ranks have
+read. This module sends nothing and touches no tensor.
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ class ExpectedGradients:
         self._streaks: dict[int, int] = {}
 
     def note_absence(self, order: Iterable[int]) -> None:
-        """Send all buckets at the end of the next backward, by ``order`` if none was learned."""
+        """Send all buckets at the end of the next backward, in ``order`` if none was learned."""
         self.expected = [_NEVER] * self._num
         self.order = self.order or list(order)
 
@@ -57,11 +55,11 @@ class ExpectedGradients:
         return {index: pair for index, pair in both if pair[0] != pair[1]}
 
     def update_deferred(self, not_everywhere: Iterable[int], *, may_move: bool) -> None:
-        """Update which parameters are deferred: those whose gradient some rank lacked recently.
+        """Defer the parameters whose gradient some rank lacked recently.
 
         Args:
-            not_everywhere: the parameters whose gradient some rank lacked in this backward.
-            may_move: whether parameters may change between early and deferred.
+            not_everywhere: parameters whose gradient some rank lacked in this backward.
+            may_move: whether deferred parameters may change.
         """
         self.is_learned = True
         if may_move:
@@ -74,5 +72,5 @@ class ExpectedGradients:
             self.deferred = frozenset(self._streaks)
 
     def laid_order(self, expected: Iterable[int]) -> list[int]:
-        """Return the indices in the order of computation here, then the rest of ``expected``."""
+        """Return the indices in order of computation here, then the rest of ``expected``."""
         return list(dict.fromkeys([*self.order, *expected]))

@@ -22,9 +22,8 @@ class ExtraAxisGroups:
     """The groups over which one wrapper averages gradients, in addition to its own.
 
     Args:
-        all_ranks: the union of all groups, over which ranks exchange how a backward ended.
-        groups: by the index of each parameter that is reduced over additional axes, the group over
-            these axes and the wrapper's.
+        all_ranks: the union of all groups, which exchanges status flags.
+        groups: by parameter index, the group over its additional axes and the wrapper's.
     """
 
     all_ranks: ProcessGroup
@@ -76,8 +75,7 @@ def further_axes(
     """Return, by name, the additional axes over which parameters are reduced.
 
     Args:
-        parameters: the trained parameters by name, without the wrapper's annotations.
-        axes: the wrapper's ``device_mesh``, or None.
+        parameters: by name, trained, without the wrapper's annotations.
 
     Raises:
         AxisError: a parameter is reduced over an axis that the wrapper's mesh lacks.
@@ -111,13 +109,12 @@ def open_wider_groups(
     axes: DeviceMesh | None,
     device: torch.device,
 ) -> ExtraAxisGroups:
-    """Open and return the groups over which a wrapper over ``group`` reduces; collective.
+    """Open and return the groups of a wrapper over ``group``; collective.
 
     Args:
-        further: as ``further_axes`` returns them.
-        names: the names of all trained parameters.
-        axes: the wrapper's submesh; None if it has a group only, and so no additional groups.
-        device: the device for which they are opened.
+        further: the result of ``further_axes``.
+        names: of all trained parameters.
+        axes: the wrapper's submesh; None, for a group only, opens no additional groups.
     """
     if axes is None or not further:
         return ExtraAxisGroups(group)
@@ -139,7 +136,7 @@ def open_wider_groups(
 
 
 def _reject_without_mesh(name: str, parameter: torch.Tensor, group: ProcessGroup) -> None:
-    """Raise if a parameter is reduced over an axis that ``group`` does not cover."""
+    """Raise if a parameter is reduced over an axis outside ``group``."""
     for axis in axes_of_kind(type_of(parameter), "R"):
         layouts = layouts_with(axis, group, None)
         is_covered = layouts and all(covers(layout, group.ranks, axis) for layout in layouts)

@@ -1,9 +1,9 @@
 """Clip gradients by one norm over a mesh, with one message: ``md.clip_grad_norm_``.
 
 Each rank sums the powers of its gradients' norms, each divided by the number of ranks that hold the
-same elements. An all-reduce over the mesh adds these up, so that each element counts once and all
-ranks get the same bits. Nothing is sent if no gradient is sharded. The number of ranks follows from
-annotations, or from a DTensor's placements; the axes of its mesh are found in ours by their ranks.
+same elements (by annotations, or a DTensor's placements). An all-reduce over the mesh adds these
+up, so that each element counts once and all ranks get the same bits. A DTensor's axes are found in
+the mesh by their ranks.
 
 Worked example: the norm of order 2 on (dp=2, tp=2); w is sharded over 'tp', b is equal on all
 ranks.
@@ -69,40 +69,39 @@ def clip_grad_norm_(
     *,
     mesh: DeviceMesh | None = None,
 ) -> torch.Tensor:
-    """Clip the norm of all gradients on a mesh: scale each rank's gradients by one common factor.
+    """Clip the norm of all gradients on a mesh: scale each rank's gradients by a common factor.
 
-    Each element counts once, however many ranks hold it. A parameter annotated as varying over an
-    axis (``md.annotate``) has different elements on each rank along it; other parameters are equal.
-    DTensors count by their placements and can be mixed with plain tensors. If a parameter is
-    sharded, the call is collective over the mesh.
+    Each element counts once, however many ranks hold it. Parameters annotated as varying over an
+    axis (``md.annotate``) are sharded along it; others are equal on all ranks. DTensors count by
+    their placements and can be mixed with plain tensors. If any parameter is sharded, the call is
+    collective over the mesh.
 
     Args:
-        parameters: an iterable of tensors, or a single tensor, whose ``.grad`` is scaled in place.
-            A gradient of None counts as zeros. If any parameter is sharded, every rank passes a
-            sharded parameter: a rank without experts passes an empty, annotated expert.
+        parameters: tensors, or a single tensor; ``.grad`` is scaled in place, None counts as zeros.
+            If any parameter is sharded, every rank passes a sharded parameter: a rank without
+            experts passes an empty, annotated expert.
         max_norm: the largest norm of the clipped gradients.
-        norm_type: the order of the norm, above 0; ``math.inf`` is the largest absolute value.
+        norm_type: the order of the norm, above 0; ``math.inf``: the largest absolute value.
         error_if_nonfinite: whether to raise if the norm is NaN or infinite.
         foreach: whether many gradients share a kernel; None if the device supports it.
-        mesh: the mesh that has the axes of sharded parameters; None uses the current mesh. Without
-            a mesh, and without sharded parameters, this is ``torch.nn.utils.clip_grad_norm_``.
+        mesh: has the axes of sharded parameters; None uses the current mesh. Without a mesh, and
+            without sharded parameters, this is ``torch.nn.utils.clip_grad_norm_``.
 
     Returns:
-        The norm before clipping, a scalar tensor, bitwise equal on all ranks: in float64 if any
-        parameter is, else in float32; on the device of the first gradient.
+        The norm before clipping, a scalar tensor, bitwise equal on all ranks; float64 if any
+        parameter is, else float32; on the first gradient's device.
 
     Cost:
         An all-reduce of 24 bytes over the mesh; none if no parameter is sharded.
 
     Raises:
-        AxisTypeError: a gradient is unreduced, a partial sum on each rank.
+        AxisTypeError: a gradient is unreduced (a partial sum).
         AxisError: the mesh lacks an axis of a sharded parameter.
         MeshError: parameters are sharded without a mesh; or a DTensor's ranks form no axes of it.
         GradientError: on every rank, before any scaling: ``error_if_nonfinite``; gradients of a
             backward under ``no_sync``; or only some holders of the same elements have a gradient.
-            The last two need the sum: on an accelerator, without synchronization, the norm is NaN
-            instead.
-        MismatchError: arguments, or parameters that are equal on all ranks, differ between ranks.
+            In the last two cases, on an accelerator, the norm is NaN instead.
+        MismatchError: arguments, or parameters that are not sharded, differ between ranks.
         ArgumentError: norm_type is not above 0, or max_norm is below 0.
         KindError: ``parameters`` has other objects than tensors, or sparse gradients.
 
@@ -241,7 +240,7 @@ def _checked_numbers(max_norm: Any, norm_type: Any) -> tuple[float, float]:
 
 
 def _find_mesh(given: Sequence[torch.Tensor], mesh: DeviceMesh | None) -> DeviceMesh | None:
-    """Return ``mesh`` or the current mesh; without any, None, or raise if gradients need a mesh."""
+    """Return ``mesh`` or the current mesh; else None, or raise if gradients need a mesh."""
     if mesh is not None and not isinstance(mesh, DeviceMesh):
         raise mesh_kind_error(
             "clip_grad_norm_ requires a mesh as mesh=",
@@ -335,11 +334,7 @@ def _find_axes(ranks: frozenset[int], mesh: DeviceMesh) -> tuple[str, ...] | Non
 def _axes_cut(
     kinds: Mapping[str, str], mesh: DeviceMesh, given_mesh: DeviceMesh | None
 ) -> frozenset[str]:
-    """Return axes larger than 1 with the kind "V"; raise for an axis that ``mesh`` lacks.
-
-    Args:
-        given_mesh: the mesh passed to the call; None if it uses the current mesh.
-    """
+    """Return axes larger than 1 with the kind "V"; raise for an axis that ``mesh`` lacks."""
     for axis in kinds:
         if axis not in mesh.axis_names:
             error = no_axis(axis, mesh.axis_names, f"clip_grad_norm_ on {mesh_text(mesh)}")

@@ -35,7 +35,7 @@ _registering = ForkSafeLock()
 
 
 def flattened(tree: Any) -> tuple[list[optree.PyTreeAccessor], list[Any], optree.PyTreeSpec]:
-    """Return the accessors of a tree's leaves, the leaves, and the structure to rebuild the tree.
+    """Return the accessors of a tree's leaves, the leaves, and the structure.
 
     Example:
         >>> @dataclasses.dataclass
@@ -58,7 +58,7 @@ def flattened(tree: Any) -> tuple[list[optree.PyTreeAccessor], list[Any], optree
 
 
 def _register(kind: Any) -> None:
-    """Register a dataclass with optree as a node whose children are all of its fields."""
+    """Register a dataclass with optree as a node with all fields as children."""
     names = tuple(field.name for field in dataclasses.fields(kind))
 
     def flatten(node: Any) -> tuple[list[Any], None, tuple[str, ...]]:
@@ -99,7 +99,7 @@ class LeafPaths:
                     self._leaves.setdefault(path, []).append(leaf)
 
     def find(self, path: Any) -> list[int]:
-        """Return the indices of leaves at or below ``path``, in order; raise if there are none."""
+        """Return the indices of leaves at or below ``path``; raise if there are none."""
         if isinstance(path, optree.PyTreeAccessor):
             path = path.path
         keys = tuple(path) if isinstance(path, (tuple, list)) else (path,)
@@ -121,34 +121,33 @@ class GradientBuckets:
     """Average gradients that no ``torch.nn.Module`` holds, in buckets, in place.
 
     Write gradients into ``views``; ``wait`` returns their averages. Arrays may be NumPy's, CuPy's
-    or torch's. The constructor is collective over the group: it compares paths, shapes and dtypes.
+    or torch's. The constructor is collective: it compares paths, shapes and dtypes.
 
-    ``ready(path)`` announces that a gradient is written. The all-reduce of a bucket starts once all
-    gradients in it, and in the buckets before it, are ready, and overlaps with further computation.
-    Buckets are sent in one order on every rank, whatever the order of the calls. ``wait()`` sends
-    the rest, so calls of ``ready`` are optional, and waits. Every rank must call ``wait`` equally
-    often. Only one thread at a time may call either.
+    ``ready(path)`` announces a written gradient. A bucket's all-reduce starts once all gradients in
+    it, and in the buckets before it, are ready, and overlaps with computation. Buckets are sent in
+    the same order on every rank, whatever the order of calls. ``wait()`` sends the rest, so
+    ``ready`` is optional. Every rank must call ``wait`` equally often. Only one thread at a time
+    may call either.
 
     Between ``ready`` and the end of ``wait``, do not write into a view: the sent value would be
-    undefined. A rank without a gradient for a view must write zeros, since the view still holds the
-    previous average.
+    undefined. Without a gradient for a view, write zeros, since it holds the previous average.
 
     Args:
         tree: arrays like the gradients (for example, the parameters), in any nesting of dicts,
-            lists, tuples, dataclasses and other optree nodes; floating or complex. Only shapes,
-            strides and dtypes are read. Ranks may use different array libraries.
+            lists, tuples, dataclasses and other optree nodes; floating or complex; values are not
+            read. Ranks may use different array libraries.
         group: the ranks that average: an axis, ``mesh["dp"]``; several together, ``mesh["dp",
             "cp"]``; a ProcessGroup; or None for all ranks.
         bucket_cap_mb: the size of a bucket in MiB; by default 25, and 1 for the first.
 
     Attributes:
         views: a tree like ``tree`` of arrays inside the buckets, of the same libraries, initially
-            zeros. These arrays are never replaced.
+            zeros; never replaced.
 
     Gradient: none.
 
-    Cost: one all-reduce of all views per round, in buckets. With shared memory, the buckets are in
-        it and nothing is copied.
+    Cost: one all-reduce of all views per round, in buckets. Buckets in shared memory are not
+        copied.
 
     Raises:
         MismatchError: on every rank, if the ranks' trees differ; shows both.
@@ -224,7 +223,6 @@ class GradientBuckets:
         self.views: Any = structure.unflatten(views)
 
     def _check(self, likes: list[torch.Tensor]) -> None:
-        """Raise for a tree without leaves, and for leaves whose dtype has no averages."""
         if not likes:
             raise ArgumentError(
                 "GradientBuckets: the tree has no leaves",
@@ -249,10 +247,10 @@ class GradientBuckets:
         """Announce that the gradient at ``path``, or all gradients below it, are written.
 
         Args:
-            path: the tuple of keys of a leaf or subtree, such as ``("layers", 0, "weight")`` or
-                ``("layers", 0)``; or a single key, such as ``"weight"``. Keys are those of optree:
-                a dict's key, a list's or tuple's index, a dataclass's field, a namedtuple's index
-                or field. An optree accessor also works.
+            path: a leaf's or subtree's tuple of keys, such as ``("layers", 0, "weight")`` or
+                ``("layers", 0)``; or a single key, such as ``"weight"``. Keys follow optree: a
+                dict's key, a list's or tuple's index, a dataclass's field, a namedtuple's index or
+                field. An optree accessor also works.
 
         Raises:
             ArgumentError: the tree has no such leaf or subtree.
@@ -277,8 +275,7 @@ class GradientBuckets:
     def wait(self) -> Any:
         """Wait until ``views`` hold the averages, and return them; collective over the group.
 
-        Gradients that were not announced as ready are sent as they are in the views. The next round
-        starts.
+        Gradients not announced as ready are sent as they are. The next round starts.
 
         Raises:
             GradientError: a view was replaced by another array; nothing more is sent.

@@ -16,7 +16,7 @@ _SHOWN_PARAMETERS = 20
 
 
 class GradientErrors:
-    """A factory of errors and warnings about the gradients of parameters ``names``."""
+    """A factory of errors and warnings about gradients."""
 
     def __init__(self, names: Sequence[str], group: ProcessGroup) -> None:
         self.names = list(names)
@@ -28,7 +28,7 @@ class GradientErrors:
         """Warn at the user's line about a backward that reached parameters but no outputs.
 
         Args:
-            num_local: the number of such backwards in a row; 0 if a forward awaits its backward.
+            num_local: how many in a row; 0 if a forward awaits its backward.
         """
         summary = "a backward reached parameters of a DistributedDataParallel"
         if num_local:
@@ -55,7 +55,6 @@ class GradientErrors:
         warn_caller(explain(summary, where=where, expected=expected, fix=fix))
 
     def lacking(self, indices_by_rank: Mapping[int, Sequence[int]]) -> GradientError:
-        """Return the error for parameters that got no gradient."""
         lines = {rank: [*map(self.describe, indices)] for rank, indices in indices_by_rank.items()}
         return self._error(
             "parameters got no gradient in the backward since the last forward",
@@ -82,7 +81,6 @@ class GradientErrors:
         )
 
     def unexpected(self, lines_by_rank: Mapping[int, Sequence[str]]) -> GradientError:
-        """Return the error for unexpected gradients, described by the lines."""
         return self._error(
             "unexpected gradients: the gradients of this step are dropped",
             expected="the same gradients, each as often, as in earlier backwards",
@@ -93,7 +91,6 @@ class GradientErrors:
         )
 
     def came_late(self, index: int) -> str:
-        """Return a line on a gradient that grew after its bucket was sent."""
         return f"{self.describe(index)} was added to after its bucket had been sent"
 
     def came_unlike_first(self, index: int, count: int, learned: int) -> str:
@@ -103,11 +100,9 @@ class GradientErrors:
         )
 
     def was_skipped(self, index: int) -> str:
-        """Return a line on a gradient that the wrapper never sends."""
         return f"{self.describe(index)} has a gradient, but was unused at first and is not sent"
 
     def overlapping(self) -> GradientError:
-        """Return the error for a backward that began before another one ended."""
         return self._error(
             "a backward began before the previous one ended",
             expected="one backward at a time",
@@ -117,7 +112,7 @@ class GradientErrors:
         )
 
     def split_backward(self) -> GradientError:
-        """Return the error for outputs without a graph, as in schedules that split a backward."""
+        """Return the error for outputs without a graph, as of schedules that split a backward."""
         return self._error(
             "prepare_for_backward() got outputs without a graph: no backward can reach them",
             expected="a last backward that runs from the stage's outputs to its parameters",
@@ -131,7 +126,6 @@ class GradientErrors:
         )
 
     def unfinished(self) -> GradientError:
-        """Return the error for a backward that has begun but not ended."""
         return self._error(
             "the last backward has not ended",
             found="a backward that raised, or is running",
@@ -139,7 +133,6 @@ class GradientErrors:
         )
 
     def too_late(self, what: str) -> GradientError:
-        """Return the error for an option (``what``) set after a backward."""
         return self._error(
             f"cannot set {what} after a backward",
             expected=f"{what} set before the first backward, on every rank",
@@ -155,7 +148,6 @@ class GradientErrors:
         warn_caller(explain(summary, where=self._where, expected=expected, found=found))
 
     def group_beside_wider(self) -> GradientError:
-        """Return the error for a new group while parameters are reduced over additional axes."""
         return self._error(
             "cannot change the group of a wrapper whose parameters are annotated as reduced",
             expected="parameters without annotations of axes to reduce over",
@@ -163,7 +155,6 @@ class GradientErrors:
         )
 
     def joined_beside_wider(self) -> JoinError:
-        """Return the error for a join context with parameters reduced over additional axes."""
         return JoinError(
             "cannot use a join context with parameters that are reduced over additional axes",
             where=self._where,
@@ -173,14 +164,12 @@ class GradientErrors:
         )
 
     def running(self) -> GradientError:
-        """Return the error for a check of gradients while a backward runs."""
         return self._error(
             "cannot check gradients while a backward runs",
             fix="call check_gradients() after backward() returns",
         )
 
     def captured_early(self) -> GradientError:
-        """Return the error for a CUDA graph that would capture the buckets of the first step."""
         return self._error(
             "cannot capture a CUDA graph before the buckets are rebuilt",
             expected="two steps, forward and backward, before the capture",
@@ -188,7 +177,6 @@ class GradientErrors:
         )
 
     def with_graph(self) -> GradientError:
-        """Return the error for a backward that could be differentiated again."""
         return self._error(
             "cannot reduce the gradients of backward(create_graph=True) over a group",
             found="gradients with a graph, which the all-reduce would cut",
@@ -197,7 +185,6 @@ class GradientErrors:
         )
 
     def traced(self) -> GradientError:
-        """Return the error for a backward that torch.compile traces entirely."""
         return self._error(
             "compiled autograd cannot run the backward of a DistributedDataParallel",
             found="a backward that torch.compile traces entirely, without the callbacks at its end",
@@ -206,7 +193,6 @@ class GradientErrors:
         )
 
     def in_distributed_context(self) -> GradientError:
-        """Return the error for a forward or backward in a context of torch.distributed.autograd."""
         return self._error(
             "DistributedDataParallel cannot average gradients of torch.distributed.autograd",
             expected="forward and backward outside torch.distributed.autograd.context()",
@@ -216,7 +202,6 @@ class GradientErrors:
         )
 
     def sparse(self, index: int, layout: torch.layout) -> GradientError:
-        """Return the error for a gradient that is not dense."""
         return self._error(
             f"{self.describe(index)} has a sparse gradient",
             expected="dense gradients",
@@ -234,7 +219,6 @@ class GradientErrors:
         )
 
     def hook_again(self, name: str) -> ArgumentError:
-        """Return the error for a second communication hook."""
         return self._argument_error(
             "a communication hook is already registered",
             expected="register_comm_hook() at most once per wrapper",
@@ -243,7 +227,6 @@ class GradientErrors:
         )
 
     def hook_beside_precision(self) -> ArgumentError:
-        """Return the error for a communication hook combined with ``mixed_precision``."""
         return self._argument_error(
             "a communication hook cannot be used with mixed_precision",
             expected="a hook, or mixed_precision",
@@ -251,7 +234,6 @@ class GradientErrors:
         )
 
     def hook_late(self) -> ArgumentError:
-        """Return the error for a communication hook registered after a backward."""
         return self._argument_error(
             "cannot register a communication hook after the first backward",
             expected="register_comm_hook() before gradients are first averaged",
@@ -259,7 +241,6 @@ class GradientErrors:
         )
 
     def stopped(self, failure: Exception) -> GradientError:
-        """Return the error for a backward after a failed all-reduce."""
         return self._error(
             "cannot reduce gradients: an earlier all-reduce failed",
             found=first_line(failure),
@@ -267,12 +248,11 @@ class GradientErrors:
         )
 
     def describe(self, index: int) -> str:
-        """Return the name and index of a parameter for messages."""
         return f"{self.names[index]} (index {index})"
 
 
 def _shown(lines: Mapping[int, Sequence[str]], separator: str) -> str:
-    """Return the first lines of each rank, joined by ``separator``, grouped by ranks."""
+    """Return the first lines of each rank, joined, grouped by ranks."""
     return grouped_text(
         (rank, first_texts(mine, separator, _SHOWN_PARAMETERS))
         for rank, mine in lines.items()

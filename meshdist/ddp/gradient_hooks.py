@@ -30,7 +30,6 @@ def tensors_in(tree: object) -> Iterator[torch.Tensor]:
 
 
 def moved(tree: Any, device: torch.device) -> Any:
-    """Return a copy of ``tree`` with its tensors moved to ``device``."""
     return optree.tree_map(
         lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf,
         tree,
@@ -73,14 +72,14 @@ class GradientHooks:
             parameter.requires_grad_(is_trained)
 
     def move_to_end(self) -> None:
-        """Register the hooks again if the user added later hooks, so that these run last."""
+        """Register the hooks again if the user added later hooks."""
         for parameter, handle in zip(self._parameters, self._handles, strict=True):
             if next(reversed(parameter._post_accumulate_grad_hooks or {}), None) != handle.id:
                 self.register()
                 return
 
     def close(self) -> None:
-        """Remove the hooks, and no longer list the parameters as reduced."""
+        """Remove the hooks; no longer list the parameters as reduced."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

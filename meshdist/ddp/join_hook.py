@@ -1,8 +1,8 @@
 """Announce each forward of a DDP model in a join context, and shadow the forwards of other ranks.
 
-A forward announces, by one number per rank, whether its backward averages gradients and whether
-buffers are broadcast before it. A rank that joined sends 0, reads the other ranks' numbers and
-makes the same calls with its own buckets. Its gradients count as zeros.
+A forward announces, by one number per rank, whether its backward averages gradients and whether it
+broadcasts buffers. A joined rank sends 0, reads the other ranks' numbers and makes the same calls,
+with zeros as gradients.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _FORWARD, _AVERAGED, _BUFFERS = 1, 2, 4  # bits of the number that a forward ann
 
 
 class ReplicaHook(JoinHook):
-    """The join hook of a DDP model, which shadows forwards and backwards on joined ranks."""
+    """Shadows the forwards and backwards of a DDP model on joined ranks."""
 
     def __init__(self, model: JoinMethods) -> None:
         self._model = model
@@ -67,7 +67,7 @@ class JoinMethods(Joinable):
     _divides_by_all = True
 
     def announce_forward(self) -> None:
-        """Announce a forward in a join context; outside of it, average over all ranks again."""
+        """Announce a forward in a join context; outside, average over all ranks again."""
         if not config_of(self).enable:
             if self.reducer.reducer_state.active_ranks.is_joining:
                 self.reducer.reducer_state.active_ranks = ActiveRanks(self.process_group.size())
@@ -97,12 +97,11 @@ class JoinMethods(Joinable):
     ) -> Join:
         """Return the context ``Join([self])``, in which ranks may run different numbers of steps.
 
-        When all ranks have joined, every rank gets the parameters and buffers of a rank that joined
-        last.
+        At its end every rank gets the parameters and buffers of a rank that joined last.
 
         Args:
-            divide_by_initial_world_size: True divides gradients by the number of ranks; False by
-                the number of ranks that still have data.
+            divide_by_initial_world_size: True divides gradients by the number of ranks, False by
+                the number that still have data.
             enable, throw_on_early_termination: as in ``Join``.
 
         Raises:

@@ -50,8 +50,8 @@ class ModelAverager(ABC):
     def average_parameters(self, params: Parameters) -> None:
         """Count one step and average the parameters if due; these steps are collective.
 
-        Call it once per step on every rank, after the optimizer's step. Parameters without a
-        gradient are not averaged.
+        Call it once per step on every rank, after the optimizer. Parameters without a gradient are
+        not averaged.
 
         Args:
             params: parameters, or an optimizer's parameter groups.
@@ -60,8 +60,7 @@ class ModelAverager(ABC):
 
         Raises:
             MismatchError: on every rank, if the ranks would average different parameters (for
-                example, because some have a gradient on some ranks only) or at different steps;
-                shows both.
+                example, with a gradient on some ranks only) or at different steps; shows both.
             KindError: ``params`` has neither parameters nor parameter groups.
         """
         group = self._find_process_group() if self.step >= self.warmup_steps else None
@@ -77,8 +76,7 @@ class ModelAverager(ABC):
 class PeriodicModelAverager(ModelAverager):
     """Average all ranks' parameters every ``period`` steps.
 
-    The first step after the warm-up averages, then every ``period``-th. Parameters change in place:
-    views, for example into a bucket, stay views.
+    The first step after the warm-up averages, then every ``period``-th. Parameters change in place.
 
     Args:
         period: the number of steps from one average to the next.
@@ -127,24 +125,24 @@ class PeriodicModelAverager(ModelAverager):
 class HierarchicalModelAverager(ModelAverager):
     """Average parameters over few ranks often, and over more ranks less often.
 
-    A step averages over the largest group whose period divides the step number. Steps count from 0
-    and include the warm-up.
+    A step averages over the largest group whose period divides the step number, counted from 0 and
+    including the warm-up.
 
     Args:
-        period_group_size_dict: with axes, the period of each: ``{"dp": 2, "host": 8}`` averages
-            over dp every 2 steps, and over host and dp together every 8. The average of an axis
-            includes the axes before it in the mapping. Axes that are not named are not averaged
-            over. Or, as in torch, the group size for each period; the last size is that of the
-            whole group, which is split in rank order. Periods must increase.
+        period_group_size_dict: the period of each axis: ``{"dp": 2, "host": 8}`` averages over dp
+            every 2 steps, and over host and dp together every 8. An axis includes the axes before
+            it in the mapping; other axes are not averaged over. Or, as in torch, the group size for
+            each period; the last is the size of the whole group, which is split in rank order.
+            Periods must increase.
         warmup_steps: the number of steps before the first that may average.
-        process_group: as for ``PeriodicModelAverager``. With axes, the mesh that has them; None is
-            then the current mesh.
+        process_group: as for ``PeriodicModelAverager``. With axes, their mesh; None is then the
+            current mesh.
 
     Raises:
-        ArgumentError: there is no entry, periods or sizes do not increase, or the last size is not
-            the group's.
+        ArgumentError: no entry; periods or sizes do not increase; or the last size is not the
+            group's.
         AxisError: the mesh has no such axis.
-        MeshError: axes are named without a mesh.
+        MeshError: axes without a mesh.
 
     Example:
         >>> import meshdist as md
@@ -211,7 +209,7 @@ class HierarchicalModelAverager(ModelAverager):
 
 
 def _flat_list(params: Parameters) -> list[torch.nn.Parameter]:
-    """Return the parameters of ``params`` and of its groups; raise for anything else."""
+    """Return the parameters of ``params`` and its groups; raise for anything else."""
     found: list[torch.nn.Parameter] = []
     for entry in params:
         if isinstance(entry, torch.nn.Parameter):
@@ -301,7 +299,7 @@ def _check_sizes(sizes: list[Any], overall: ProcessGroup) -> None:
 
 
 def _mesh_of_axes(axes: list[str], given_mesh: object) -> DeviceMesh:
-    """Return the given or the current mesh; raise if it lacks the axes."""
+    """Return the given or current mesh; raise if it lacks the axes."""
     call, over = "HierarchicalModelAverager", f" over axes {', '.join(map(repr, axes))}"
     mesh = mesh_in_force(call, over, "process_group=mesh") if given_mesh is None else given_mesh
     if not isinstance(mesh, DeviceMesh):
@@ -327,7 +325,7 @@ def _through(mesh: DeviceMesh, axes: list[str]) -> DeviceMesh:
 class PostLocalSGDOptimizer(torch.optim.Optimizer):
     """Step ``optim``, then the averager, which makes all replicas equal at some steps.
 
-    A step that averages is collective over the averager's group; all ranks step equally often. The
+    Averaging steps are collective over the averager's group; all ranks step equally often. The
     state of ``optim`` (for example, momentum) is not averaged.
 
     Args:
@@ -350,8 +348,6 @@ class PostLocalSGDOptimizer(torch.optim.Optimizer):
         ...     return weight.item()
         >>> md.simulate(program, 2)
         [-6.0, -6.0]
-
-    Source: Lin, Stich, Patel and Jaggi, "Don't Use Large Mini-Batches, Use Local SGD" (2018).
     """
 
     def __init__(self, optim: torch.optim.Optimizer, averager: ModelAverager) -> None:
@@ -362,7 +358,7 @@ class PostLocalSGDOptimizer(torch.optim.Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The parameter groups of ``optim``, which replaces them when it loads a state."""
+        """The parameter groups of ``optim``."""
         return self.optim.param_groups
 
     @property
@@ -378,10 +374,7 @@ class PostLocalSGDOptimizer(torch.optim.Optimizer):
         return {**self.optim.state_dict(), "step": self.averager.step}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state from ``state_dict``.
-
-        A state without a step, such as that of ``optim``, starts at step 0 with a warning.
-        """
+        """Load a state; without a step, such as ``optim``'s, start at step 0 with a warning."""
         self.optim.load_state_dict(state_dict)
         if "step" not in state_dict:
             warn_caller(
@@ -395,7 +388,7 @@ class PostLocalSGDOptimizer(torch.optim.Optimizer):
         self.averager.average_parameters(params=self.param_groups)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients of the parameters of ``optim``."""
+        """Clear the gradients of ``optim``."""
         self.optim.zero_grad(set_to_none=set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

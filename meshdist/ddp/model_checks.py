@@ -96,7 +96,6 @@ class WrappedModel(nn.Module, ABC):
         return {name: value for name, value in self.__dict__.items() if name not in _BOUND}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Return a copy over the same group, with a copy of the module; no communication."""
         clone = type(self).__new__(type(self))
         memo[id(self)] = clone
         state = copy.deepcopy(self._portable_state(), memo)
@@ -132,7 +131,7 @@ _IGNORED = "_ddp_params_and_buffers_to_ignore"
 def module_state(
     module: nn.Module, ignored: Iterable[str] = (), *, with_buffers: bool = True
 ) -> dict[str, torch.Tensor]:
-    """Return the parameters and buffers that are not ignored, by name, without duplicates."""
+    """Return parameters and buffers that are not ignored, by name, without duplicates."""
     state: dict[str, torch.Tensor] = dict(module.named_parameters())
     if with_buffers:
         state.update(module.named_buffers())
@@ -171,7 +170,7 @@ def ignored_names(module: nn.Module, names: Iterable[str] | None = None) -> froz
 
 
 def sparse_parameters(module: nn.Module) -> list[nn.Parameter]:
-    """Return the weights of embeddings that compute sparse gradients."""
+    """Return the weights of embeddings with sparse gradients."""
     return [
         cast("nn.Parameter", child.weight)
         for child in module.modules()
@@ -229,7 +228,7 @@ def check_module(module: object, *, with_buffers: bool = True) -> frozenset[str]
 
 
 def reject_wrapped(module: nn.Module, ignored: frozenset[str]) -> None:
-    """Raise if a wrapper already averages gradients of ``module``, except ignored parameters."""
+    """Raise if a wrapper already averages gradients of ``module`` that are not ignored."""
     for name, parameter in module.named_parameters():
         if name in ignored:
             continue
@@ -259,7 +258,7 @@ def reject_wrapped(module: nn.Module, ignored: frozenset[str]) -> None:
 
 
 def _check_tensor(name: str, tensor: torch.Tensor) -> None:
-    """Raise for a tensor that cannot be sent, or whose gradients cannot be averaged."""
+    """Raise if a tensor cannot be sent, or its gradients averaged."""
     if tensor.layout is not torch.strided:
         raise KindError(
             f"{name} is not a dense tensor",
@@ -290,14 +289,12 @@ def check_period(verify_every: object) -> int:
 
 
 def close_all(*closables: Closable | None) -> None:
-    """Close each of ``closables``, to remove hooks and annotations from the wrapped module."""
     for each in closables:
         if each is not None:
             each.close()
 
 
 def reject_both(kind: type[MeshdistError], **arguments: object) -> None:
-    """Raise an error of ``kind`` if neither of the two arguments is None."""
     if None not in arguments.values():
         first, second = arguments
         raise kind(
@@ -308,7 +305,7 @@ def reject_both(kind: type[MeshdistError], **arguments: object) -> None:
 
 
 def reject_unfrozen(frozen: Iterable[tuple[str, nn.Parameter]], group: ProcessGroup) -> None:
-    """Raise if a parameter of ``frozen``, frozen at wrapping, now requires a gradient."""
+    """Raise if a parameter of ``frozen`` now requires a gradient."""
     for name, parameter in frozen:
         if parameter.requires_grad:
             raise GradientError(

@@ -1,8 +1,8 @@
 """Check, in the message of a gradient norm, that holders of equal elements have equal gradients.
 
-The sum takes a part of each holder's gradient. If one holder lacks it, or if a backward under
-``no_sync`` left different gradients on the holders, the sum is meaningless. Two numbers in the
-norm's message report this to all ranks.
+The sum takes a part of each holder's gradient. It is meaningless if a holder lacks it, or if a
+backward under ``no_sync`` left different gradients. Two numbers in the norm's message report this
+to all ranks.
 
 Worked example: the flag of missing gradients, of a weight sharded over 'tp' on a mesh (dp=2, tp=2).
 The two holders of a part weight their gradient with opposite numbers, which differ between parts.
@@ -61,7 +61,6 @@ def mark_local(parameters: Iterable[torch.Tensor], ranks: Sequence[int]) -> None
 
 @untraced
 def unmark_local(parameters: Iterable[torch.Tensor]) -> None:
-    """Remove the marks of ``mark_local`` from the gradients."""
     for parameter in parameters:
         if parameter.grad is not None:
             parameter.grad.__dict__.pop(_LOCAL, None)
@@ -75,7 +74,7 @@ def local_ranks(grad: torch.Tensor | None) -> tuple[int, ...]:
 
 
 class NormParameter(NamedTuple):
-    """A parameter of a norm: its index among all parameters, and the axes that shard it."""
+    """A parameter of a norm, with the axes that shard it."""
 
     parameter_index: int
     parameter: torch.Tensor
@@ -83,7 +82,6 @@ class NormParameter(NamedTuple):
 
 
 def name_of(index: int, parameter: torch.Tensor) -> str:
-    """Return the text "parameter 3, ..." of the parameter at ``index`` of a norm."""
     return f"parameter {index}, {tensor_text(parameter)}"
 
 
@@ -105,7 +103,7 @@ def lacking_flag(has: Mapping[frozenset[str], Sequence[bool]], mesh: DeviceMesh)
     """Return a number whose sum over all ranks is 0 if holders have the same gradients.
 
     Args:
-        has: for each set of sharding axes, in parameter order: whether there is a gradient.
+        has: by sharding axes, in parameter order, whether there is a gradient.
     """
     flag = 0
     for axes, which in has.items():
@@ -135,7 +133,6 @@ def _part_and_index(axes: Collection[str], mesh: DeviceMesh, rank: int) -> tuple
 
 
 def _are_several_on(ranks: Sequence[int], mesh: DeviceMesh) -> bool:
-    """Return whether more than one of ``ranks`` is on the mesh."""
     return len({*ranks} & {*mesh.layout.ranks().ravel().tolist()}) > 1
 
 

@@ -1,7 +1,7 @@
 """Run forward and backward in low precision, with full-precision parameters and gradients.
 
-Each module that runs sees casts of its parameters. The casts are part of the graph, so the
-parameters' gradients have full precision. A checkpoint that recomputes a module casts again.
+Each module runs on casts of its parameters. The casts are part of the graph, so gradients have full
+precision. A checkpoint that recomputes a module casts again.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ class MixedPrecisionConfig(Protocol):
 class MixedPrecision:
     """The dtypes in which a wrapped model computes and communicates; None keeps a dtype.
 
-    Only floating-point tensors are cast. Between steps, parameters and gradients have full
-    precision.
+    Only floating-point tensors are cast. Parameters and gradients have full precision between
+    steps.
 
     Args:
         param_dtype: of parameters and floating-point inputs, in forward and backward.
         reduce_dtype: of the gradients sent; by default ``param_dtype``.
         buffer_dtype: of buffers, after the wrapper's construction.
 
-    Cost: a copy of each parameter in ``param_dtype`` during forward and backward; communication of
-        the bytes of ``reduce_dtype``.
+    Cost: a copy of each parameter in ``param_dtype`` during forward and backward; communication in
+        ``reduce_dtype``.
 
     Raises:
         KindError: a field passed to the wrapper is not a floating-point dtype.
@@ -63,7 +63,6 @@ class MixedPrecision:
 
 
 def check_precision(config: object) -> None:
-    """Raise unless the fields of ``config`` are floating-point dtypes or None."""
     for name in ("param_dtype", "reduce_dtype", "buffer_dtype"):
         dtype = getattr(config, name, ...)
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
@@ -114,12 +113,11 @@ class CastParameters:
                 ]
 
     def close(self) -> None:
-        """Remove the hooks, so that modules use their parameters again."""
         for handle in self._handles:
             handle.remove()
 
     def cast_inputs(self, inputs: Any) -> Any:
-        """Return ``inputs``, any tree, with floating-point tensors cast to ``param_dtype``."""
+        """Return ``inputs`` with floating-point tensors cast to ``param_dtype``."""
         if self._dtype is None:
             return inputs
         return optree.tree_map(
@@ -159,7 +157,7 @@ class CastParameters:
 
 
 def _renew_flat_weights(changed: list[tuple[nn.Module, str, nn.Parameter]]) -> None:
-    """Rebuild the flat weight lists of recurrent modules whose parameters have changed."""
+    """Rebuild the flat weight lists of recurrent modules with changed parameters."""
     for owner in {child for child, _, _ in changed if isinstance(child, nn.RNNBase)}:
         names = owner._flat_weights_names
         owner._flat_weights = [getattr(owner, name, None) for name in names]

@@ -1,32 +1,29 @@
 """Average gradients over a group during the backward.
 
 A bucket is one flat tensor with gradients as views; or a single gradient, if it is sparse, or large
-while the backend shares no memory (``unbucketed_gradients``). The first synchronized backward is
-observed and sent at its end. Then buckets are laid out in the order in which gradients were
-computed. From then on a bucket is sent once its gradients have been added to as often as in the
-previous backward, strictly in bucket order on every rank. The last bucket, and those of parameters
-whose gradient some rank lacked, are sent at the end of the backward. There a callback of the
-autograd engine waits for them, so ``.grad`` holds averages when ``backward()`` returns.
+while the backend shares no memory. The first synchronized backward is observed and sent at its end.
+Then buckets are laid out in its order of gradients. From then on a bucket is sent, in the same
+order on every rank, once its gradients have been added to as often as in the previous backward. The
+last bucket, and buckets of gradients that some rank lacked, are sent at the end of the backward.
+There an autograd callback waits for them, so ``.grad`` holds averages when ``backward()`` returns.
 
 The reducer guarantees:
 
 * Every backward that reaches outputs of a synchronized forward averages, also the second on a
-  retained graph: averaging an average changes nothing, so sums of several are also right. Every
-  other backward is local, and none of its gradients counts.
-* No rank waits for a gradient that another rank does not have: zeros replace it. A backward that
-  raised is completed in the same way. Status flags, sent after the last bucket, say what is missing
-  and where, see ``backward_outcome``.
-* No gradient computed after its bucket was sent is lost: every rank raises.
-* No backward makes the CPU wait for an accelerator, except a second backward after one forward,
-  which first reads how the first ended, and a backward that lacks gradients if options allow that.
+  retained graph: averaging an average changes nothing. Every other backward is local.
+* No rank waits for a gradient that another rank lacks, or whose backward raised: zeros replace it.
+  Status flags after the last bucket report it (``backward_outcome``).
+* If a gradient is computed after its bucket was sent, every rank raises.
+* The CPU waits for an accelerator only in a second backward after one forward, which reads how the
+  first ended, and in a backward that lacks gradients if options allow that.
 
-If no backward reaches the model on a rank, since its forward or loss raised, the rank contributes
-zeros when the program checks the gradients. Without the check it is out of step from then on.
+If a rank's forward or loss raised, so that no backward reaches the model, the rank contributes
+zeros in ``check_gradients``; without this call it is out of step.
 
 Worked example: parameters a b c d of 4 bytes, buckets of 8 bytes, on 2 ranks. Rank 0 never uses c.
 
     first backward, observed   d b a on rank 0, c d b a on rank 1: c is deferred, rank 0 lacks it
-    buckets are laid out       in rank 0's order, followed by what it lacked: d b a c
+    buckets are laid out       in rank 0's order, then the parameters it lacked: d b a c
     later backwards            [..]: the rank starts the all-reduce of a bucket
 
     time      ------------------------------------------>
@@ -34,8 +31,8 @@ Worked example: parameters a b c d of 4 bytes, buckets of 8 bytes, on 2 ranks. R
     rank 1      c   d   b [d b]   a [a]         end [c]
 
 If b were computed before d, ``[d b]`` would wait for d, and ``[a]`` after it, since all ranks send
-buckets in one order. ``[c]`` is deferred: it waits for the end of the backward, until every rank
-has computed c in 16 consecutive backwards.
+buckets in one order. ``[c]`` waits for the end of the backward, until every rank has computed c in
+16 consecutive backwards.
 
     >>> from .bucket_layout import lay_out
     >>> a, b, c, d, expected = 0, 1, 2, 3, ExpectedGradients(4)
@@ -85,10 +82,8 @@ class Reducer:
     """Averages gradients over a group, backward after backward.
 
     Args:
-        parameters: those that require gradients, in the same order on every rank.
-        names: of the parameters, for messages.
+        parameters: they require gradients, in the same order on every rank.
         group: open for the parameters' devices, like the additional groups.
-        divergence_checks: compares the replicas.
     """
 
     def __init__(
@@ -121,12 +116,11 @@ class Reducer:
 
     @property
     def parameters(self) -> Sequence[torch.nn.Parameter]:
-        """The parameters whose gradients are averaged."""
         return self.layout.terms.parameters
 
     @property
     def buckets(self) -> Sequence[Bucket]:
-        """All buckets, in the order in which they are sent."""
+        """All buckets, in sending order."""
         return self.layout.buckets
 
     @property
@@ -135,7 +129,7 @@ class Reducer:
         return self.layout.is_learned and self.layout.fits(self.reducer_state.expected_gradients)
 
     def close(self) -> None:
-        """Remove all hooks from the parameters; later gradients stay local."""
+        """Remove all hooks; later gradients stay local."""
         self._state = Phase.CLOSED
         self._hooks.close()
         while self._multiplied:
@@ -152,7 +146,7 @@ class Reducer:
         self._use(replace(self.layout, terms=terms._replace(options=options)))
 
     def change_group(self, group: ProcessGroup) -> None:
-        """Average over ``group`` from now on, and learn the order of gradients again."""
+        """Average over ``group`` from now on; learn the order of gradients again."""
         self.complete_open()
         terms, reducer_state = self.layout.terms, self.reducer_state
         reducer_state.expected_gradients.forget()
@@ -169,7 +163,7 @@ class Reducer:
 
     @adds_join_fix
     def register_hook(self, state: object, hook: Callable[..., object]) -> None:
-        """Average the buckets with a communication hook; raise if invalid, late or second."""
+        """Average with a communication hook; raise if invalid, late or second."""
         terms, reducer_state = self.layout.terms, self.reducer_state
         if terms.options.dtype is not None:
             raise terms.gradient_errors.hook_beside_precision()
@@ -189,7 +183,7 @@ class Reducer:
     # -- buckets ----------------------------------------------------------------------------------
 
     def _lay(self, terms: ReductionTerms, before: Sequence[Bucket]) -> None:
-        """Replace the buckets ``before`` with new buckets for ``terms``; gradients move along."""
+        """Replace the buckets ``before`` with buckets for ``terms``; gradients move along."""
         for group in (terms.group, *terms.extra_groups.groups.values()):
             group.world.averaged.add(frozenset(group.ranks))
         has_hook = self.reducer_state.hook is not None
@@ -252,7 +246,7 @@ class Reducer:
 
     @adds_join_fix
     def check(self) -> None:
-        """Complete the last backward, and raise on every rank what the next forward would raise."""
+        """Complete the last backward; raise the next forward's errors on every rank."""
         if current_task() != NO_TASK:
             raise self.layout.terms.gradient_errors.running()
         try:
@@ -273,7 +267,6 @@ class Reducer:
 
         Args:
             owner: kept alive by the hooks, as long as a backward is possible.
-            is_synchronised: whether these backwards are averaged.
         """
 
         @untraced
@@ -312,7 +305,7 @@ class Reducer:
     # -- one backward -----------------------------------------------------------------------------
 
     def _reject_engine(self) -> None:
-        """Raise in a backward of compiled or distributed autograd, which runs other hooks."""
+        """Raise in a backward of compiled or distributed autograd."""
         if is_in_distributed_context():
             raise self.layout.terms.gradient_errors.in_distributed_context()
         tracing = sys.modules.get("torch._dynamo.compiled_autograd")
@@ -320,13 +313,12 @@ class Reducer:
             raise self.layout.terms.gradient_errors.traced()
 
     def _become(self, state: Phase) -> None:
-        """Change the state, unless the reducer is closed."""
         if self._state is not Phase.CLOSED:
             self._state = state
 
     @untraced
     def _gradient_came(self, index: int, _: torch.Tensor) -> None:
-        """Count a gradient in the running averaged backward; without it, keep it for later."""
+        """Count a gradient in the running averaged backward, or keep it for later."""
         backward = self.backward
         if backward is None or current_task() != backward.task:
             self._reject_engine()
@@ -338,7 +330,7 @@ class Reducer:
         backward.arrived(index)
 
     def _find_running(self) -> Backward | None:
-        """Return the running averaged backward, begun now if this gradient may begin it."""
+        """Return the running averaged backward; begin it if this gradient may."""
         # Reentrant checkpoints run tasks inside the backward's task. A gradient of any other task
         # counts once that task reaches an output. If the wrapper cannot see the loss, such as in
         # an attribute, its backward still passes nodes of the forward.
@@ -350,7 +342,7 @@ class Reducer:
         return None
 
     def _enter(self) -> None:
-        """Begin an averaged backward unless it has begun; raise on overlap."""
+        """Begin an averaged backward unless begun; raise on overlap."""
         self._reject_engine()
         task, reducer_state = current_task(), self.reducer_state
         with reducer_state.lock:  # each device's thread calls this
@@ -373,7 +365,7 @@ class Reducer:
     @adds_join_fix
     @torch.no_grad()
     def _finish(self, backward: Backward) -> None:
-        """End a backward: average its gradients, with zeros for missing; drop it if it has none."""
+        """End a backward: average its gradients, zeros if missing; drop it if it has none."""
         reducer_state, local = self.reducer_state, self._local
         came = backward.find_came()
         if not backward.is_open and True in came:
@@ -393,7 +385,7 @@ class Reducer:
             local.warn_of_complete(backward.task, terms.group, terms.gradient_errors)
 
     def _end(self, backward: Backward, outcome: BackwardOutcome) -> None:
-        """Reduce all buckets, write averages to ``.grad``, wait for the hooks' futures."""
+        """Reduce all buckets, write averages to ``.grad``, wait for hooks."""
         self._reduce(backward, outcome)
         backward.give(outcome)
         if self._local.has_sums:
@@ -406,7 +398,7 @@ class Reducer:
             self._learn()
 
     def _reduce(self, backward: Backward, outcome: BackwardOutcome) -> None:
-        """Reduce all buckets; keep ``outcome`` to be read later, unless a graph is captured."""
+        """Reduce all buckets; keep ``outcome`` for later, unless a graph is captured."""
         backward.reduce(outcome, has_local_sums=self._local.has_sums)
         self._divergence_checks.backward_ends(backward)
         if outcome.note_flags():
@@ -429,7 +421,6 @@ class Reducer:
             self._complete_interrupted(self.backward)
 
     def _reject_broken(self) -> None:
-        """Raise if an earlier reduction has failed."""
         # The ranks are out of step.
         failure = self.reducer_state.failure
         if failure is not None:
@@ -437,7 +428,7 @@ class Reducer:
 
     @torch.no_grad()
     def _complete_interrupted(self, backward: Backward) -> None:
-        """End a backward that raised, with zeros for gradients that were not sent."""
+        """End a backward that raised, with zeros for unsent gradients."""
         outcome = None if backward.rest() else backward.outcome  # everything was sent
         if outcome is None:
             num = self.reducer_state.active_ranks.num
@@ -446,7 +437,7 @@ class Reducer:
 
     @torch.no_grad()
     def shadow(self) -> None:
-        """Contribute zeros to the other ranks' backward, and write the averages; collective."""
+        """Contribute zeros to the other ranks' backward; write the averages; collective."""
         if not self.reducer_state.expected_gradients.is_learned:
             self.reducer_state.expected_gradients.note_absence(self.layout.terms.order)
         zeros = Backward(self.layout, self.reducer_state)

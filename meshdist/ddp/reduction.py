@@ -1,12 +1,11 @@
 """Derive the reduction axes of a gradient from its parameter's annotation.
 
-A wrapper averages over its axes. If a parameter is annotated as reduced over additional axes, as a
-norm whose sequence is sharded along them, each rank along these axes has a different partial sum of
-its gradient. Adding them up after the backward would be wrong: the next backward onto the same
-``.grad`` (accumulation, a retained graph) would add up a sum again. So each backward multiplies
-what it adds to ``.grad`` by the size of the additional axes, and ``.grad`` is averaged over all
-ranks; an average can be repeated. This applies to averaged and local backwards alike. Gradients
-that ``torch.autograd.grad`` returns do not pass through ``.grad`` and are unchanged.
+A wrapper averages over its axes. If a parameter is annotated as reduced over additional axes (for
+example, a norm of a sharded sequence), each rank along them has a different partial sum of its
+gradient. Summing these after the backward would be wrong: the next backward onto the same ``.grad``
+would sum a sum again. So each backward, averaged or local, multiplies its increment of ``.grad`` by
+the size of the additional axes, and ``.grad`` is averaged over all ranks; averages can be repeated.
+Results of ``torch.autograd.grad`` are unchanged.
 
 Worked example: a norm "d {R:tp}" on (dp=2, tp=2), wrapped over 'dp'. The backward computes these
 partial sums; the wanted gradient is their sum over 'tp' and mean over 'dp'.
@@ -47,10 +46,8 @@ def find_further_axes(
 
     Args:
         text: the type, without the wrapper's annotations.
-        axes: the wrapper's axes.
-        sizes: the sizes of all axes of the mesh. Axes of size 1 have no other partial sum and are
-            left out.
-        where: the wrapper and the parameter, for messages.
+        sizes: of all axes of the mesh; axes of size 1 are left out.
+        where: for messages.
 
     Raises:
         AxisError: the type is reduced over an axis that the mesh lacks.
@@ -73,7 +70,7 @@ def find_further_axes(
 
 
 def multiply_increments(parameter: torch.nn.Parameter, factor: int) -> tuple[Any, RemovableHandle]:
-    """Multiply what backwards add to ``.grad``; return the hook's node (keep it) and handle."""
+    """Multiply increments of ``.grad``; return the hook's node (keep it) and handle."""
 
     @untraced
     @hidden_from_modes

@@ -19,7 +19,7 @@ from ..typed_mode.collective_calls import made_equal
 
 
 class ModelBuffers:
-    """The locations of a model's buffers, to find them again after reassignment."""
+    """The locations of a model's buffers, also after reassignment."""
 
     def __init__(self, module: nn.Module, ignored: Iterable[str]) -> None:
         left_out = set(ignored)
@@ -32,7 +32,6 @@ class ModelBuffers:
         self._hook: tuple[object, Callable[..., Any], bool] | None = None
 
     def named(self) -> dict[str, torch.Tensor]:
-        """Return the model's current buffers by name."""
         found = ((name, getattr(owner, key)) for owner, key, name in self._places)
         return {name: buffer for name, buffer in found if buffer is not None}
 

@@ -35,15 +35,14 @@ class DistributedSampler(data.DistributedSampler[T]):
         dataset: the data set, of equal length on every rank.
         num_replicas: an axis, ``mesh["dp"]``; several together, ``mesh["dp", "cp"]``; a
             ProcessGroup; a number, as in torch; or None for all ranks. None warns once if an open
-            mesh has several axes; pass ``md.distributed.group.WORLD`` if you mean all ranks.
-        rank: with a number, the index of the share; None for this rank in the world.
+            mesh has several axes, unlike ``md.distributed.group.WORLD``.
+        rank: with a number, the share's index; None for this rank in the world.
         shuffle: whether samples are in random order.
         seed: the seed of the order, equal on every rank.
-        drop_last: whether to drop the remainder that does not divide evenly; if not, some samples
-            are repeated.
-        pad: False yields each sample exactly once, for evaluation; ranks may get different numbers.
+        drop_last: whether to drop the remainder; if not, some samples are repeated.
+        pad: False yields each sample exactly once (evaluation); ranks may get different numbers.
 
-    ``len()`` is the share of an entire epoch, also if a loaded state starts a pass in the middle.
+    ``len()`` is the share of an entire epoch, also if a loaded state starts in the middle.
 
     Raises:
         NotInGroupError: this rank is not on the axis or in the group.
@@ -99,16 +98,16 @@ class DistributedSampler(data.DistributedSampler[T]):
         self._num_given, self._rest, self._reader = 0, iter(()), None  # of the last pass
 
     def state_dict(self, consumed: int | None = None) -> dict[str, int]:
-        """Return the position in the epoch; equal on ranks that have taken equally many samples.
+        """Return the position in the epoch; equal on ranks that took equally many samples.
 
         Args:
             consumed: the number of samples of this epoch that all ranks together have processed.
-                None counts the samples that the program took, including the current batch, but not
-                those that DataLoader workers prefetched. Pass the number for custom batch samplers
-                and with ``in_order=False``.
+                None counts the samples that the program took, including the current batch, without
+                prefetched samples. Pass the number for custom batch samplers and with
+                ``in_order=False``.
 
         Raises:
-            ArgumentError: ``consumed`` is not a number of samples, or cannot be determined.
+            ArgumentError: ``consumed`` is invalid, or cannot be determined.
         """
         if consumed is None:
             taken = self._count_taken()
@@ -129,8 +128,7 @@ class DistributedSampler(data.DistributedSampler[T]):
         Load the same state on every rank. ``set_epoch`` with the same epoch keeps it.
 
         Raises:
-            ArgumentError: the state is of a data set of another length, or of another seed or
-                order.
+            ArgumentError: the state has another length, seed or order.
         """
         mine = self.state_dict(state_dict.get("consumed", 0))
         if {**mine, "epoch": state_dict.get("epoch")} != dict(state_dict):
@@ -173,7 +171,6 @@ class DistributedSampler(data.DistributedSampler[T]):
         return len(self.dataset)  # type: ignore[arg-type]
 
     def _count_taken(self) -> int:
-        """Return how many samples the program took in the last pass."""
         taken = self._num_given - length_hint(self._rest)
         if self._reader is None:
             return taken
@@ -209,7 +206,7 @@ class DistributedSampler(data.DistributedSampler[T]):
 
 
 def _find_reader() -> dict[str, Any] | None:
-    """Return the attributes of the DataLoader iterator in a frame above, or None."""
+    """Return the attributes of a calling DataLoader iterator, or None."""
     frame: Any = sys._getframe(1)
     while frame and not isinstance(reader := frame.f_locals.get("self"), _BaseDataLoaderIter):
         frame = frame.f_back

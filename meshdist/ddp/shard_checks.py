@@ -1,7 +1,7 @@
 """Check that DDP, which makes tensors equal over its group, overwrites no shard.
 
-An annotation of a tensor states the axes along which it varies. Without an annotation a shard looks
-like a replica, so you must name the wrapper's axes. If you name several, values are compared.
+Annotations state the axes along which tensors vary. Without them a shard looks like a replica, so
+you must name the wrapper's axes. If you name several, values are compared.
 
 Worked example: a weight on (dp=2, tp=2), wrapped over both axes, by its checksum on each rank.
 
@@ -55,12 +55,11 @@ def reject_marked_shards(
 
 
 def without_annotations(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the tensors without a type annotation."""
     return {name: tensor for name, tensor in tensors.items() if find_type(tensor) is None}
 
 
 def reject_unnamed_axes(parameters: Mapping[str, torch.Tensor], group: ProcessGroup) -> None:
-    """Raise if ``group`` spans several axes of an open mesh and parameters are not annotated."""
+    """Raise if ``group`` spans several axes of an open mesh without annotations of parameters."""
     unmarked = [*without_annotations(parameters)]
     if not unmarked:
         return

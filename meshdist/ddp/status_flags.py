@@ -1,7 +1,7 @@
 """Encode how each rank's backward ended, in numbers sent with the last bucket's gradients.
 
-They are one flag for each possible ending, and the used-parameter map: one number per parameter, 1
-if this rank has its gradient. ``backward_outcome`` has a worked example.
+They are a flag per ending, and the used-parameter map: per parameter, 1 if this rank has its
+gradient. ``backward_outcome`` has a worked example.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .device_streams import reader_for
 
 
 class Ending(IntEnum):
-    """The ways in which a rank's backward ends, and the indices of their flags."""
+    """The endings of a rank's backward, as indices of flags."""
 
     WHOLE = 0
     PARTIAL = 1
@@ -32,7 +32,7 @@ class StatusFlags:
     """Numbers averaged with a backward's gradients: endings, and which gradients existed.
 
     Args:
-        unit: one rank's part of an average: 1, or 1 / p if sums of p ranks are sent.
+        unit: a rank's part of an average: 1, or 1 / p if sums of p ranks are sent.
     """
 
     def __init__(self, numbers: torch.Tensor, unit: float) -> None:

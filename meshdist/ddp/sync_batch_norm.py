@@ -1,8 +1,8 @@
 """Normalize over the batches of all replicas with synchronized batch norm.
 
-Each rank computes its mean, and the sum of squared distances from it, locally. One all-reduce in
-float64 combines the ranks' values: squares of means then lose no precision compared to float32
-data. A rank without data contributes zeros.
+Each rank computes its mean, and the sum of squared distances from it. One all-reduce combines them,
+in float64, so that squares of means of float32 data lose no precision. A rank without data
+contributes zeros.
 """
 
 from __future__ import annotations
@@ -34,36 +34,34 @@ _NUM_FLAGS = 2  # the number of ranks that need an input gradient, and that have
 class SyncBatchNorm(_BatchNorm):
     """Apply batch norm with statistics of the batches of all ranks of an axis.
 
-    In training mode, each forward and each backward is collective over the axis: all its ranks must
-    call them in the same order. In eval mode, in a group of one rank, and without a world, it is
-    ``torch.nn.BatchNorm1d`` (2d, 3d) without communication.
+    In training mode, each forward and backward is collective over the axis, in the same order on
+    all ranks. In eval mode, in a group of one rank, and without a world, it is
+    ``torch.nn.BatchNorm1d`` (2d, 3d).
 
-    Batches may differ in size and may be empty: a rank without data passes a batch of size 0. If
-    all are empty, the running estimates do not change. All ranks compute bitwise equal means and
-    variances. For float16 and bfloat16 inputs, statistics and gradients are computed in float32.
-
-    Gradients of ``weight`` and ``bias`` are this rank's, for DDP to average, as in torch.
+    Batches may differ in size; a rank without data passes a batch of size 0. If all are empty, the
+    running estimates do not change. Means and variances are bitwise equal on all ranks. For float16
+    and bfloat16 inputs, statistics and gradients are computed in float32. Gradients of ``weight``
+    and ``bias`` are this rank's, for DDP to average, as in torch.
 
     Args:
-        num_features: the number of channels, the size of dimension 1 of the input.
+        num_features: the number of channels, dimension 1 of the input.
         eps: added to the variance.
         momentum: the weight of a new batch in the running estimates; None averages all batches.
         affine: whether the module has ``weight`` and ``bias``.
         track_running_stats: whether the module has running estimates.
         process_group: an axis, ``mesh["dp"]``; several together, ``mesh["dp", "cp"]``; a
-            ProcessGroup; or None for all ranks at the time of the forward.
+            ProcessGroup; or None for all ranks during forward.
         device, dtype: of parameters and buffers.
         bias: False leaves out ``bias``.
 
     Returns:
         The normalized input, in its shape and dtype.
 
-    Gradient: exact, through mean and variance, of the sum of all ranks' losses. If any rank needs a
-        gradient of its input, every rank must run its backward, also a rank whose input needs none.
-        There is no second derivative.
+    Gradient: exact, through mean and variance, of the sum of all ranks' losses. If any rank's input
+        needs a gradient, every rank must run its backward. There is no second derivative.
 
-    Cost: one all-reduce of 3 C + 3 float64 numbers in the forward and, if any rank's input needs a
-        gradient, one of 2 C numbers in the backward, for C channels.
+    Cost: an all-reduce of 3 C + 3 float64 numbers for C channels in the forward and, if any rank's
+        input needs a gradient, of 2 C in the backward.
 
     Raises:
         ShapeError: the input has fewer than 2 dimensions, or a different number of channels.
@@ -136,9 +134,8 @@ class SyncBatchNorm(_BatchNorm):
         """Replace each batch norm inside ``module`` by a SyncBatchNorm over ``process_group``.
 
         Args:
-            module: any module; changed in place. ``BatchNorm1d``, 2d and 3d, and SyncBatchNorm of
-                torch and of meshdist are replaced; parameters, buffers, mode and ``qconfig`` are
-                kept.
+            module: changed in place: ``BatchNorm1d``, 2d and 3d, and SyncBatchNorm of torch and of
+                meshdist are replaced; parameters, buffers, mode and ``qconfig`` are kept.
             process_group: as for ``SyncBatchNorm``.
 
         Returns:
@@ -207,14 +204,13 @@ class SyncBatchNorm(_BatchNorm):
 
     @untraced
     def _find_group(self) -> ProcessGroup | None:
-        """Return the group to synchronize over; None without a world, or if it has one rank."""
+        """Return the group to synchronize; None without a world or other ranks."""
         if self.process_group is None and find_world() is None and find_unjoined_place() is None:
             return None
         group = resolve_group(self.process_group)
         return group if group.size() > 1 else None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SyncBatchNorm:
-        """Return a copy over the same group."""
         clone = type(self).__new__(type(self))
         memo[id(self)] = clone
         memo[id(self.process_group)] = self.process_group
@@ -229,7 +225,7 @@ def _normalize(
     momentum: float,
     group: ProcessGroup,
 ) -> torch.Tensor:
-    """Return the group's batch norm of ``x`` with weight and bias; update the running estimates."""
+    """Return the group's batch norm of ``x``; update the running estimates."""
     weight, bias, tracks = module.weight, module.bias, module.track_running_stats
     has_backward = torch.is_grad_enabled() and any(
         tensor is not None and tensor.requires_grad for tensor in (x, weight, bias)
@@ -251,7 +247,7 @@ def _normalize(
 
 
 class _Normalization(torch.autograd.Function):
-    """The autograd function of synchronized batch norm: one all-reduce each way."""
+    """The autograd function of synchronized batch norm."""
 
     @staticmethod
     def forward(
@@ -263,7 +259,7 @@ class _Normalization(torch.autograd.Function):
         has_backward: bool,
         group: ProcessGroup,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return (result, values per channel, means, sums of squared distances) of the group."""
+        """Return the group's (result, values per channel, means, sums of squared distances)."""
         wide = x.to(_wide_dtype(x.dtype))
         near = wide.mean(_channel_dims(wide)) if wide.numel() else wide.new_zeros(wide.shape[1])
         centred = wide - _by_channel(near, wide)
@@ -329,7 +325,7 @@ def _is_exchanged(flags: list[float] | None, group: ProcessGroup) -> bool:
     """Return whether any rank's input needs a gradient; raise if some ranks have no backward.
 
     Args:
-        flags: the number of ranks that need it, and that have no backward; None if unknown.
+        flags: how many ranks need it, and have no backward; None if unknown.
     """
     if flags is None:  # unknown on every rank during a graph capture
         return True
@@ -351,12 +347,11 @@ def _wide_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _channel_dims(x: torch.Tensor) -> list[int]:
-    """Return all dimensions except 1, the channels."""
     return [dim for dim in range(x.dim()) if dim != 1]
 
 
 def _by_channel(values: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """Return one value per channel, reshaped to broadcast to ``x``, in its dtype."""
+    """Return values per channel, reshaped to broadcast to ``x``, in its dtype."""
     return values.to(x.dtype).view(-1, *(1 for _ in range(x.dim() - 2)))
 
 
@@ -371,7 +366,7 @@ def _local_statistics(
 
 
 def _combined(sums: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return count, means and sums of squared distances of all ranks, from their summed values."""
+    """Return count, means and sums of squared distances of all ranks, from their sums."""
     count = sums[_NUM_FLAGS]
     first, second, squares = sums[_NUM_FLAGS + 1 :].chunk(3)
     mean = first / count.clamp(min=1)

@@ -46,7 +46,6 @@ class TorchMethods:
 
     @property
     def modules_buffers(self) -> list[torch.Tensor]:
-        """The broadcast buffers, without names."""
         return list(self.named_module_buffers.values())
 
     @property
@@ -56,7 +55,6 @@ class TorchMethods:
 
     @property
     def _has_rebuilt_buckets(self) -> bool:
-        """Return whether buckets are in the order in which gradients are computed."""
         return self.reducer.has_final_buckets  # type: ignore[no-any-return]
 
     def _set_static_graph(self) -> None:
@@ -79,7 +77,6 @@ class TorchMethods:
 
         Args:
             hook: may return futures, which the backward waits for at its end.
-            comm_hook_location: before or after the forward.
         """
         is_before = comm_hook_location is _BufferCommHookLocation.PRE_FORWARD
         self._buffers_of_model.set_hook(state, hook, is_before=is_before)
@@ -99,11 +96,7 @@ class TorchMethods:
     def _set_params_and_buffers_to_ignore_for_model(
         module: nn.Module, params_and_buffers_to_ignore: Iterable[str]
     ) -> None:
-        """Exclude parameters and buffers of ``module`` from wrappers created later.
-
-        Args:
-            params_and_buffers_to_ignore: names from ``named_parameters()`` and ``named_buffers()``.
-        """
+        """Exclude named parameters and buffers of ``module`` from wrappers created later."""
         ignored = ignored_names(module, params_and_buffers_to_ignore)
         for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
             if name in ignored:
@@ -111,13 +104,13 @@ class TorchMethods:
 
     @staticmethod
     def _get_data_parallel_params(module: nn.Module, named_params: bool = False) -> Iterator[Any]:
-        """Yield the parameters of ``module`` that are not ignored, with names if asked."""
+        """Yield parameters of ``module`` that are not ignored, with names if asked."""
         for name, parameter in module.named_parameters():
             if not hasattr(parameter, "_ddp_ignored"):
                 yield (name, parameter) if named_params else parameter
 
     def _update_process_group(self, new_process_group: Any) -> None:
-        """Average over another group from the next forward on; collective over the new group."""
+        """Average over another group from the next forward on; collective over it."""
         group = resolve_group(new_process_group)
         if self.reducer.layout.terms.extra_groups.groups or self._owner.has_reduced:
             raise self.reducer.layout.terms.gradient_errors.group_beside_wider()
@@ -129,12 +122,10 @@ class TorchMethods:
         self.reducer.change_group(self.process_group)
 
     def _check_reducer_finalized(self) -> None:
-        """Raise if the last backward has not ended, for example because it raised."""
         if self.reducer.backward is not None:
             raise self.reducer.layout.terms.gradient_errors.unfinished()
 
     def _remove_autograd_hooks(self) -> None:
-        """Remove the hooks from the parameters; later gradients stay local."""
         self.reducer.close()
         self._owner.close()
 

@@ -19,11 +19,11 @@ class _Single(GradientCopy):
     """Sends a gradient that is not in a flat tensor."""
 
     def take(self, bucket_state: BucketState, slot: int | None = None) -> None:
-        """Store the parameter's ``.grad``, which may be None, for sending; ignore ``slot``."""
+        """Store ``.grad``, which may be None, for sending; ignore ``slot``."""
         bucket_state.read = [bucket_state.bucket.members[0].grad]
 
     def clear(self, bucket_state: BucketState) -> None:
-        """Store None as the gradient, so that this rank adds zeros; keep ``.grad``."""
+        """Store None as the gradient; keep ``.grad``."""
         bucket_state.read = [None]
 
     def give(
@@ -59,7 +59,6 @@ class InPlace(_Single):
         return apart.zero_() if mine is None else torch.mul(mine, scale, out=apart)
 
     def start(self, bucket_state: BucketState) -> Pending:
-        """Start to average the gradient in place; return the reduction."""
         bucket_state.average = self.buffer(bucket_state)
         return bucket_state.bucket.averaging.start(bucket_state.average)
 
@@ -69,7 +68,7 @@ _NONE = -2
 
 
 class Sparse(_Single):
-    """Averages a sparse gradient; each rank sends the rows that it has."""
+    """Averages a sparse gradient; each rank sends its rows."""
 
     def buffer(self, bucket_state: BucketState) -> torch.Tensor:
         """Return a copy of this rank's gradient, or a sparse tensor without rows."""
@@ -83,18 +82,18 @@ class Sparse(_Single):
 
 
 class _SparseReduction(NamedTuple):
-    """A reduction of a sparse gradient that runs inside ``wait``."""
+    """A reduction of a sparse gradient, inside ``wait``."""
 
     group: ProcessGroup
     bucket_state: BucketState
 
     def wait(self) -> None:
-        """Average the gradient over the group and store it in the bucket state; collective."""
+        """Average the gradient and store it in the bucket state; collective."""
         # The messages depend on the gradients. All ranks wait in the same order.
         self.bucket_state.average = self._average()
 
     def _average(self) -> torch.Tensor | None:
-        """Return the average: dense if any rank's gradient is, None if no rank has any."""
+        """Return the average: dense if any gradient is, None if no rank has any."""
         mine, like, group = self.bucket_state.read[0], self.bucket_state.bucket.views[0], self.group
         rows = None if mine is None or mine.layout is torch.strided else mine.detach().coalesce()
         count = _NONE if mine is None else _DENSE if rows is None else rows._nnz()
@@ -117,7 +116,7 @@ class _SparseReduction(NamedTuple):
 
 
 def _no_rows(like: torch.Tensor) -> torch.Tensor:
-    """Return a sparse tensor without rows, of the shape, dtype and device of ``like``."""
+    """Return a sparse tensor without rows, like ``like``."""
     return torch.sparse_coo_tensor(
         torch.empty(1, 0, dtype=torch.int64, device=like.device),
         like.new_empty(0, *like.shape[1:]),

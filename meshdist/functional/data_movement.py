@@ -7,10 +7,10 @@
     pshuffle      V -> V       the inverse permutation
     pbroadcast    V -> I       the gradient on the source, zero on other ranks (free)
 
-The rules of ``reductions`` apply here too. ``ragged_all_to_all`` exchanges slices of different
-sizes, V -> V. Its transpose is itself with offsets and sizes exchanged; the gradient of ``output``
-is zero in received rows. It selects rows, exchanges them and places them; each step has a
-derivative, and only the exchange communicates.
+The rules of ``reductions`` apply. ``ragged_all_to_all`` exchanges slices of different sizes,
+V -> V; its transpose swaps offsets and sizes, and the gradient of ``output`` is zero in received
+rows. Each of its steps (select, exchange and place rows) has a derivative; only the exchange
+communicates.
 """
 
 from __future__ import annotations
@@ -51,19 +51,7 @@ def ragged_all_to_all(
     recv_sizes: Any,
     group: ProcessGroup,
 ) -> torch.Tensor:
-    """Send slices of ``operand`` to all ranks; return ``output`` with the received slices.
-
-    Args:
-        operand, output: rows along dim 0, of one shape and dtype.
-        input_offsets, send_sizes: the first row and number of rows of each slice; k slices, k a
-            multiple of the group's size, the first slices for the first rank.
-        output_offsets: the first row of each slice in the output of the *receiver*.
-        recv_sizes: the number of rows of each received slice, in the order of the senders.
-
-    Raises:
-        KindError, ShapeError, DtypeError, ArgumentError: the arguments do not match; nothing was
-            sent. If they do not match those of another rank, every rank raises ArgumentError.
-    """
+    """Return ``output`` with all ranks' slices of ``operand``, as ``lax.ragged_all_to_all``."""
     given = (input_offsets, send_sizes, output_offsets, recv_sizes)
     lists = []
     for numbers, name in zip(given, _NUMBERS, strict=True):
@@ -84,7 +72,7 @@ def ragged_all_to_all(
 def _check_here(
     operand: torch.Tensor, output: torch.Tensor, lists: Sequence[list[int]], group: ProcessGroup
 ) -> None:
-    """Raise unless operand, output and the four ``lists`` of offsets and sizes match."""
+    """Raise unless operand, output and ``lists`` of offsets and sizes match."""
     where = f"rank {group.world.rank}, {group.name}"
     shown = f"operand {describe(operand)}; output {describe(output)}"
     if not operand.dim() or not output.dim() or operand.shape[1:] != output.shape[1:]:
@@ -149,8 +137,8 @@ def _check_everywhere(
     """Raise the same error on every rank unless the received slices fit into every output.
 
     Args:
-        arriving_sizes: the number of rows of each slice, from its sender.
-        offsets: the first row of each slice in ``output``, from its sender.
+        arriving_sizes: the rows of each slice, by sender.
+        offsets: the first row of each slice in ``output``, by sender.
     """
     spans = sorted(
         (start, start + size) for start, size in zip(offsets, arriving_sizes, strict=True) if size
@@ -189,7 +177,7 @@ def _rows(starts: list[int], sizes: list[int], device: torch.device) -> torch.Te
 
 
 def _sums(sizes: list[int], count: int) -> tuple[int, ...]:
-    """Return the sum of each run of ``count`` sizes: the number of rows per rank."""
+    """Return the rows per rank: the sum of each run of ``count`` sizes."""
     return tuple(sum(sizes[at : at + count]) for at in range(0, len(sizes), count))
 
 
@@ -203,8 +191,7 @@ def exchange_rows(
     """Exchange ``rows`` in sizes that both sides know; return received rows by sender; V -> V.
 
     Args:
-        sent, taken: the number of rows to send to, and to receive from, each rank.
-        op_name: the operation name, which ranks compare and errors show.
+        sent, taken: rows to send to, and receive from, each rank.
     """
     return call_function(_RowExchange, rows, group, sent, taken, op_name)
 
@@ -254,7 +241,6 @@ def all_to_all(
 
     Args:
         tiled: keep ``split_axis``; else remove it, and add ``concat_axis`` as a new dimension.
-        leaf_name: the name of ``x`` in errors.
     """
     blocks, concat = blocks_to_exchange(x, group, split_axis, concat_axis, tiled)
     op_name = lax_name("all_to_all", leaf_name, x.shape)
@@ -292,12 +278,7 @@ def blocks_to_swap(x: torch.Tensor, group: ProcessGroup, axis: int) -> tuple[tor
 def ppermute(
     x: torch.Tensor, group: ProcessGroup, perm: Sequence[Any] = (), *, leaf_name: str = "x"
 ) -> torch.Tensor:
-    """Send ``x`` from source to destination of each pair; other ranks get zeros; V -> V.
-
-    Args:
-        perm: pairs (source, destination) of group ranks.
-        leaf_name: the name of ``x`` in errors.
-    """
+    """Send ``x`` from source to destination of each pair; other ranks get zeros; V -> V."""
     op_name = lax_name("ppermute", leaf_name, x.shape)
     return call_function(_Ppermute, x, group, _checked_pairs(perm, group), op_name)
 

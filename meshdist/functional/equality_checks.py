@@ -1,11 +1,11 @@
 """Compare tensors between ranks, and gradients that must be equal on all ranks.
 
-The result of a call such as psum is equal on all ranks, so its gradient must be equal too. It
+The result of, for example, psum is equal on all ranks, so its gradient must be equal too. It
 differs if the program combined the result with a varying value without a cast (``lax.pvary``, whose
-backward sums). So each backward compares a sketch of this gradient: its norm and two products, in
-which rounding changes as few digits as in the gradient. The key of a sketch contains the number of
-the forward call on the communicator and the number of the backward on the node. No rank waits: the
-first rank stores its sketch, and each later rank compares and raises.
+backward sums). So each backward compares a sketch of the gradient: its norm and two products, which
+rounding changes as little. The key of a sketch has the numbers of the forward call on the
+communicator and of the backward on the node. No rank waits: the first stores its sketch, later
+ranks compare and raise.
 
 For example, y = x.exp() / psum(x.exp().sum()) on 2 ranks, call 7 of the communicator "tp".
 
@@ -13,8 +13,8 @@ For example, y = x.exp() / psum(x.exp().sum()) on 2 ranks, call 7 of the communi
     0       -0.8                              stores "0 0.8 -0.8 -0.43"
     1       -2.1                              reads it, and raises at the end of its backward
 
-Simulated ranks compare all gradients, in memory that they share. Processes compare the first
-gradients of each shape, by one request to the store each.
+Simulated ranks compare all gradients in shared memory; processes compare the first few of each
+shape, with a store request each.
 """
 
 from __future__ import annotations
@@ -51,7 +51,6 @@ def check_invariant(
     """Raise the same GradientError on every rank unless all ranks have the same ``x``.
 
     Args:
-        x: a dense tensor without gradient.
         what: names ``x`` in the error; ``where`` and ``expected`` are fields of the error.
         fix: the fix, or a function of the ranks that differ from the first rank of the group.
     """
@@ -89,7 +88,7 @@ def check_replicas(
 
     Args:
         check: whether to compare; None compares on simulated ranks and at debug level DETAIL.
-        has_argument: whether the public call has an argument ``check`` to mention in the fix.
+        has_argument: whether the fix can mention an argument ``check``.
     """
     if check is None:
         check = is_compared(mesh.world)
@@ -182,7 +181,7 @@ def keep_number(node: Any, x: torch.Tensor, group: ProcessGroup) -> None:
 
 
 def compare_reached(node: Any, grad: torch.Tensor, group: ProcessGroup, operation: str) -> None:
-    """Raise at the end of this backward if the gradient of another rank at ``node`` differs."""
+    """Raise at the end of this backward if another rank's gradient at ``node`` differs."""
     # No rank waits for another: each reads the sketch of the first rank, or stores its own. So
     # nothing hangs if only some ranks run a backward, or if an operand needs no gradient on some.
     number, world = getattr(node, "number", None), group.world

@@ -1,15 +1,14 @@
 """Define linear collectives as autograd Functions that support torch.func.
 
-``cut`` splits a dim into one block per rank, and ``stack_blocks`` joins blocks, both without
-communication. Blocks are a tensor whose dim 0 counts the ranks. If *tiled*, a dim of size k n
-becomes k blocks of size n; otherwise a dim of size k becomes k blocks without the dim.
+``cut`` splits a dim into blocks, stacked in dim 0 with an index per rank, and ``stack_blocks``
+joins them, both without communication. If *tiled*, a dim of size k n becomes k blocks of size n;
+otherwise a dim of size k becomes k blocks without the dim.
 
-If ranks compute a loss together, a wrapper that averages over them divides by their number once too
-often. So collectives with an invariant result store the program line of their call if a wrapper
-exists, and a backward records the first such collective that it reaches. The wrapper warns at the
-end of that backward, also if the collective is inside the model, as in a batch norm. In
-``pvary(pmean(x))`` the backward first reaches the cast, whose sum compensates for the mean, so the
-wrapper does not warn.
+If ranks compute a loss together, a wrapper that averages over them divides once too often. So if a
+wrapper exists, collectives with an invariant result store their program line, and a backward
+records the first that it reaches, also inside the model, as in a batch norm. The wrapper warns at
+the end. It does not warn for ``pvary(pmean(x))``: the backward first reaches the cast, whose sum
+compensates for the mean.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ def keep_line(node: Any, x: torch.Tensor, group: Any) -> None:
 
 
 def note_complete(node: Any, group: ProcessGroup, *, is_sum: bool = False) -> None:
-    """Store the line of the collective that a backward reaches first, "" if ``is_sum``."""
+    """Store the line of the first collective that a backward reaches, "" if ``is_sum``."""
     world = group.world
     if hasattr(node, "line") and world.complete[0] != (task := torch._C._current_graph_task_id()):
         world.complete = task, group.ranks, "" if is_sum else f"{group.name}, {node.line}"
@@ -100,11 +99,11 @@ def stack_blocks(blocks: torch.Tensor, dim: int, *, tiled: bool) -> torch.Tensor
 
 
 class LinearFunction(Function):
-    """A linear collective on a tensor, whose forward derivative is the collective itself.
+    """A linear collective on a tensor, its own forward derivative.
 
     Attributes:
-        takes_blocks, gives_blocks: whether dim 0 of the argument, or of the result, counts the
-            ranks. A batch dim then comes second.
+        takes_blocks, gives_blocks: whether dim 0 of the argument, or result, counts the ranks; a
+            batch dim is then second.
     """
 
     # Subclasses have `forward(x, *rest)`, and `backward(ctx, grad)`, which finds them in ctx.rest.
@@ -128,7 +127,6 @@ class LinearFunction(Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        """Store the other arguments and the program line on the node."""
         ctx.rest = inputs[1:]
         if inputs[0].requires_grad:
             keep_line(ctx, *inputs[:2])

@@ -1,7 +1,7 @@
 """Reduce values and cast their types, with derivatives.
 
-Over the ranks of a group a value is varying, invariant, unreduced or reduced (V, I, U, R: see
-``axis_types``). The collectives convert between these types:
+Over a group a value is varying, invariant, unreduced or reduced (V, I, U, R: see ``axis_types``).
+The collectives convert between these types:
 
     collective     from -> to          backward
     psum           V -> I; U -> I      pvary (the gradient reaches each rank, free); pcast I -> R
@@ -14,16 +14,14 @@ Over the ranks of a group a value is varying, invariant, unreduced or reduced (V
     all_gather     V -> I              own block (free)
     psum_scatter   V -> V; U -> V      all_gather, V -> V; V -> R
 
-"Free" means without communication. The collectives trust the caller about the types; the backward
-of an invariant result compares its gradient between ranks (``equality_checks``). A type states the
-intent of the program and is not a property of the numbers, so collectives that differ only in types
-share a function.
+"Free" means without communication. Collectives trust the caller about types; the backward of an
+invariant result compares its gradient between ranks (``equality_checks``). A type states the
+program's intent, so collectives that differ only in types share a function.
 
-Every collective returns a new tensor that shares no memory with its argument, also in a group of
-one rank. Backward uses the group of the forward, independent of the current mesh. It is made of
-these collectives, so it can be differentiated again. If it communicates, run it on every rank of
-the group. Each call, also in a backward, has an operation name with the collective, ``leaf_name``
-(the path of ``x`` in its tree) and the shape; ranks compare these names.
+Every collective returns new memory, also in a group of one rank. Backward uses the group of the
+forward, regardless of the current mesh, and can be differentiated again. If it communicates, run it
+on every rank. Each call, also in a backward, has an operation name, which ranks compare: the
+collective, ``leaf_name`` (the path of ``x`` in its tree) and the shape.
 """
 
 from __future__ import annotations
@@ -81,7 +79,6 @@ def pcast(
     Args:
         to: "varying", "reduced" or "unreduced".
         source: the type of ``x``; by default the first that the cast accepts.
-        leaf_name: the path of ``x`` in a tree, part of the operation name.
     """
     kinds = {KINDS[kind]: kind for kind in CASTS.get(to, ())}
     if not kinds or source not in ("", *kinds):
@@ -114,7 +111,7 @@ def all_gather(
 
     Args:
         axis: the new dimension that counts the ranks; if ``tiled``, the concatenated dimension.
-        to: the type of the result: "varying", "reduced" or "invarying".
+        to: the result's type: "varying", "reduced" or "invarying".
     """
     if to not in GATHERED:
         raise ArgumentError(
@@ -164,7 +161,6 @@ class InvariantFunction(LinearFunction):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        """Store the arguments, the program line and the number of the call."""
         LinearFunction.setup_context(ctx, inputs, output)
         keep_number(ctx, *inputs[:2])
 

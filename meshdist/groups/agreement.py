@@ -2,11 +2,10 @@
 
 Every member counts itself in the store under a digest of its definition and waits for one key, the
 outcome, which the last member writes. If digests differ, the last member reads the definitions, and
-every member raises the same error, which shows both. The first members to wait look for missing
-members, less and less often; if a member has exited, they write that as the outcome. The number of
-requests of each other member does not depend on the number of members. Members that wait for each
-other in different agreements time out; each error shows the definition and the missing ranks'
-source lines.
+all raise the same error, which shows both. The first members to wait look for missing members, ever
+less often, and write an exit as the outcome. The other members' numbers of requests do not depend
+on the group's size. Members that wait in different agreements time out; each error shows the
+definition and the missing ranks' source lines.
 
 Worked example: ranks 0 and 2 create a mesh of size 3; rank 1 passes size 4 by mistake. Their
 definitions have the digests A and B. Keys have the agreement's name as prefix; time runs downwards:
@@ -21,8 +20,8 @@ definitions have the digests A and B. Keys have the agreement's name as prefix; 
          |                          |                     digests: A and B: reads all below both
     outcome, raises            outcome, raises       <--  writes outcome: differ; raises
 
-With one digest the outcome is "agreed", and no member reads the definitions. If rank 1 were
-missing, 101 would show that to the waiting ranks 0 and 2, and the first would look for the reason.
+With one digest the outcome is "agreed", and no member reads definitions. If rank 1 were missing,
+101 would show that, and the first waiting rank would look for the reason.
 
     >>> import meshdist as md; from ..bootstrap.world import find_world
     >>> def program():
@@ -81,13 +80,13 @@ _MOST_ENDS = 8
 
 @dataclass(frozen=True)
 class Agreement:
-    """The result of an agreement: the communicators that its members share or opened.
+    """The result of an agreement: shared or opened communicators.
 
     Args:
-        name: Its unique name in the store, equal on all members.
-        shared: ``{slot: label}`` of the communicators that all ranks of a group have open; a slot
-            is the text under which each rank offered its communicator.
-        opened: The communicators that this rank has opened for this agreement.
+        name: Unique in the store, equal on all members.
+        shared: ``{slot: label}`` of communicators that all ranks of a group have open; each rank
+            offered its communicator under the slot.
+        opened: This rank's communicators for this agreement.
     """
 
     name: str
@@ -96,17 +95,17 @@ class Agreement:
     opened: list[Any] = field(default_factory=list)
 
     def label_for(self, ranks: Sequence[int], slot: str) -> str:
-        """Return the label shared under ``slot``, else a new label."""
+        """Return the label shared under ``slot``, or a new label."""
         # If all members still have a communicator of these ranks open, they share it.
         return self.shared.get(slot) or f"group/{digest_of_ranks(ranks)}/{slot}/{self.name}"
 
 
 @dataclass(frozen=True)
 class Agreements:
-    """Factory of agreements between this rank and other ranks of ``world``.
+    """Factory of this rank's agreements with ranks of ``world``.
 
     Args:
-        endings: The exited ranks.
+        endings: Exited ranks.
     """
 
     world: World
@@ -123,14 +122,14 @@ class Agreements:
         ends: Offers = NO_OFFERS,
         lack: str = "",
     ) -> Agreement:
-        """Return the Agreement once all ``ranks`` have called with an equal ``definition``.
+        """Return the Agreement once all ``ranks`` have passed an equal ``definition``.
 
         Args:
             kind: "mesh" or "group", for messages and keys.
             definition: Plain values; errors show its "text" entry.
-            offers: The communicators that this rank could share; may differ between members.
-            ends: The communicators that it could close; it offers a few of them.
-            lack: Why this process cannot open the group, or ""; then no member opens it.
+            offers: Communicators that this rank could share; may differ between members.
+            ends: Communicators that it could close, of which it offers a few.
+            lack: The reason why this process cannot open the group, so that no member does; or "".
 
         Raises:
             MismatchError: The definitions differ.
@@ -195,7 +194,7 @@ class _PendingAgreement:
         self._looks: dict[ArrivalCounter, Looks] = {}
 
     def come(self, offer_keys: Iterable[str], lack: str) -> None:
-        """Store any ``lack``, count ``offer_keys`` and this rank; the last writes the outcome."""
+        """Store any ``lack``; count ``offer_keys`` and this rank; the last writes the outcome."""
         store, name, below = self._store, self.name, f"{self.name}/{self._digest}"
         if lack:
             store.set(f"{name}/lack/{self._rank}", lack)
@@ -210,15 +209,14 @@ class _PendingAgreement:
         self._is_last = number == size and self._is_first_to("conclude")
         if self._is_last:
             self._conclude()
-        # The first member of a block looks for those of its block, the first of all for all.
+        # The first member of a block looks for the block's members, the first of all for all.
         self._looks = {self._block: Looks(size, place), self._all: Looks(size, number)}
 
     def _is_first_to(self, end: str) -> bool:
-        """Claim the right to write the outcome as ``end``; return whether this rank holds it."""
+        """Claim the right to write the outcome as ``end``; return whether this succeeded."""
         return self._store.compare_set(f"{self.name}/end", "", end) == end.encode()
 
     def _conclude(self) -> None:
-        """Write the outcome after all members arrived."""
         name, found = self.name, dict[int, dict[str, Any]]()
         digests = self._digests()
         for digest in digests if len(digests) > 1 else ():
@@ -234,7 +232,6 @@ class _PendingAgreement:
         self._decide("lack" if lacks else "agreed", found=grouped_text(lacks))
 
     def _decide(self, how: str, **more: Any) -> None:
-        """Write the outcome unless one exists."""
         text = json.dumps({"how": how, "by": self._rank, **more})
         self._store.compare_set(f"{self.name}/outcome", "", text)
 
@@ -273,12 +270,12 @@ class _PendingAgreement:
             self._decide("left", missing=[self._rank], found=why)
 
     def _look(self) -> None:
-        """Look for missing members when a look is due."""
+        """Look for missing members when due."""
         for counted, looks in self._looks.items():
             looks.take(partial(self._look_at, counted))
 
     def _look_at(self, counted: ArrivalCounter) -> None:
-        """Write the outcome if all members arrived or a member of ``counted`` has exited."""
+        """Write the outcome if all members arrived or one of ``counted`` has exited."""
         missing = self._find_missing(counted, most=_MOST_MISSING)
         if not missing and counted is self._all:  # the last may have ended before it concluded
             self._conclude()
@@ -293,12 +290,12 @@ class _PendingAgreement:
     def _find_missing(
         self, counted: ArrivalCounter, among: Collection[int] | None = None, most: float = math.inf
     ) -> list[int]:
-        """Return the ranks of ``counted`` that have not arrived."""
+        """Return ``counted``'s ranks that have not arrived."""
         keys = [f"{self.name}/{digest}" for digest in self._digests()]
         return counted.find_absent(self._read, keys, among, most)
 
     def raise_unless_agreed(self) -> None:
-        """Raise the error of the outcome unless it is "agreed"."""
+        """Raise the outcome's error unless it is "agreed"."""
         key, kind, rank = f"{self.name}/outcome", self.kind, self._rank
         outcome = parse_value(key, self._peek(key) or b"", _parse_outcome)
         how, found, missing = outcome["how"], outcome["found"], outcome["missing"]
@@ -336,7 +333,7 @@ class _PendingAgreement:
         raise kind_of_error(summary, where=where, expected=same, found=found, fix=fix)
 
     def _peek(self, key: str) -> bytes | None:
-        """Return the value of ``key``, or None, without a wait or a switch of simulated ranks."""
+        """Return the value of ``key``, or None, without waiting or switching simulated ranks."""
         store = self._store
         return store.peek(key) if isinstance(store, SimulatedStore) else find_value(store, key)
 
@@ -344,20 +341,20 @@ class _PendingAgreement:
         return parse_value(key, self._peek(key) or b"0", int)
 
     def _digests(self) -> list[str]:
-        """Return the digests of all definitions stored so far."""
+        """Return the digests of all stored definitions."""
         keys = [f"{self.name}/digest/{k + 1}" for k in range(self._read(f"{self.name}/digests"))]
         if len(keys) < 2:
             return [self._digest]
         return [value.decode() for key in keys if (value := self._peek(key)) is not None]
 
     def _read_about(self, digest: str) -> dict[str, Any]:
-        """Return the definition with ``digest``, read from the store; or raise."""
+        """Return the stored definition with ``digest``, or raise."""
         key = f"{self.name}/{digest}/about"
         return parse_value(key, self._peek(key) or b"", lambda it: {**it, "text": str(it["text"])})
 
 
 def _parse_outcome(value: dict[str, Any]) -> dict[str, Any]:
-    """Return an outcome, read from JSON, as checked fields; raise if some are missing or wrong."""
+    """Parse an outcome's JSON into checked fields; raise if some are missing or wrong."""
     return {
         "how": str(value["how"]),
         "by": int(value["by"]),
@@ -367,7 +364,7 @@ def _parse_outcome(value: dict[str, Any]) -> dict[str, Any]:
 
 
 def _grouped(members: tuple[int, ...], definitions: list[dict[str, Any]]) -> str:
-    """Return one line per distinct definition, with the entries that differ."""
+    """Return a line per distinct definition, with the differing entries."""
     keys = sorted({key for definition in definitions for key in definition} - {"text"})
     differing = [k for k in keys if len({json.dumps(d.get(k)) for d in definitions}) > 1]
     lines = []

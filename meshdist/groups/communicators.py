@@ -1,10 +1,10 @@
-"""Track the communicators that this rank has open, and share them between equal groups.
+"""Track this rank's open communicators, and share them between equal groups.
 
-Groups with the same ranks in the same order, backend and options share one communicator; private
-groups never share. A member may have closed it or seen it fail before the others, so each member
-offers its communicators in the agreement, which assigns the label.
+Groups with equal ranks, order, backend and options share a communicator; private groups never
+share. A member may have closed it or seen it fail before the others, so each member offers its
+communicators in the agreement, which assigns the label.
 
-Garbage collection drops groups at different times on different ranks. Their communicators stay open
+Garbage collection drops groups at different times on different ranks, so communicators stay open
 until all members offer to close them in a later agreement.
 """
 
@@ -64,7 +64,7 @@ _LAST = timedelta(seconds=2)
 
 @dataclass(eq=False)
 class OpenCommunicator:
-    """An open communicator, its label (equal on all members) and the groups that use it."""
+    """An open communicator, its label (equal on all members) and its groups."""
 
     label: str
     communicator: Communicator
@@ -72,7 +72,8 @@ class OpenCommunicator:
     aborts: dict[str, dict[str, Any]]
     fingerprint_table: FingerprintTable | None = None
     spans_hosts: bool = False
-    sees_all_calls: bool = False  # whether every member sees those of all; equal on all of them
+    # whether every member sees all members' calls; equal on all of them
+    sees_all_calls: bool = False
     options: Any = None  # kept, since equal options are known by their identity
     share_key: tuple[str, tuple[int, ...], int] | None = None  # None: for one group alone
     users: dict[int, Callable[[], Any]] = field(default_factory=dict)
@@ -85,11 +86,11 @@ class OpenCommunicator:
 
     @property
     def is_in_use(self) -> bool:
-        """Return whether the program still holds a group that uses this communicator."""
+        """Return whether the program still holds a group of this communicator."""
         return any(isinstance(refer, ref) for refer in list(self.users.values()))
 
     def leave(self) -> None:
-        """Announce to the other members that this process exits normally."""
+        """Announce this process's normal exit to the other members."""
         self.communicator.leave()
         if self.fingerprint_table is not None:
             self.fingerprint_table.leave()
@@ -103,7 +104,7 @@ class OpenCommunicator:
 
 
 class Registry:
-    """The communicators that one rank has open, closed with the world."""
+    """Open communicators of a rank, closed with the world."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -125,7 +126,7 @@ class Registry:
         self._signals: ControlThread | None = None
 
     def start(self) -> None:
-        """Start this rank's control thread and register its end; do nothing on simulated ranks."""
+        """Start this rank's control thread and register its end, except on simulated ranks."""
         world = self.world
         if world.is_simulated:
             return
@@ -135,14 +136,14 @@ class Registry:
             signs = self.fingerprint_tables.signs_of_life()
             told = self.answer, lambda it: self._abort_here(parse_abort(it)), self._look, signs
             self._signals = ControlThread(world, world.handle, *told)
-        call_at_end(self._end)  # before that of the signals, which was registered before
+        call_at_end(self._end)  # runs before the signals' handler, which was registered earlier
 
     @contextmanager
     def opening(self, agreement: Agreement | None = None) -> Iterator[Callable[..., Agreement]]:
-        """Yield ``Agreements.agree``; then wait for members and close dropped communicators.
+        """Yield ``Agreements.agree``; then wait for members, and close dropped communicators.
 
         Args:
-            agreement: An earlier agreement for the block; its members are awaited, too.
+            agreement: An earlier agreement, whose members are awaited, too.
         """
         # Wait briefly for the other members, and longer on the rank that hosts the store: a member
         # that exited now would make the others' connects fail.
@@ -176,11 +177,11 @@ class Registry:
             self._close([opened for opened in leaving if opened.is_leaving])
 
     def _find_dropped(self, here: Collection[int], offers: Offers) -> list[OpenCommunicator]:
-        """Mark unused communicators as leaving and return them; none during other openings.
+        """Mark and return unused communicators as leaving; none during other openings.
 
         Args:
-            here: The members of the next agreement; only communicators within them leave.
-            offers: Communicators that this agreement may share; they stay.
+            here: The next agreement's members; only communicators within them leave.
+            offers: Communicators that it may share, which stay.
         """
         found, kept = [], {label for label, _ in offers.values()}
         with self._lock:
@@ -194,7 +195,7 @@ class Registry:
         return found
 
     def drop(self, group: Any) -> bool:
-        """Remove a dropped group; return whether a communicator keeps it as its last user."""
+        """Remove a dropped group; return whether it is a communicator's last user."""
         with self._lock:
             opened = {device_group.opened for device_group in group.device_groups}
             for communicator in opened:
@@ -208,7 +209,7 @@ class Registry:
         world, members = self.world, agreement.members
         if not world.has_processes or len(members) < 2:
             return
-        with suppress(StoreError):  # the next call that needs it says so
+        with suppress(StoreError):  # the next call that needs the store raises
             are_open = self.liveness.count(key_of_opened(agreement), members, patience)
             for opened in agreement.opened if are_open else ():
                 table = opened.fingerprint_table
@@ -219,10 +220,10 @@ class Registry:
     def acquire(
         self, backend: BackendType, opening: Opening, agreement: Agreement, label: str, user: Any
     ) -> OpenCommunicator:
-        """Return the communicator ``label``, opening it if needed, and register ``user``.
+        """Return communicator ``label``, opened if needed, and register ``user``.
 
         Args:
-            user: The group; if it is private, no other group may share the communicator.
+            user: The group; if private, no other group may share the communicator.
         """
         with self._lock:
             shared = self._by_label.get(label)
@@ -230,7 +231,7 @@ class Registry:
                 shared.users[id(user)] = ref(user)
                 return shared
         world, ranks, options = self.world, opening.ranks, opening.options
-        # The table comes first, so that members that have opened their side find it.
+        # Make the table first, so that members that have opened their side find it.
         table = None if backend.compares_calls else self.fingerprint_tables.make(label, ranks)
         communicator = None
         try:
@@ -238,7 +239,8 @@ class Registry:
                 communicator = backend.open(opening)
                 reaches = table is not None and self.fingerprint_tables.reaches(ranks)
                 is_one_host = len(ranks) > 1 and not world.spans_hosts(ranks)
-                if communicator.on_stream and is_one_host and not reaches:  # it will not see theirs
+                # it will not see the other members' calls
+                if communicator.on_stream and is_one_host and not reaches:
                     world.store.set(f"{label}/blind", "")  # all of its members read this
         except BaseException:
             for each in (communicator, table):
@@ -262,10 +264,10 @@ class Registry:
         return opened
 
     def find_label(self, connection: str, ranks: tuple[int, ...], options: Any) -> str:
-        """Return the label of an open communicator that may be shared, or "".
+        """Return the label of an open, sharable communicator, or "".
 
         Args:
-            connection: the backend's name for it, of ``BackendType.connection_for``.
+            connection: as from ``BackendType.connection_for``.
         """
         key = (connection, ranks, id(options))
         with self._lock:
@@ -273,7 +275,7 @@ class Registry:
             return next((each.label for each in reversed(found) if not each.is_leaving), "")
 
     def release(self, opened: OpenCommunicator, user: Any) -> None:
-        """Remove ``user``; close the communicator after the last user."""
+        """Remove ``user``; the last user closes the communicator."""
         with self._lock:
             opened.users.pop(id(user), None)
             if opened.users or opened.label not in self._by_label:
@@ -288,7 +290,7 @@ class Registry:
             each.close()
 
     def abort(self, labels: list[str], message: dict[str, Any]) -> None:
-        """Abort the communicators ``labels`` on every rank, with the reason in ``message``."""
+        """Abort the communicators ``labels`` on every rank; ``message`` has the reason."""
         message = {**message, "kind": "abort", "rank": self.world.rank, "labels": labels}
         world = self.world
         try:
@@ -303,11 +305,11 @@ class Registry:
                 wait_until(lambda: read_number(world.store, received) >= world.size, limit)
 
     def break_here(self, label: str, reason: str, **more: Any) -> None:
-        """Abort communicator ``label`` on this rank only, with ``reason``."""
+        """Abort communicator ``label``, on this rank only, with ``reason``."""
         self._abort_here({"rank": self.world.rank, "labels": [label], "reason": reason, **more})
 
     def find_abort(self, label: str) -> dict[str, Any] | None:
-        """Return ``label``'s abort message or None; abort if the store has an abort or mismatch."""
+        """Return ``label``'s abort message or None; abort on the store's abort or mismatch."""
         known, store, key = self.aborts.get(label), self.world.store, f"{label}/abort"
         if known is None and store.check([key]):
             known = read_json(store, key, parse_abort)
@@ -340,7 +342,7 @@ class Registry:
         return {"calls": calls, "about": text, "now": now}
 
     def where(self) -> str:
-        """Return lines with the stack of this rank's program and its last collective."""
+        """Return lines with this rank's stack and last collective."""
         answer = self.answer({})
         last = answer["calls"][-1]["text"] if answer["calls"] else "none so far"
         operation = (
@@ -354,7 +356,7 @@ class Registry:
         self._answerer.look()
 
     def compare_last(self, device_groups: Iterable[Any]) -> MeshdistError | None:
-        """Compare the last calls on closing ``device_groups`` with other hosts; return an error."""
+        """Compare last calls with other hosts as ``device_groups`` close; return an error."""
         # It waits two seconds at most for the other members. Without them nothing is compared.
         world, error, limit = self.world, None, Deadline(_LAST)
         if find_failure(world.handled_before) is not None or world.process_id != os.getpid():
@@ -404,7 +406,7 @@ class Registry:
             raise error
 
     def all_opened(self) -> list[OpenCommunicator]:
-        """Return a new list of the communicators that are open."""
+        """Return a list of the open communicators."""
         with self._lock:
             return list(self._by_label.values())
 
@@ -416,7 +418,7 @@ class Registry:
             self.endings.leave(how, {each.label: each.recorder.sequence for each in opened})
 
     def _end(self) -> None:
-        """Store how this rank ended, when Python exits."""
+        """Store how this rank ended, at Python's exit."""
         if self.world.process_id != os.getpid():
             return
         self._leave(ending_text(find_last_exception()))
@@ -432,7 +434,7 @@ class Registry:
                 self.aborts.setdefault(label, message)
             opened = [self._by_label[x] for x in message["labels"] if x in self._by_label]
             for entry in opened:
-                entry.share_key = None  # no group that is made later shares a broken one
+                entry.share_key = None  # so that no later group shares this broken communicator
         communicators = [entry.communicator for entry in opened]
         for kind in {type(each) for each in communicators}:
             kind.abort_together([each for each in communicators if type(each) is kind])

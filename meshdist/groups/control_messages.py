@@ -1,15 +1,15 @@
-"""Send control messages between the processes of a world, even while they wait in a collective.
+"""Send control messages between a world's processes, even while they wait in a collective.
 
-Each process has one control thread. On each host, the thread of the lowest live rank watches the
-store by an alarm of its server, or polls it eight times a second; the other ranks poll that
-thread's shared flags. There are two kinds of messages:
+Each process has a control thread. On each host, the lowest live rank's thread watches the store by
+an alarm of its server, or polls it eight times a second; the others poll that thread's shared
+flags. There are two kinds of messages:
 
-* ``abort`` releases the ranks that wait in the named groups;
+* ``abort`` releases waits in the named groups;
 * ``ask`` requests each rank's last call. The thread answers even if its rank is blocked, so a
-  timeout can name the missing ranks and their source lines.
+  timeout can name the missing ranks' source lines.
 
-A rank that exits normally or by an exception writes that to the store. If a rank is killed, the
-other processes of its host detect it.
+A rank that exits normally or by an exception writes that to the store. If a rank is killed, its
+host's other processes detect that.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class ControlReply(TypedDict):
 
 
 def last_call_text(answer: ControlReply | None) -> str:
-    """Return the text of a rank's last call and line; None means that it did not answer."""
+    """Format a rank's last call and line; None means that it did not answer."""
     if answer is None:
         return "does not respond: it has exited or is stopped"
     calls = answer["calls"]
@@ -68,14 +68,14 @@ def last_call_text(answer: ControlReply | None) -> str:
 
 
 class ControlThread:
-    """A daemon thread that handles the control messages of other ranks.
+    """A daemon thread that handles other ranks' control messages.
 
     Args:
         answer: Answers an ``ask`` message.
         abort: Handles an ``abort`` message.
-        look: Called at least eight times a second; it may make store requests but must not wait
-            for other ranks.
-        signs: The heartbeats of this host's processes.
+        look: Called at least eight times a second; may make store requests but must not wait for
+            ranks.
+        signs: Heartbeats of this host's processes.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class ControlThread:
         atexit.register(self.stop)
 
     def stop(self) -> None:
-        """End the thread; do nothing in a forked child, which has no such thread."""
+        """End the thread; do nothing in a forked child."""
         atexit.unregister(self.stop)
         if self._process_id != os.getpid() or self._is_stopped:
             return
@@ -138,7 +138,7 @@ class ControlThread:
         self._drop_alarm(SETTLE_S)
 
     def _act_on_all(self, told: int | None) -> None:
-        """Handle new messages up to number ``told``; None means to look in the store."""
+        """Handle new messages up to number ``told``; None: look in the store."""
         try:
             if told is not None:
                 self._drop_alarm(SETTLE_S)
@@ -220,7 +220,7 @@ def _alarm_key(store: Store, number: int) -> str:
 
 
 def post(world: World, message: dict[str, Any]) -> int:
-    """Store ``message`` for all control threads; return its number, counted from 1."""
+    """Store ``message`` for all control threads; return its number, from 1."""
     text = json.dumps({**message, "by": uuid4().hex})
     number = world.latest_control_message + 1
     while world.store.compare_set(_signal_key(number), "", text) != text.encode():
@@ -238,10 +238,10 @@ def ask(
     *,
     patience_s: float = _ANSWER_S,
 ) -> dict[int, ControlReply]:
-    """Ask ``ranks`` for their last calls; return the answers that arrive in time, by rank.
+    """Ask ``ranks`` for their last calls; return timely answers by rank.
 
     Args:
-        about: A call or message to report in addition.
+        about: A further call or message to report.
     """
     if not ranks:
         return {}
@@ -254,7 +254,7 @@ def ask(
 
 
 def parse_answer(value: Any) -> ControlReply:
-    """Return ``value``, read from the store, as a ControlReply; raise if it is malformed."""
+    """Parse ``value`` from the store as a ControlReply; raise if it is malformed."""
     calls = [
         {"label": str(it["label"]), "sequence": int(it["sequence"]), "text": str(it["text"])}
         for it in value["calls"]
@@ -266,7 +266,7 @@ def parse_answer(value: Any) -> ControlReply:
 def collect(
     store: Store, keys: dict[int, str], deadline: Deadline, parse: Callable[[Any], T]
 ) -> dict[int, T]:
-    """Wait for all ``keys``; return, by rank, the parsed JSON of those set by ``deadline``."""
+    """Wait for ``keys``; return, by rank, the parsed JSON of keys set by ``deadline``."""
     if not wait_until(lambda: store.check([*keys.values()]), deadline):
         keys = {rank: key for rank, key in keys.items() if store.check([key])}
     values = read_jsons(store, [*keys.values()], parse) if keys else ()
@@ -274,7 +274,7 @@ def collect(
 
 
 class Endings:
-    """Tracks how ranks left their world."""
+    """Tracker of how ranks left their world."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -283,25 +283,25 @@ class Endings:
         self._looked: dict[int, int] = {}  # how many had left when each was last looked for
 
     def announce(self, **more: Any) -> None:
-        """Store this rank's process information, with ``more`` fields, for the other ranks."""
+        """Store this rank's process information, with ``more`` fields."""
         process_info = {**my_process_info().to_json(), **more}
         self._world.store.set(process_info_key(self._world.rank), json.dumps(process_info))
 
     def leave(self, how: str, num_calls: dict[str, int]) -> None:
-        """Store how this rank leaves and its number of collectives by communicator label."""
+        """Store how this rank leaves and its collectives per communicator label."""
         with suppress(StoreError):
             self._world.store.set(_ending_key(self._world.rank), json.dumps([how, num_calls]))
             self._world.store.add(_NUM_LEFT, 1)
 
     def find(self, rank: int, label: str = "") -> str:
-        """Return how ``rank`` left the world, or "" if unknown."""
+        """Return how ``rank`` left the world, or ""."""
         return self.find_all((rank,), label).get(rank, "")
 
     def find_all(self, ranks: Collection[int], label: str = "") -> dict[int, str]:
-        """Return, by rank, how exited ``ranks`` left the world, for example "has ended".
+        """Return, by rank, how ``ranks`` left the world, for example "has ended".
 
         Args:
-            label: A communicator; the text of a normal exit then has its number of collectives.
+            label: A communicator, whose number of collectives a normal exit's text then has.
 
         Raises:
             StoreError: The store is lost.
@@ -309,7 +309,7 @@ class Endings:
         store, found = self._world.store, dict[int, str]()
         if not self._world.has_processes:
             return found
-        for rank in ranks:  # first: what a process has left behind is there when it ends
+        for rank in ranks:  # first, since a process stores its data before it ends
             if (process_info := self._find_process_info(rank)) is not None and is_alive(
                 process_info
             ) is False:
@@ -339,7 +339,7 @@ class Endings:
             return True
 
     def is_stopped(self, rank: int) -> bool:
-        """Return whether a process of this host is stopped, as by SIGSTOP; else False."""
+        """Return whether a process of this host is stopped, as by SIGSTOP."""
         process_info = self._find_process_info(rank) if self._world.has_processes else None
         return process_info is not None and is_stopped(process_info)
 
@@ -359,5 +359,4 @@ def _ending_key(rank: int) -> str:
 
 
 def process_info_key(rank: int) -> str:
-    """Return the key of the process information of ``rank``."""
     return f"process/{rank}"

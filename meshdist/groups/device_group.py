@@ -1,4 +1,4 @@
-"""Run a group's operations for one device type: record, compare, start and finish each call."""
+"""Record, compare, start and finish a group's operations for one device type."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ DEVICE_TYPES = {"cpu": 1, "cuda": 2}
 
 
 class DeviceGroup:
-    """The operations of one group for one device type: records, compares and starts each call.
+    """Operations of one group for one device type.
 
     Args:
-        opened: The communicator, which other groups may share.
-        others: The status of the other members, for error reports.
+        opened: A communicator, which other groups may share.
+        others: The other members' status, for error reports.
         user: Returns the group, which each Work keeps alive.
     """
 
@@ -79,7 +79,7 @@ class DeviceGroup:
         self._others = others
         self.explain = FailureDiagnosis(group, self.recorder, others).explain
         self.communicator.watch(self.explain)
-        # Without the device group, which keeps the native core's part that is given this.
+        # This must not reference the device group, which keeps the native core's part that gets it.
         self.disagree = partial(_disagreement, self.explain)
         self._warn_dropped: Callable[[int], None] | None = partial(
             _warn_dropped, self.recorder, self.aborts, opened.label
@@ -104,27 +104,25 @@ class DeviceGroup:
 
     @property
     def demands_layouts(self) -> bool:
-        """Return whether the members' tensors must have equal memory layouts."""
+        """Return whether the members' memory layouts must be equal."""
         return self.opened.sees_all_calls
 
     def explained(self, error: BaseException) -> BaseException:
-        """Return ``error``, explained if a backend or a signal handler raised it."""
+        """Return ``error``, explained if a backend or signal handler raised it."""
         return explained(self.explain, self.timeout, error)
 
     def enter(self, prepared: OperationArgs, layouts: Sequence[Layout] = ()) -> None:
-        """Record the collective ``prepared`` and compare it with the calls of the other members.
+        """Record the collective ``prepared`` and compare it with the other members' calls.
 
         Args:
-            prepared: its collective, op, root and title must be equal on all members, and so must
-                the dtype and number of elements of ``noted``; only the dtype where there are
-                ``sizes``.
-            layouts: of the tensors, where they must be equal on all members
-                (``demands_layouts``).
+            prepared: collective, op, root and title must be equal on all members, and the dtype and
+                number of elements of ``noted`` (with ``sizes`` only the dtype).
+            layouts: of the tensors, if ``demands_layouts``.
 
         Raises:
-            MismatchError: another member has started another call in its place; every member
-                that waits raises it.
-            CollectiveTimeoutError: a member is more than a thousand calls behind for too long.
+            MismatchError: another member has started another call; every member that waits raises
+                it.
+            CollectiveTimeoutError: a member lags by more than a thousand calls for too long.
         """
         operation, tensor, sizes = prepared.operation, prepared.noted, prepared.sizes
         op, root, op_name = prepared.noted_op, prepared.root, prepared.op_name
@@ -155,7 +153,7 @@ class DeviceGroup:
             self._await_rooted(prepared)
 
     def _await_rooted(self, prepared: OperationArgs) -> None:
-        """Wait for all members if a rank could finish this rooted call before others start it."""
+        """Wait for all if a rank could finish this rooted call before others start it."""
         if (
             prepared.waits
             and self.fingerprint_table is not None
@@ -164,11 +162,11 @@ class DeviceGroup:
             self._wait_for_all()
 
     def run(self, prepared: OperationArgs, *, is_async: bool = False) -> Work | None:
-        """Start ``prepared`` and wait for it; with ``is_async``, return its Work immediately.
+        """Start ``prepared`` and wait; with ``is_async``, return its Work immediately.
 
         Raises:
-            MismatchError, CollectiveTimeoutError: as ``enter``; of a message, its counterpart has
-                another dtype or number of elements.
+            MismatchError, CollectiveTimeoutError: as ``enter``; a message's counterpart has another
+                dtype or number of elements.
             CollectiveTimeoutError, AbortedError, BackendError: as the group explains.
         """
         prepared.timeout, prepared.waits = prepared.limit or self.timeout, not is_async
@@ -187,7 +185,7 @@ class DeviceGroup:
         return None
 
     def start_entered(self, prepared: OperationArgs) -> None:
-        """Start a collective that ``enter`` noted; set ``prepared.request``, or raise."""
+        """Start a collective after ``enter``; set ``prepared.request``, or raise."""
         if prepared.written:
             prepared.begin_here()
         prepared.recorder = self.recorder
@@ -205,7 +203,7 @@ class DeviceGroup:
                 self._start_message(message)
 
     def finish(self, prepared: OperationArgs, left: timedelta | None = None) -> None:
-        """Wait for a call, ``left`` or its timeout at most; copy results to the caller's arrays."""
+        """Wait for a call, at most ``left`` or its timeout; copy results to the caller's arrays."""
         request = prepared.request
         try:
             if request is not DONE:
@@ -218,11 +216,11 @@ class DeviceGroup:
             prepared.finish_here()
 
     def work(self, prepared: OperationArgs) -> Work:
-        """Return the Work of a started call, for a caller that waits later."""
+        """Return a started call's Work."""
         written, result = prepared.written, prepared.result
         results = list(map(itemgetter(0), written) if result is None else result)
         number = self.recorder.num_notes if prepared.number is None else prepared.number
-        # Where this rank only sends, those that receive may tell.
+        # If this rank only sends, the receiving members warn about dropped Works.
         warn_dropped = self._warn_dropped if written or not results else None
         return WatchedWork(
             prepared.request,
@@ -241,7 +239,7 @@ class DeviceGroup:
         )
 
     def _enter_as_it_lies(self, prepared: OperationArgs) -> None:
-        """Enter a collective whose tensors are not row-major; they travel as is, flat or copied."""
+        """Enter a collective whose tensors are not row-major; send them flat or copied."""
         tensors, op = prepared.inputs, prepared.op
         if self.communicator.takes_layouts(prepared.way, tensors, op):
             self.enter(prepared)
@@ -258,8 +256,8 @@ class DeviceGroup:
         peer, tag, is_send = prepared.root, prepared.tag, not prepared.outputs
         call = get_message(prepared.operation, prepared.noted, peer, tag)
         prepared.recorder = recorder
-        # The sooner a receive is posted the less its sender waits; its call is noted while the
-        # message is on its way.
+        # The earlier a receive is posted, the less its sender waits, so record the call while the
+        # message is in transit.
         is_noted_late = not is_send and communicator.posts_at_once and not self.is_broken()
         if not is_noted_late:
             self._note(call)
@@ -285,18 +283,18 @@ class DeviceGroup:
             raise self._error_of_call(prepared, failed) from None
 
     def _error_of_call(self, prepared: OperationArgs, error: BaseException) -> BaseException:
-        """Return the error of a failed call, explained if it is a BackendFailure."""
+        """Return a failed call's error, explained if it is a BackendFailure."""
         if isinstance(error, BackendFailure):
             error.limit = prepared.timeout
             return self.explain(error, prepared.number)
-        # A message that a handler leaves may still come. A receive from any member, which only a
-        # backend that compares calls takes back, would take another message then: it breaks the
-        # group.
+        # A message that a handler interrupts may still arrive. A receive from any member, which
+        # only a backend that compares calls cancels, would then accept another message, so it
+        # breaks the group.
         stays = prepared.root is not None or self.backend.compares_calls
         return error if prepared.is_message and stays else self.explained(error)
 
     def is_broken(self) -> bool:
-        """Return whether the group failed or was aborted, so that every call on it is rejected."""
+        """Return whether the group is unusable, so that every call on it raises."""
         return self.opened.label in self.aborts
 
     def reject_broken(self) -> None:
@@ -316,7 +314,7 @@ class DeviceGroup:
             self.reject_broken()
 
     def _native_entry(self) -> Any:
-        """Return the native Entry that notes and compares plain calls; None without native code."""
+        """Return the native Entry for plain calls; None without native code."""
         notes = None
         if core is not None:
             notes = self.recorder.for_core(core.Notes)
@@ -349,7 +347,7 @@ class DeviceGroup:
 
     @property
     def _most_level(self) -> DebugLevel:
-        """Return the highest debug level at which data may move before all members have called."""
+        """Return the highest debug level that lets data move before all members have called."""
         return DebugLevel.OFF if self.communicator.on_stream else DebugLevel.INFO
 
     def _compare_before_data_move(
@@ -359,13 +357,13 @@ class DeviceGroup:
         sent: Sequence[int],
         taken: Sequence[int],
     ) -> None:
-        """Raise if members' calls differ, before data moves, if the debug level asks for that.
+        """Raise, before data moves, if calls differ and the debug level demands it.
 
         Args:
-            sent, taken: how many elements go to, and come from, each member; () if equally many.
+            sent, taken: numbers of elements per member; () if equal.
         """
-        # On a backend whose collectives are enqueued the others wait no more as a late member
-        # differs.
+        # On a backend whose collectives are enqueued, the other members no longer wait when a late
+        # member's call differs.
         compares_first = _level(self.opened).value > self._most_level.value
         try:
             if self.opened.sees_all_calls:
@@ -392,14 +390,14 @@ class DeviceGroup:
             raise self.disagree(differing)
 
     def compare_last(self, meet: Callable[[str], bool], timeout: timedelta) -> None:
-        """Compare the calls that no round has compared, as the members close the communicator.
+        """Compare the calls after the last round, at the communicator's close.
 
         Args:
-            meet: waits for all members under a key; returns whether they have come.
+            meet: waits for all members under a key; returns whether they came.
             timeout: how long a round may take.
 
         Raises:
-            MismatchError: calls differ; every member raises it.
+            MismatchError: calls differ, on every member.
         """
         comparison, sequence, differing = self._comparison, self.recorder.sequence, None
         if comparison is None or self.is_broken():
@@ -413,14 +411,14 @@ class DeviceGroup:
             raise self.disagree(differing)
 
     def _device_of(self, tensor: torch.Tensor | list[torch.Tensor] | None) -> torch.device | str:
-        """Return where the numbers of a call on ``tensor`` travel that members compare."""
+        """Return the device for a call's compared numbers."""
         first = tensor[0] if isinstance(tensor, list) else tensor
         if first is None or first.device.type != self.device_type:  # a barrier; a "meta" tensor
             return self.device_type
         return first.device
 
     def _wait_for_all(self) -> None:
-        """Wait for all members to make the call noted last; raise if late, or if calls differ."""
+        """Wait for all members' last noted call; raise if late, or if calls differ."""
         fingerprint_table, sequence = self.fingerprint_table, self.recorder.sequence
         if fingerprint_table is None:  # there are no others
             return
@@ -447,7 +445,7 @@ class DeviceGroup:
         taken: Sequence[int],
         device: torch.device | str,
     ) -> None:
-        """All-gather the header ``common`` and the sizes of a call; raise if members' differ."""
+        """All-gather a call's header ``common`` and sizes; raise if members differ."""
         size = len(self.group.ranks)
         nothing = [0] * size
         values = [*common, *(sent or nothing), *(taken or nothing)]
@@ -465,7 +463,7 @@ class DeviceGroup:
 
 
 def _level(opened: OpenCommunicator) -> DebugLevel:
-    """Return the debug level at which the next call on a communicator is compared."""
+    """Return the debug level of a communicator's next call."""
     return DebugLevel.DETAIL if opened.compares_first else get_debug_level()
 
 
@@ -474,12 +472,12 @@ def _disagreement(
     number: int,
     message: tuple[bool, int, int] | None = None,
 ) -> MeshdistError:
-    """Return the error of a call ``number``, or a message (is_send, peer, tag), that differs."""
+    """Return the error of a differing call ``number``, or message (is_send, peer, tag)."""
     return explain(RanksMismatch("the members' calls differ", number, message))
 
 
 def _warn_dropped(recorder: Recorder, aborts: Container[str], label: str, note: int) -> None:
-    """Warn, once a place, of the dropped Work of call ``note``; not if ``aborts`` has ``label``."""
+    """Warn, once a place, of call ``note``'s dropped Work, unless ``label`` is aborted."""
     noted = recorder.find_note(note)
     if label in aborts or noted is None or noted.code is None or sys.is_finalizing():
         return

@@ -1,4 +1,4 @@
-"""Turn the failure of a call into an error that reports what every member did."""
+"""Turn a call's failure into an error that reports every member's call."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ def explained_opening(
     find_silent: Callable[[], str] = str,
     tell: Callable[[str], None] | None = None,
 ) -> Iterator[None]:
-    """Turn a BackendFailure of the block, which opens ``group``, into an error that names it.
+    """Turn a BackendFailure while ``group`` opens into an error that names it.
 
     Args:
-        find_silent: Returns the text of unresponsive members, or "".
-        tell: Called with the failure's text before the error is raised.
+        find_silent: Returns text about unresponsive members, or "".
+        tell: Called with the failure's text before the error.
     """
     try:
         yield
@@ -73,7 +73,7 @@ def explained_opening(
 
 
 class PeerStatus(ABC):
-    """Queries and messages to the other members of a communicator."""
+    """Queries and messages to a communicator's other members."""
 
     # Methods that are not abstract do nothing by default.
 
@@ -88,10 +88,10 @@ class PeerStatus(ABC):
     def compare_again(  # noqa: B027 (most compare nothing while they wait)
         self, *, is_thorough: bool = True
     ) -> None:
-        """Compare again the calls that not all members had reached; do nothing by default.
+        """Compare again the calls that not all members had reached.
 
         Args:
-            is_thorough: Whether to continue after a call that a member has not reached.
+            is_thorough: Whether to continue after such a call.
 
         Raises:
             RanksMismatch: calls differ.
@@ -103,17 +103,17 @@ class PeerStatus(ABC):
 
     @abstractmethod
     def break_here(self, reason: str) -> None:
-        """Make every later call of this member on the communicator raise with ``reason``."""
+        """Make this member's later calls on the communicator raise with ``reason``."""
 
     def give_up(self, reason: str) -> None:  # noqa: B027 (those in one process fail together)
-        """Abort the communicator on all members, with this member's ``reason``."""
+        """Abort the communicator on all members with ``reason``."""
 
     def report(self, call: CallRecord, but: int | None = None) -> str:
-        """Return a text of which members, except ``but``, reached ``call``."""
+        """Return text on which members, except ``but``, reached ``call``."""
         return ""
 
     def silent(self) -> str:
-        """Return a text of the unresponsive members, or ""."""
+        """Return text about unresponsive members, or ""."""
         return ""
 
     def ending(self, member: int) -> str:
@@ -121,20 +121,20 @@ class PeerStatus(ABC):
         return ""
 
     def find_first_failure(self, call: CallRecord, text: str) -> str:
-        """Return the first failed member's report; "" if this rank is first, storing ``text``."""
+        """Return the first failed member's report; "" if this rank, storing ``text``, is first."""
         return ""
 
     @abstractmethod
     def agree_on_error(
         self, disagreement: dict[str, str], mine: CallRecord | None, about: dict[str, Any]
     ) -> dict[str, str]:
-        """Make all members raise the same MismatchError, abort the group, and return its fields.
+        """Make all members raise the same MismatchError; abort; return its fields.
 
         Args:
-            disagreement: The fields of a MismatchError, to be completed.
-            mine: This member's call, if it is still known.
-            about: The others' call, as for ``Recorder.text_about``, and ``asked``, the members to
-                ask if not all.
+            disagreement: The error's fields, to be completed.
+            mine: This member's call, if known.
+            about: The others' call, as for ``Recorder.text_about``; ``asked``: the members to ask,
+                if not all.
 
         Returns:
             The fields from the first member that detected the mismatch.
@@ -142,7 +142,7 @@ class PeerStatus(ABC):
 
 
 class FailureDiagnosis:
-    """Turns failures on one communicator into errors that name ranks, call sites and reasons."""
+    """Converter of one communicator's failures to errors with ranks, call sites and reasons."""
 
     def __init__(self, group: GroupFacts, recorder: Recorder, others: PeerStatus) -> None:
         self._group = group
@@ -151,7 +151,7 @@ class FailureDiagnosis:
         self._unknown = CallRecord(0, group, get_call("an earlier call", None))
 
     def explain(self, failure: BackendFailure, note: int | None = None) -> MeshdistError:
-        """Return the error for ``failure`` of the call recorded as ``note`` or of the last call."""
+        """Return the error of ``failure`` in call ``note`` or the last call."""
         # The first rank that fails stores its reason, which later ranks quote. An exception of a
         # signal handler is reported to the others and raised here unchanged.
         if isinstance(failure, Interrupted):
@@ -209,7 +209,7 @@ class FailureDiagnosis:
         )
 
     def _different_calls(self, sequence: int) -> MeshdistError:
-        """Return the error that all members raise if calls ``sequence`` differ."""
+        """Return the error, equal on all members, of differing calls ``sequence``."""
         mine = self._recorder.find_call(sequence)
         expected = likeness(mine)
         if mine is not None and mine.call.layouts:
@@ -231,7 +231,7 @@ class FailureDiagnosis:
         call: CallRecord,
         found: str = "",
     ) -> MeshdistError:
-        """Return the error that both sides raise if a message does not match its receive.
+        """Return the error, equal on both sides, of a message that differs from its receive.
 
         Args:
             sides: Whether this rank sends, its peer and its tag.
@@ -319,7 +319,7 @@ class FailureDiagnosis:
 
 
 def _text_of(failure: BackendFailure, ranks: Sequence[int]) -> str:
-    """Return the text of a failure, which names a member by its global rank in ``ranks``."""
+    """Return the failure's text, with a member's global rank from ``ranks``."""
     if isinstance(failure, (MemberLost, MemberGaveUp)):
         return f"rank {ranks[failure.member]} {failure}"
     return str(failure)

@@ -1,7 +1,7 @@
 """Create and query process groups with torch's functions.
 
-Unlike in torch, only a group's members wait for each other: on other ranks a call returns
-immediately and is optional.
+Unlike in torch, only a group's members wait: on other ranks a call returns immediately and is
+optional.
 """
 
 from __future__ import annotations
@@ -68,22 +68,22 @@ def new_group(
     """Create a process group of ``ranks``. Collective over its members only.
 
     Args:
-        ranks: Global ranks; None means all.
-        timeout: How long a collective may wait; None uses the backend's default.
-        backend: As in ``init_process_group``; None uses the world's.
+        ranks: Global ranks (None: all).
+        timeout: The timeout of collectives (None: the backend's default).
+        backend: As in ``init_process_group`` (None: the world's).
         pg_options: Options of the backend.
-        use_local_synchronization: Ignored; members never wait for other ranks.
+        use_local_synchronization: Ignored: members never wait for other ranks.
         group_desc: The name in messages.
         device_id: The device of the group's NCCL backend, which then connects immediately.
-        sort_ranks: Whether to sort the ranks instead of keeping the given order.
+        sort_ranks: Whether to sort the ranks.
 
     Returns:
-        A new group, or ``GroupMember.NON_GROUP_MEMBER`` on a rank outside it.
+        A new group; outside it, ``GroupMember.NON_GROUP_MEMBER``.
 
     Raises:
-        ArgumentError: ``ranks`` is empty, has duplicates or has ranks outside the world.
+        ArgumentError: ``ranks`` is empty, or has duplicates or ranks outside the world.
         MismatchError: Members passed different arguments.
-        CollectiveTimeoutError: A member did not call this in time; the text names it.
+        CollectiveTimeoutError: A member is late; the text names it.
     """
     world = get_usable_world()
     members = _checked_ranks(world, ranks, sort_ranks=sort_ranks)
@@ -129,8 +129,8 @@ def new_subgroups(
     """Split a group, in rank order, into subgroups of ``group_size``.
 
     Args:
-        group_size: A divisor of the group's size; None uses the number of CUDA devices.
-        group: The group to split; None means the world.
+        group_size: A divisor of the group's size (None: the number of CUDA devices).
+        group: The group to split (None: the world).
         timeout, backend, pg_options, group_desc: As in ``new_group``.
 
     Returns:
@@ -210,16 +210,15 @@ def split_group(
     """Split a group into the listed parts, in the given rank order.
 
     Args:
-        parent_pg: The group to split; None means the world.
-        split_ranks: The group ranks of each part. A rank may be in at most one part.
+        parent_pg: The group to split (None: the world).
+        split_ranks: The group ranks of each part, which must not overlap.
         timeout, pg_options, group_desc, backend: As in ``new_group``.
 
     Returns:
         This rank's part, or None if it is in no part.
 
     Raises:
-        ArgumentError: There are no parts, a part is empty, or a rank is in two parts or outside
-            the parent group.
+        ArgumentError: No parts, an empty part, or a rank in two parts or outside the parent.
         MismatchError, CollectiveTimeoutError: As for ``new_group``.
     """
     parent = resolve_group(parent_pg)
@@ -246,7 +245,7 @@ def split_group(
 
 
 def get_group_rank(group: ProcessGroup, global_rank: int) -> int:
-    """Return the group rank of ``global_rank``. The inverse of ``get_global_rank``.
+    """Return the group rank of ``global_rank``.
 
     Raises:
         NotInGroupError: ``global_rank`` is not a member.
@@ -263,7 +262,7 @@ def get_group_rank(group: ProcessGroup, global_rank: int) -> int:
 
 
 def get_global_rank(group: ProcessGroup, group_rank: int) -> int:
-    """Return the global rank of ``group_rank``. The inverse of ``get_group_rank``.
+    """Return the global rank of ``group_rank``.
 
     Raises:
         NotInGroupError: The group has no such rank.
@@ -280,7 +279,7 @@ def get_global_rank(group: ProcessGroup, group_rank: int) -> int:
 
 
 def get_process_group_ranks(group: ProcessGroup | None) -> list[int]:
-    """Return the global ranks of ``group``, in group order; None means the world."""
+    """Return ``group``'s global ranks, in group order; None means the world."""
     return list((world_group() if group is None else resolve_group(group)).ranks)
 
 
@@ -327,7 +326,7 @@ def _checked_lists(lists: Sequence[Sequence[int]], argument: str) -> list[list[i
 
 
 def _find_ranks(given: Iterable[Any]) -> list[int] | None:
-    """Return ``given`` as a list of integers, or None if it is not an iterable of integers."""
+    """Return ``given`` as a list of integers, or None if it is none."""
     with suppress(TypeError):
         return find_integers(list(given))
     return None

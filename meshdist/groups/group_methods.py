@@ -1,8 +1,7 @@
-"""Define the methods of torch's process groups, for example ``group.allreduce(x)``.
+"""Define torch's process group methods, for example ``group.allreduce(x)``.
 
-Each method accepts every call form of torch's own method: a tensor or a list of one tensor, and
-torch's options or their fields. It starts the collective and returns its Work. Roots and peers are
-group ranks.
+Each method accepts torch's call forms: a tensor or a list of one tensor, and torch's options or
+their fields. It starts the collective and returns its Work. Roots and peers are group ranks.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ operations: dict[str, Callable[..., Any]] = {}
 
 
 class Asked(NamedTuple):
-    """The options of a call of torch's method.
+    """The options of a method call.
 
     Args:
-        timeout: how long it may take, in place of the group's; None is the group's.
-        root: the place of the collective's root in the group.
+        timeout: the call's timeout (None: the group's).
+        root: the root's group rank.
     """
 
     is_async: bool = True
@@ -41,7 +40,7 @@ _NO_TIME = timedelta()
 
 
 def only(tensors: Any, operation: str) -> Any:
-    """Return the tensor of a list of one tensor, or ``tensors`` if it is no list; else raise."""
+    """Return the tensor of a list of one tensor, or ``tensors`` if it is not a list."""
     if not isinstance(tensors, (list, tuple)):
         return tensors
     if len(tensors) != 1:
@@ -54,7 +53,7 @@ def only(tensors: Any, operation: str) -> Any:
 
 
 def only_list(lists: Any, operation: str) -> Any:
-    """Return the list in a list of one list, or ``lists`` if no list of lists; else raise."""
+    """Return the list in a list of one list, or ``lists`` if they are tensors."""
     if not isinstance(lists, (list, tuple)) or (lists and not isinstance(lists[0], (list, tuple))):
         return lists
     if len(lists) != 1:
@@ -67,15 +66,15 @@ def only_list(lists: Any, operation: str) -> Any:
 
 
 def _method(operation: str) -> Callable[..., Any]:
-    """Return the method for ``operation``, which accepts all of torch's call forms."""
-    # What torch calls ``output_tensors`` may be ``output_tensor`` or ``output``, too.
+    """Return the method for ``operation``, with torch's call forms."""
+    # torch's ``output_tensors`` may also be called ``output_tensor`` or ``output``.
     row = OPERATIONS[operation]
     form = row.torch_method
     assert form is not None
     tensors, options = form.tensors, form.options
     listed = [name for name in tensors if name.endswith("tensors")]
     also = {short: name for name in listed for short in (name[:-1], name.removesuffix("_tensors"))}
-    # Torch has what is written first.
+    # torch's methods take outputs before inputs.
     ours = row.named(Role.IN_PLACE, Role.OUTPUT, Role.INPUT)
     sides = [row.executor.takes if name in row.reads else row.executor.gives for name in ours]
     readers = [
@@ -122,7 +121,7 @@ def _method(operation: str) -> Callable[..., Any]:
 
 
 def read_options(fields: tuple[str, ...], *given: Any, opts: Any = None, **named: Any) -> Asked:
-    """Return a call's options, given as torch's options or as the values of ``fields``."""
+    """Return a call's options, from torch's options or the values of ``fields``."""
     if given and hasattr(given[0], "asyncOp"):
         opts, *given = given  # type: ignore[assignment]
     elif opts is not None and not hasattr(opts, "asyncOp"):
@@ -151,7 +150,7 @@ def read_options(fields: tuple[str, ...], *given: Any, opts: Any = None, **named
 
 
 class GroupMethods:
-    """The collectives as methods of a process group; a class of groups says how each is done."""
+    """The collectives as methods; a subclass defines how each runs."""
 
     rank: Any
     _start: Any

@@ -1,9 +1,9 @@
-"""Compare the calls of a group's members, in shared memory or by rounds between hosts.
+"""Compare a group's calls, in shared memory or by rounds between hosts.
 
-On one host a communicator's members share the tables of their headers (``FingerprintTables``), so
-that each call is compared as it is made. Between hosts they all-gather the fingerprints of their
-calls since the last such round (``HostComparison``), at calls 1, 2, 4, 8, ... 256 and every 256th
-after. As all members count the same calls, all start a round before the same call.
+On one host, members share header tables (``FingerprintTables``), so that each call is compared
+immediately. Between hosts, they all-gather the fingerprints of their calls since the last round
+(``HostComparison``), at calls 1, 2, 4, 8, ... 256 and every 256th after. All members count the same
+calls, so all start a round before the same call.
 
 Worked example: member 2 passes MAX to call 6, the others SUM. The round before call 8 gathers
 
@@ -12,9 +12,9 @@ Worked example: member 2 passes MAX to call 6, the others SUM. The round before 
     member 1    a    b    a    c
     member 2    a    d    a    c      all members raise for call 6
 
-A call that waits for the others finishes its round before its own data move. A call that is started
-may be meant to return before the others make it. So its round is only started. A later round
-finishes it, if it has ended by then or if the later call waits.
+A call that waits finishes its round before its data move. An asynchronous call only starts its
+round, since it may return before the others call. A later round finishes that round, if it has
+ended or the later call waits.
 
     >>> from types import SimpleNamespace as Stand
     >>> from meshdist.backends.requests import DONE
@@ -64,10 +64,10 @@ DISAGREEMENT = "disagreement"
 
 
 class FingerprintTables:
-    """Factory of fingerprint tables: the shared memory in which members compare calls.
+    """Factory of fingerprint tables: shared memory to compare calls.
 
     Args:
-        words: this process's shared words; None until ``make_words`` makes some.
+        words: this process's shared words; None before ``make_words``.
     """
 
     def __init__(self, world: World, words: SharedFlags | None = None) -> None:
@@ -76,14 +76,14 @@ class FingerprintTables:
         self._views: dict[int, SharedFlagsView | None] = {}
 
     def make_words(self) -> FlagsAddress | None:
-        """Make this rank's shared words; return their address, None if the system has none."""
+        """Make this rank's shared words; return their address, None without system support."""
         self._words = make_shared_words()
         return None if self._words is None else self._words.address
 
     def make(
         self, label: str, ranks: tuple[int, ...], *, compares_messages: bool = True
     ) -> FingerprintTable | None:
-        """Return a new communicator's header table, None if no other member is on this host."""
+        """Return a new header table, None if no other member is on this host."""
         key = _key_of(label)
         regions = Regions(lambda member: self._find_region(ranks[member], key))
         hosts = [self._world.hosts[rank] for rank in ranks]
@@ -92,7 +92,7 @@ class FingerprintTables:
         return FingerprintTable.reserve(self._words, key, hosts, me, regions, new_log)
 
     def signs_of_life(self) -> Heartbeats:
-        """Return the heartbeats in shared words of this rank and of its host's lower ranks."""
+        """Return the shared heartbeats of this rank and of its host's lower ranks."""
         hosts, me, key = self._world.hosts, self._world.rank, _key_of("heartbeats")
         lower = [rank for rank in range(me) if hosts[rank] == hosts[me]]
         regions = Regions(lambda member: self._find_region(lower[member], key))
@@ -100,17 +100,17 @@ class FingerprintTables:
         return Heartbeats(mine, regions, len(lower))
 
     def close(self) -> None:
-        """Close this rank's shared words, and forget its views of other ranks' words."""
+        """Close this rank's shared words; forget other ranks' words."""
         self._views.clear()
         if self._words is not None:
             self._words.close()
             self._words = None
 
     def _find_region(self, rank: int, key: int) -> tuple[SharedFlagsView | None, int] | None:
-        """Return (a rank's shared words, if in reach, ``key``); None till its address is known."""
+        """Return (``rank``'s shared words, if in reach, ``key``); None without an address."""
         if rank not in self._views:
             store, hosts = self._world.store, self._world.hosts
-            # All of the host at once, which have announced themselves as the world began.
+            # All ranks of the host, which announce themselves as the world begins.
             others = set(range(len(hosts))) - {self._world.rank}
             ranks = [other for other in sorted(others) if hosts[other] == hosts[rank]]
             try:
@@ -119,26 +119,26 @@ class FingerprintTables:
                     if not store.check([process_info_key(rank)]):
                         return None
                 addresses = read_jsons(store, list(map(process_info_key, ranks)), _parse)
-            except StoreError:  # a group that needs the store for nothing else goes on
+            except StoreError:  # a group that does not otherwise need the store continues
                 return None
             for other, address in zip(ranks, addresses, strict=True):
                 self._views.setdefault(other, address and find_view(address))
         return self._views[rank], key
 
     def reaches(self, ranks: tuple[int, ...]) -> bool:
-        """Return whether this rank can read the shared words of all others in ``ranks``."""
+        """Return whether this rank can read the others' shared words in ``ranks``."""
         others = [rank for rank in ranks if rank != self._world.rank]
         return all((found := self._find_region(rank, 0)) and found[0] for rank in others)
 
 
 def is_due(sequence: int) -> bool:
-    """Return whether members on several hosts compare their calls before call ``sequence``."""
+    """Return whether hosts compare their calls before call ``sequence``."""
     return not sequence % CHECK_EVERY or not sequence & (sequence - 1)
 
 
 @dataclass(eq=False)
 class HostComparison:
-    """A member's part in comparing the calls on ``communicator`` between hosts."""
+    """A member's part in comparing calls between hosts."""
 
     communicator: Communicator
     fingerprints: memoryview = field(
@@ -152,11 +152,11 @@ class HostComparison:
     def compare(
         self, sequence: int, device: torch.device | str, timeout: timedelta, *, waits: bool
     ) -> int | None:
-        """Start a round of the calls up to ``sequence``; finish rounds; return a call that differs.
+        """Start a round up to ``sequence``; finish rounds; return a differing call.
 
         Args:
-            device: where the fingerprints travel.
-            waits: whether to wait up to ``timeout`` for all rounds, or only look which have ended.
+            device: the fingerprints' device.
+            waits: whether to wait up to ``timeout`` for all rounds, or only to poll them.
 
         Raises:
             BackendFailure: a round failed.
@@ -170,7 +170,7 @@ class HostComparison:
         return self.finish(timeout, waits=waits)
 
     def finish(self, timeout: timedelta, *, waits: bool = True) -> int | None:
-        """Finish the rounds that were started; return the first call that differs, or None."""
+        """Finish the started rounds; return the first differing call, or None."""
         while self._rounds and (waits or self._rounds[0][1].has_ended()):
             calls, request, all_of_them = self._rounds.pop(0)
             request.finish(timeout)
@@ -182,7 +182,7 @@ class HostComparison:
 
 
 def _key_of(label: str) -> int:
-    """Return the number, never 0, under which all members find the region called ``label``."""
+    """Return the nonzero number under which members find the region ``label``."""
     digest = hashlib.sha1(label.encode(), usedforsecurity=False).digest()
     return int.from_bytes(digest[:8], "little") | 1
 
@@ -193,17 +193,17 @@ def _parse(process_info: dict[str, Any]) -> FlagsAddress | None:
 
 
 def reason_of(disagreement: dict[str, str]) -> str:
-    """Return the summary and ``found`` of a MismatchError: why later collectives raise."""
+    """Return a MismatchError's summary and ``found``, the reason of later collectives."""
     return f"{disagreement['summary']}: {disagreement['found']}"
 
 
 def parse_disagreement(value: dict[str, str]) -> dict[str, str]:
-    """Return the fields of an MismatchError as texts; raise if ``value`` lacks any."""
+    """Return a MismatchError's fields as texts; raise if ``value`` lacks any."""
     return {name: str(value[name]) for name in ("summary", "where", "expected", "found", "fix")}
 
 
 def parse_abort(value: dict[str, Any]) -> dict[str, Any]:
-    """Return an abort's message with its fields checked; raise if any is missing or malformed."""
+    """Return an abort's checked message; raise if a field is missing or malformed."""
     texts: dict[str, Any] = {"rank": int(value["rank"]), "reason": str(value["reason"])}
     if value.get("disagreement"):
         texts["disagreement"] = parse_disagreement(value["disagreement"])

@@ -1,8 +1,7 @@
 """Track which ranks reached a synchronization point and which have exited.
 
-Members count themselves in the store (``bootstrap/arrival_counters``); the last one sets a key that
-the others wait for. It may be killed before it sets the key, so waiting members also check the
-count.
+Members count themselves in the store (``bootstrap/arrival_counters``); the last member sets a key
+that the others await. It may be killed before that, so waiting members also check the count.
 
 Worked example: rank 1 of three is killed after it was counted, as the last.
 
@@ -46,7 +45,7 @@ _DONE = timedelta(seconds=30)
 
 @dataclass(frozen=True)
 class Liveness:
-    """Arrival counts in the store, for each synchronization point."""
+    """Arrival counts in the store, by synchronization point."""
 
     world: World
     endings: Endings
@@ -56,10 +55,10 @@ class Liveness:
         return _DONE if self.world.server == self.world.rank else None
 
     def count(self, key: str, members: tuple[int, ...], patience: timedelta | None = None) -> bool:
-        """Count this rank; return whether all arrived, or a missing one exited, in ``patience``.
+        """Count this rank; return whether all arrived or a missing rank exited in ``patience``.
 
         Args:
-            patience: None does not wait: only the last rank to arrive returns True.
+            patience: None: do not wait; only the last rank returns True.
         """
         # If a member of this host has exited, no member waits any longer.
         store, all_key, rank = self.world.store, _key_of_all(key), self.world.rank
@@ -85,14 +84,14 @@ class Liveness:
         return await_key(store, all_key, limit, lambda: looks.take(look))
 
     def finish(self, call: str, members: Collection[int]) -> None:
-        """Count this rank as done with ``call``; the rank that hosts the store waits for all."""
+        """Count this rank as done with ``call``; the store's host waits for all."""
         # The rank that hosts the store returns once all have arrived or exited, because it may exit
         # right after the call. It deletes one key for each 60 members.
         world, key = self.world, f"{call}/finished"
         came_late = world.rank not in members  # when the call had ended for them
         if world.server is None or not world.has_processes or len(members) < 2 or came_late:
             return
-        with suppress(StoreError):  # the next call that needs it says so
+        with suppress(StoreError):  # the next call that needs the store raises
             patience = self.patience_of_server()
             self.count(key, tuple(sorted(members)), patience)
             if patience is not None:
@@ -101,10 +100,10 @@ class Liveness:
                     world.store.delete_key(old)
 
     def make_search(self, agreement: Agreement, ranks: tuple[int, ...]) -> Callable[[], str]:
-        """Return a function that names the ``ranks`` that exited before they arrived, or ""."""
+        """Return a function that names ``ranks`` that exited before arrival, or returns ""."""
         looks, read = Looks(len(ranks), 1), partial(read_number, self.world.store)
         counts = arrival_counter_of(agreement.members, self.world.hosts)
-        key = key_of_opened(agreement)  # the search lives as long as what is opened
+        key = key_of_opened(agreement)  # the search lives as long as the open communicators
         known = ""
 
         def look() -> str:
@@ -124,10 +123,10 @@ class Liveness:
 
 
 def key_of_opened(agreement: Agreement) -> str:
-    """Return the key that counts the members that have connected."""
+    """Return the key that counts connected members."""
     return f"{agreement.name}/opened"
 
 
 def _key_of_all(key: str) -> str:
-    """Return the key that is set once all ranks have been counted under ``key``."""
+    """Return the key that is set once all ranks are counted under ``key``."""
     return f"{key}/all"

@@ -1,7 +1,7 @@
-"""Query and notify the other members of a group when a call fails or stalls.
+"""Query and notify a group's other members when a call fails or stalls.
 
-If a rank waits in a collective for long, one of the waiting ranks logs which members did not reach
-it, long before the timeout. ``stall_warning`` changes or disables this warning.
+If a collective stalls, a waiting rank logs the missing members long before the timeout; see
+``stall_warning``.
 """
 
 from __future__ import annotations
@@ -44,11 +44,12 @@ _STOPPED = "is stopped by SIGSTOP or a debugger"
 
 
 class WorldPeers(PeerStatus):
-    """The other members of a communicator of a world, asked through its store."""
+    """A communicator's other members, asked through the world's store."""
 
     # Simulated ranks, which fail together, are not asked.
 
-    compare_mismatches = False  # the backend reports what the comparison of headers has missed
+    # the backend reports mismatches that the comparison of headers has missed
+    compare_mismatches = False
 
     def __init__(self, world: World, group: GroupFacts, opened: OpenCommunicator) -> None:
         self._world = world
@@ -91,7 +92,7 @@ class WorldPeers(PeerStatus):
         return grouped_text((rank, texts[rank]) for rank in self.others if rank in texts)
 
     def _find_grouped(self, call: CallRecord) -> Any:
-        """Return ``[text, runs of ranks]`` per text on how far the ranks came in ``call``."""
+        """Return ``[text, runs of ranks]`` per text on the ranks' progress in ``call``."""
         grouped = ranks_by_text(self.find_texts(call, self._group.ranks).items())
         return [[text, to_runs(ranks)] for text, ranks in grouped.items()]
 
@@ -100,7 +101,7 @@ class WorldPeers(PeerStatus):
         return {r: str(text) for text, runs in grouped for r in from_runs(runs, size)}
 
     def find_texts(self, call: CallRecord, ranks: Sequence[int]) -> dict[int, str]:
-        """Return, by rank, a text of how far each of ``ranks`` has come relative to ``call``."""
+        """Return, by rank, text on how far each of ``ranks`` is relative to ``call``."""
         endings, label, texts = get_registry(self._world).endings, self._opened.label, {}
         silent = _silence(endings, ranks, label)
         about = {} if call.is_message else {"label": label, "sequence": call.sequence}
@@ -123,7 +124,7 @@ class WorldPeers(PeerStatus):
     def _first_answer(
         self, name: str, make_answer: Callable[[], T], parse_answer: Callable[[Any], T]
     ) -> tuple[T, bool]:
-        """Return the first caller's answer, stored as ``name``, and whether this was first."""
+        """Return the first caller's answer, stored as ``name``, and whether that is this rank."""
         # The others read it: n members that ask all others would get n * n answers.
         store, key, mine = self._world.store, f"{self._opened.label}/{name}", str(self._world.rank)
         is_first = store.compare_set(f"{key}/by", "", mine) == mine.encode()
@@ -202,7 +203,7 @@ class WorldPeers(PeerStatus):
             else:
                 # This rank must not use the backend before the other rank's abort arrives.
                 registry.break_here(label, reason, disagreement=disagreement)
-        except StoreError as lost:  # then no rank can say what the others called
+        except StoreError as lost:  # then no rank can report the other ranks' calls
             found = f"rank {rank}: {calls[rank]}\nother ranks: unknown, because {lost.summary}"
             disagreement = {**disagreement, "found": found}
             registry.break_here(label, str(lost), disagreement=disagreement)
@@ -210,7 +211,7 @@ class WorldPeers(PeerStatus):
 
 
 def _silence(endings: Endings, ranks: Collection[int], label: str) -> dict[int, str]:
-    """Return text for each of ``ranks`` that is stopped, or has left; leave out all others."""
+    """Return text for each of ``ranks`` that is stopped or has left."""
     stopped = {rank: _STOPPED for rank in ranks if endings.is_stopped(rank)}
     return stopped | endings.find_all(ranks, label)
 
@@ -221,14 +222,14 @@ def silent_ranks(
     is_explained: Callable[[], bool] = lambda: False,
     label: str = "",
 ) -> str:
-    """Return a text of the ranks that have left or give no sign of life, "" if there are none.
+    """Return text about ranks that have left or give no sign of life, or "".
 
     Args:
-        is_explained: ends the wait for ranks that may be about to leave.
-        label: a communicator's, whose number of calls the text of a rank that left names.
+        is_explained: ends the wait for ranks about to leave.
+        label: a communicator's, whose number of calls the text reports.
     """
-    # A rank that has given up a moment ago may still answer: it gets some time to leave, until the
-    # failure is explained otherwise.
+    # A rank that has just given up may still answer, so wait for it to leave until the failure is
+    # explained otherwise.
     others = tuple(rank for rank in ranks if rank != world.rank)
     if world.is_simulated or not others:
         return ""
@@ -266,7 +267,7 @@ _log = logging.getLogger("meshdist.waits")
 
 
 class LatePeers:
-    """Watches this rank's latest call and logs once which members it waits for."""
+    """Watcher that logs once which members this rank's latest call waits for."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -276,7 +277,7 @@ class LatePeers:
         self._deadline = Deadline(None)
 
     def look(self) -> None:
-        """Log once, in a new thread, which ranks the latest call waits for if it is late."""
+        """Log once, in a new thread, which ranks a late call waits for."""
         registry = get_registry(self._world)
         opened = max(registry.all_opened(), key=lambda each: each.recorder.moment, default=None)
         if opened is None:
@@ -314,13 +315,13 @@ class LatePeers:
 @contextmanager
 @untraced
 def stall_warning(after_s: float | None) -> Iterator[None]:
-    """Log a stall warning for calls in the block only after ``after_s`` seconds; None: never.
+    """Set the stall warning of the block's calls to ``after_s`` seconds; None: never.
 
-    Use it around a collective that some ranks are expected to reach long before others. It
-    overrides ``MESHDIST_STALL_WARNING_S`` and does not change timeouts.
+    Use it around a collective that some ranks reach long before others. It overrides
+    ``MESHDIST_STALL_WARNING_S``, not timeouts.
 
     Raises:
-        ArgumentError: ``after_s`` is not a number of seconds above 0.
+        ArgumentError: ``after_s`` is not a positive number.
 
     Example:
         >>> import meshdist as md
@@ -346,7 +347,7 @@ def stall_warning(after_s: float | None) -> Iterator[None]:
 
 
 def _is_in_a_operation() -> bool:
-    """Return whether the main thread is in code of this package, or of torch.distributed."""
+    """Return whether the main thread is inside this package or torch.distributed."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame is not None and frame.f_code.co_filename == threading.__file__:
         frame = frame.f_back

@@ -1,4 +1,4 @@
-"""Define process groups: ordered sets of ranks that communicate, and their connections."""
+"""Define process groups and their connections."""
 
 from __future__ import annotations
 
@@ -53,22 +53,19 @@ NON_GROUP_MEMBER = -100
 class ProcessGroup(GroupMethods):
     """An ordered set of ranks that communicate.
 
-    Use ``new_group`` or a mesh to create groups. The class also has the methods of torch's process
-    groups; each one starts the collective of its name.
+    Use ``new_group`` or a mesh to create groups. The class also has torch's methods, which start
+    collectives.
 
     Args:
         ranks: Global ranks in group order, including this rank.
-        name: The name in messages, for example ``axis 'tp' of DeviceMesh(dp=2, tp=2)``.
-        backends: The backend of each device type, if the program named them for this group; None
-            uses the world's.
-        named_for: The one device type for which the program named a backend; "" for none.
-        timeout: How long a collective may wait; None uses the world's, else the backend's default.
-        is_private: Whether the group shares no communicators with other groups.
-        axis_names: The names of the group's mesh axes; () without named axes.
-        device: The group's device, on which its backend connects when it opens; None uses the
-            world's.
-        agreement: The result of the members' agreement; None makes them agree when they open the
-            first communicator.
+        name: For messages, as ``axis 'tp' of DeviceMesh(dp=2, tp=2)``.
+        backends: The program's backend of each device type (None: the world's).
+        named_for: The device type for which the program named a backend, or "".
+        timeout: The timeout of collectives (None: the world's, else the backend's default).
+        is_private: Whether the group shares no communicators.
+        axis_names: The group's mesh axes; () without named axes.
+        device: The device on which the backend connects at opening (None: the world's).
+        agreement: The members' agreement (None: agree at the first communicator).
     """
 
     def __init__(
@@ -110,9 +107,9 @@ class ProcessGroup(GroupMethods):
         self._site = call_site() if world.has_processes else None
         self._closed = False
         self.fast_path: FastPath | None = None
-        """The fast path of plain calls on CPU tensors, where the open backend has one."""
+        """The fast path of plain calls on CPU tensors, if the open backend has a fast path."""
         self.fast_path_on_device: FastPath | None = None
-        """That of plain calls on a device's tensors, which are enqueued there."""
+        """The fast path of plain calls on a device's tensors, which are enqueued there."""
         self.is_on_stream = False
         """Whether a backend is open whose collectives are enqueued on a device."""
         self.has_devices = True
@@ -139,7 +136,7 @@ class ProcessGroup(GroupMethods):
         return self._group_rank
 
     def size(self) -> int:
-        """Return the number of ranks in the group."""
+        """Return the number of ranks."""
         return len(self.ranks)
 
     @property
@@ -154,7 +151,7 @@ class ProcessGroup(GroupMethods):
 
     @property
     def timeout(self) -> timedelta:
-        """How long a collective may wait; for CPU tensors if the group supports them."""
+        """The timeout of collectives; on CPU tensors if supported."""
         return self._timeout_on(get_backend(self.backend_name(self._main_device_type())))
 
     @property
@@ -166,7 +163,7 @@ class ProcessGroup(GroupMethods):
         return f"ProcessGroup({self.name}, ranks={list(self.ranks)}, rank={self._group_rank})"
 
     def backend_name(self, device_type: str) -> str:
-        """Return the name of the backend for tensors of ``device_type``."""
+        """Return the backend for tensors of ``device_type``."""
         name = self.backends.get(device_type)
         if name is None:
             served = ", ".join(f"{device}:{backend}" for device, backend in self.backends.items())
@@ -181,13 +178,11 @@ class ProcessGroup(GroupMethods):
     def open_device_group(
         self, device_type: str, agreement: Agreement | None = None, slot: str = ""
     ) -> DeviceGroup:
-        """Return the open device group for ``device_type``; the first call opens it, with all
-        members.
+        """Return the device group for ``device_type``; the first call opens it with all members.
 
         Args:
-            agreement: what the members have just agreed upon, with their offers; None lets them
-                agree now.
-            slot: under which each of them made its offer.
+            agreement: the members' recent agreement, with their offers (None: agree now).
+            slot: of each member's offer.
         """
         is_own_process = self._num_forks == forks[0]  # else this is a forked child
         if is_own_process and (device_group := self._device_groups.get(device_type)) is not None:
@@ -195,7 +190,7 @@ class ProcessGroup(GroupMethods):
         return self._open_device_group(device_type, agreement, slot)
 
     def offer(self, device_type: str, slot: str = "") -> dict[str, tuple[str, tuple[int, ...]]]:
-        """The communicators that this member could share for ``device_type``, for an agreement."""
+        """Return this member's sharable communicators for ``device_type``, for an agreement."""
         if self.is_private:
             return {}
         connection = get_backend(self.backend_name(device_type)).connection_for(device_type)
@@ -209,27 +204,26 @@ class ProcessGroup(GroupMethods):
         backend = get_backend(self.backend_name(device_type))
         opening = self._opening("", device_type, self._timeout_on(backend))
         descriptors, threads = backend.needs(opening)
-        # Where calls are compared beside the backend, processes of a host map a file of each other.
+        # If the backend does not compare calls, processes of a host map a file of each other.
         is_beside = self.world.has_processes and not backend.compares_calls
         words = 0 if not is_beside else opening.hosts.count(opening.hosts[opening.rank]) - 1
         return Needs(descriptors + words, threads)
 
     def make_room(self, *kinds: str) -> str:
-        """As for a backend, for device types; without any for what ``open_all`` opens."""
+        """Call ``make_room`` for device types; without any for the backends of ``open_all``."""
         needs = {f"{kind} tensors": self.needs(kind) for kind in kinds or self._types_to_open()}
         return make_room(needs, self.world.num_here(self.ranks))
 
     def open_all(self, agreement: Agreement | None = None) -> None:
-        """Open every backend of the group that this machine can serve, with all other members.
+        """Open every backend of the group that works on this machine, with all other members.
 
-        NCCL connects at its first collective, unless a device is bound. Beside it the default
-        backend for CPU tensors, which may take a connection to each member, waits for its first
-        use.
+        NCCL connects at its first collective, unless a device is bound. Next to NCCL, the default
+        CPU backend, which may need a connection to each member, opens at first use.
         """
         for device_type in self._types_to_open():
             self.open_device_group(device_type, agreement)
         self.has_devices = "cpu" in self._device_groups or self.device is not None
-        self._agreement = None  # upon what is opened later
+        self._agreement = None  # later openings make a new agreement
 
     def _types_to_open(self) -> list[str]:
         types = {kind: find_backend(name) for kind, name in self.backends.items()}
@@ -244,9 +238,9 @@ class ProcessGroup(GroupMethods):
         return [kind for kind in types if kind in usable.intersection(here)]
 
     def connect(self, device: torch.device) -> None:
-        """Open the backend for ``device``, unless it is open, and connect it; collective.
+        """Open, if needed, and connect the backend for ``device``; collective.
 
-        A device of this type that the program has bound is taken in its place.
+        A bound device of this type takes precedence.
         """
         device_group = self.open_device_group(device.type)
         self.has_devices = True
@@ -255,8 +249,7 @@ class ProcessGroup(GroupMethods):
         self._connect(device_group, device.type)
 
     def first_device_type(self) -> str:
-        """The device type of collectives that carry no tensor: it was opened first, and has
-        devices."""
+        """The device type of collectives without a tensor: opened first, with devices."""
         first = next(iter(self._device_groups), "") if self.has_devices else ""
         return first or self._main_device_type()
 
@@ -266,10 +259,10 @@ class ProcessGroup(GroupMethods):
         return bool(self._device_groups)
 
     def idle_device_groups(self, device_type: str) -> list[DeviceGroup]:
-        """The device groups on which a barrier of the group runs.
+        """Return the device groups on which a barrier runs.
 
-        Those whose collectives are enqueued on a device, and one of the others, if any is open:
-        that for ``device_type``, which is opened, where it is one of them.
+        Open the group for ``device_type``. Return all groups that enqueue on a device, and at most
+        one other, preferably for ``device_type``.
         """
         opened = dict.fromkeys([self.open_device_group(device_type), *self._device_groups.values()])
         waiting = [each for each in opened if not each.communicator.on_stream]
@@ -292,12 +285,12 @@ class ProcessGroup(GroupMethods):
             )
 
     def check_usable(self) -> None:
-        """Raise if the world or the group is closed, or this process is a forked child."""
+        """Raise if the world or group is closed, or this is a forked child."""
         self.world.check_usable()
         self.check_open()
 
     def close(self) -> None:
-        """Close this group; communicators that other groups share stay open.
+        """Close this group, but no communicators that other groups share.
 
         Raises:
             MismatchError: The last calls of two hosts differ; the group is closed.
@@ -315,12 +308,12 @@ class ProcessGroup(GroupMethods):
             raise error
 
     def forget_device_groups(self) -> None:
-        """Drop the references to all communicators; called when the world closes."""
+        """Drop all communicators as the world closes."""
         self._device_groups = {}
         self.fast_path = self.fast_path_on_device = None
 
     def abort(self, reason: str = "abort() was called") -> None:
-        """Abort every rank that waits in this group; the group can no longer be used."""
+        """Abort every rank's wait in this group; the group can no longer be used."""
         labels = [device_group.opened.label for device_group in self._device_groups.values()]
         get_registry(self.world).abort(labels, {"reason": reason, "group": self.name})
 
@@ -411,7 +404,7 @@ class ProcessGroup(GroupMethods):
         return device_group
 
     def _connect(self, device_group: DeviceGroup, device_type: str) -> None:
-        """Connect the device group for ``device_type`` now, if a device of this type is bound."""
+        """Connect the device group now if a device of ``device_type`` is bound."""
         if self.device is None or self.device.type != device_type:
             return
 
@@ -447,7 +440,7 @@ class ProcessGroup(GroupMethods):
 
 
 def world_group(world: World | None = None) -> ProcessGroup:
-    """Return the group of all ranks of ``world``, made at first use; None is the current world."""
+    """Return the group of all ranks of ``world`` (None: the current), made at first use."""
     world = world or get_world()
     found = world.group
     if not isinstance(found, ProcessGroup):
@@ -465,10 +458,10 @@ def world_group(world: World | None = None) -> ProcessGroup:
 
 
 class MeshLike(Protocol):
-    """A mesh, as the argument ``group`` of a collective: this rank's group along all its axes."""
+    """A mesh as the argument ``group``: this rank's group along all its axes."""
 
     def open_group(self) -> ProcessGroup:
-        """Return this rank's open group along the axes of the mesh, flattened row-major."""
+        """Return this rank's open group along the mesh axes, flattened row-major."""
 
 
 GroupLike: TypeAlias = "ProcessGroup | MeshLike | None"
@@ -477,7 +470,7 @@ world."""
 
 
 def resolve_group(group: object) -> ProcessGroup:
-    """Return the ProcessGroup for a collective's argument ``group``.
+    """Return the ProcessGroup for the argument ``group``.
 
     Raises:
         NotInGroupError: This rank is not a member.

@@ -1,15 +1,15 @@
-"""Implement torch's Join: ranks that run out of data shadow the collectives of other ranks.
+"""Implement torch's Join: ranks out of data shadow the other ranks' collectives.
 
-Each step begins with an exchange of flags on the group of the joinables: a rank with data sends 1
-from ``notify_join_context``, a rank that joined sends 0. Then the hooks of the joined rank make the
-same calls as the joinables on the other ranks. Two ranks; rank 0 joins first:
+Each step begins with an exchange of flags on the joinables' group: a rank with data sends 1
+(``notify_join_context``), a joined rank sends 0. Then the joined rank's hooks make the same calls
+as the other ranks' joinables. Two ranks; rank 0 joins first:
 
     rank 0:  flag 1 | forward, buckets | flag 0 | main_hook: buckets of zeros | flag 0 | post_hook
     rank 1:  flag 1 | forward, buckets | flag 1 | forward, buckets            | flag 0 | post_hook
 
-If a rank makes a call that no hook makes, the ranks' calls differ. The group compares calls as
-usual, between hosts before data moves. A call on another group has no counterpart: a thread of the
-joined rank detects it and aborts both groups.
+If a rank makes a call that no hook makes, the group's comparison of calls detects it, between hosts
+before data moves. If the call is on another group, a thread of the joined rank detects it and
+aborts both groups.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _SURE_S = 0.5
 
 
 class JoinConfig(NamedTuple):
-    """The state of a joinable; the first three fields are torch's, which its joinables read."""
+    """The state of a joinable; torch's joinables read the first three fields."""
 
     enable: bool = False
     throw_on_early_termination: bool = False
@@ -67,7 +67,7 @@ OUTSIDE = JoinConfig()
 
 
 def config_of(joinable: object) -> Any:
-    """Return the JoinConfig of ``joinable``; outside of a context it may be torch's own."""
+    """Return the JoinConfig of ``joinable``; outside a context it may be torch's."""
     return getattr(joinable, "_join_config", OUTSIDE)
 
 
@@ -77,28 +77,28 @@ def _is_of_torch(joinable: object) -> bool:
 
 
 class Join:
-    """Let ranks run unequal numbers of steps; all ranks leave the context together.
+    """Let ranks run unequal numbers of steps; all leave the context together.
 
-    A rank that leaves the loop *joins*: until every rank has joined, it runs the ``main_hook`` of
-    each joinable once for every step of the other ranks, and shadows their collectives. Then all
-    ranks run each ``post_hook``. Collectives that no hook makes raise ``JoinError`` once a rank has
-    joined: use ``md.uneven`` for loops with other collectives.
+    A rank that leaves the loop *joins*: until every rank has joined, it runs each joinable's
+    ``main_hook`` once per step of the other ranks, and shadows their collectives. Then all run each
+    ``post_hook``. Once a rank has joined, collectives that no hook makes raise ``JoinError``: use
+    ``md.uneven`` for such loops.
 
     Args:
-        joinables: objects that share one group and device, for example models wrapped in ``DDP``.
-            Hooks run in this order, those of torch's ``ZeroRedundancyOptimizer`` last.
+        joinables: objects that share a group and device, for example ``DDP`` models. Hooks run in
+            this order, but for torch's ``ZeroRedundancyOptimizer`` last.
         enable: False turns the context off.
-        throw_on_early_termination: raise on all ranks as soon as any rank runs out of data.
-        kwargs: passed to the ``join_hook`` of each joinable.
+        throw_on_early_termination: raise on all ranks when any rank runs out of data.
+        kwargs: passed to each ``join_hook``.
 
-    Cost: one all-reduce of 4 bytes per rank before each step. If the group spans hosts, one small
-        all-gather before each collective of the group.
+    Cost: one all-reduce of 4 bytes per rank before each step. Across hosts, also a small all-gather
+        before each collective of the group.
 
     Raises:
-        KindError: ``joinables`` is not a list of joinables.
+        KindError: ``joinables`` is not a list, or contains other objects.
         ArgumentError: no joinable, different groups or devices, or a joinable in another context.
-        JoinError: a rank called a collective that no hook of the joined ranks makes; or a rank ran
-            out of data, with ``throw_on_early_termination``.
+        JoinError: a rank called a collective that no hook makes, or ran out of data, with
+            ``throw_on_early_termination``.
 
     Example:
         >>> import meshdist as md, torch
@@ -195,12 +195,12 @@ class Join:
 
     @staticmethod
     def notify_join_context(joinable: Any) -> Work | None:
-        """Announce a step of this rank; a joinable calls it before its first collective of a step.
+        """Announce a step; a joinable calls it before the step's first collective.
 
-        Only the first joinable of a context announces. Otherwise this does nothing.
+        Only the first joinable of a context announces.
 
         Returns:
-            A finished Work, or None if nothing was done.
+            A finished Work, or None if it did not announce.
 
         Raises:
             JoinError: a rank ran out of data, with ``throw_on_early_termination``.
@@ -246,7 +246,7 @@ class Join:
     # -- calls that no hook makes -----------------------------------------------------------------
 
     def _is_unserved(self, error: BaseException | None) -> bool:
-        """Return whether ``error`` comes from a call that joined ranks do not make."""
+        """Return whether a call that joined ranks do not make caused ``error``."""
         if isinstance(error, AbortedError):
             return _UNSERVED in str(error)
         if not isinstance(error, (MismatchError, DeadlockError)):
@@ -272,14 +272,14 @@ class Join:
         get_registry(self._group.world).abort([self._opened.label, *labels], message)
 
     def _watch(self, is_over: threading.Event) -> None:
-        """Look for stuck ranks until ``is_over``, less and less often during one call."""
+        """Look for stuck ranks until ``is_over``, less often as a call lasts."""
         registry, known, pause_s = get_registry(self._group.world), None, _LOOK_S
         while not is_over.wait(pause_s):
             calls = registry.answer({})["calls"][-1:]
             if is_same := calls == known:
                 with suppress(StoreError):
                     stuck = self._find_stuck()
-                    # A late answer may come from a rank that has continued in the meantime.
+                    # The rank may have continued since it answered.
                     is_sure = stuck and not is_over.wait(_SURE_S)
                     if is_sure and registry.answer({})["calls"][-1:] == calls:
                         self._abort(*stuck)

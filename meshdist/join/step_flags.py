@@ -1,4 +1,4 @@
-"""Exchange one flag per rank before a step, for example whether it still has data."""
+"""Exchange a flag per rank before a step, for example whether it has data."""
 
 from __future__ import annotations
 
@@ -11,14 +11,11 @@ from ..reduce_ops import ReduceOp
 
 
 class Flags:
-    """An all-reduce in flight that gathers one flag of each rank; a rank that joined sends 0.
+    """An all-reduce in flight that gathers a flag per rank; a joined rank sends 0.
 
     Example: rank 1 of 3 joined, so every rank reads [1, 0, 1] from the sum of these rows:
 
         rank 0: 1 0 0        rank 1: 0 0 0        rank 2: 0 0 1
-
-    Args:
-        op_name: identifies the exchange in errors and comparisons.
     """
 
     def __init__(self, flag: int, group: ProcessGroup, device: torch.device, op_name: str) -> None:

@@ -25,10 +25,10 @@ _OUT, _HAS_DATA, _FAILED = range(3)
 
 
 class Uneven(Generic[T]):
-    """An iterable of (batch, weight) that has the same length on every rank of a group.
+    """An iterable of (batch, weight), equally long on every rank.
 
     Attributes:
-        num_active: how many ranks have data at this step.
+        num_active: the number of ranks with data at this step.
     """
 
     def __init__(self, loader: Iterable[T], group: GroupLike = None) -> None:
@@ -103,24 +103,24 @@ class _Ahead:
 def uneven(loader: Iterable[T], group: GroupLike = None) -> Uneven[T]:
     """Loop over loaders of unequal length until every rank of ``group`` is out of data.
 
-    Every rank runs the same number of steps, so any collective, SyncBatchNorm and gradient clipping
-    work inside. A rank that is out of data gets its last batch again, with weight 0.0; a rank that
-    never had a batch gets the first batch of another rank. To train on the mean over the ranks with
-    data, scale the loss: ``loss = loss_fn(model(x), y) * weight * size / batches.num_active``.
+    All ranks run the same number of steps, so any collective, SyncBatchNorm and gradient clipping
+    work inside. A rank out of data gets its last batch again with weight 0.0, or another rank's
+    first batch if it never had any. To average over ranks with data, scale the loss:
+    ``loss = loss_fn(model(x), y) * weight * size / batches.num_active``.
 
     Args:
-        loader: the batches of this rank, for example a DataLoader. They are read one batch ahead.
+        loader: this rank's batches, for example a DataLoader; read one batch ahead.
         group: a ProcessGroup, a mesh, or None for the world.
 
     Returns:
-        An iterable of ``(batch, weight)``; weight is 1.0, or 0.0 if the rank is out of data. Its
-        attribute ``num_active`` is the number of ranks with data at this step.
+        An iterable of ``(batch, weight)``; weight is 0.0 if the rank is out of data, else 1.0. Its
+        ``num_active`` counts the ranks with data.
 
     Cost: one all-reduce of 4 bytes per rank and step, started one step ahead.
 
     Raises:
         KindError: ``loader`` is not iterable.
-        JoinError: the loader of another rank raised. The rank itself raises the loader's error.
+        JoinError: another rank's loader raised; that rank raises the loader's error.
 
     Example:
         >>> import meshdist as md, torch

@@ -1,1 +1,1 @@
-"""Start, monitor and stop the processes of a job, without importing torch."""
+"""Start, monitor and stop a job's processes, without importing torch."""

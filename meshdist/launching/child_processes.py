@@ -1,7 +1,4 @@
-"""Start, monitor and stop child processes, including all processes that they start themselves.
-
-The module is independent of the ranks' environments and output.
-"""
+"""Start, monitor and stop child processes, including all processes that they start themselves."""
 
 from __future__ import annotations
 
@@ -33,7 +30,7 @@ _ANSWER_S = 1.0  # ranks check for questions eight times a second
 
 
 def open_closed_streams() -> None:
-    """Open /dev/null as each standard stream that is closed, as a daemon's may be."""
+    """Open /dev/null as each standard stream that is closed, as in a daemon."""
     # Otherwise the next file or pipe gets its number, and children would use it as their stream.
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
@@ -46,7 +43,7 @@ def open_closed_streams() -> None:
 
 @dataclass(frozen=True)
 class ProcessExit:
-    """Exit of one process: its exit code, or minus the signal, and its time (monotonic)."""
+    """Exit of a process: its exit code, or minus the signal, and its time (monotonic)."""
 
     rank: int
     pid: int
@@ -80,7 +77,7 @@ def is_dying(pid: int) -> bool:
 
 
 class Launch:
-    """Children of one launch and their descendants; none of them outlives this process."""
+    """Children of one launch and their descendants; none outlives this process."""
 
     # With process file descriptors (Linux), exits are seen in their true order. Not thread-safe.
 
@@ -167,7 +164,7 @@ class Launch:
         self._note_exit(rank, code)
 
     def _await_dying(self) -> None:
-        """Wait briefly for children that are about to end, and record their exits first."""
+        """Wait briefly for children about to end, and record their exits first."""
         dying = [rank for rank, child in self.running.items() if is_dying(child.pid)]
         grace = Deadline(_ANSWER_S)
         for rank in dying:
@@ -188,7 +185,7 @@ class Launch:
             os.close(handle)
 
     def ask_where(self) -> dict[int, bytes]:
-        """Return the stacks of running ranks by rank; b"" for a rank that does not answer."""
+        """Return the stacks of running ranks; b"" for a rank that does not answer."""
         running, grace = {*self.running}, Deadline(_ANSWER_S)
         ask_where(self.directory)
         while True:
@@ -198,7 +195,7 @@ class Launch:
             self.step(_POLL_S)
 
     def stop(self, signals: Sequence[tuple[int, float]] = ((signal.SIGTERM, GRACE_S),)) -> None:
-        """Stop all running children, and then all processes that they started.
+        """Stop all running children and their descendants.
 
         Args:
             signals: (signal, grace period in seconds) pairs, sent in turn before SIGKILL.
@@ -244,13 +241,12 @@ class Guard:
         self._process = _start_script(mark, directory, stdin=subprocess.PIPE)
 
     def adopt(self, pid: int) -> None:
-        """Make the guard process also kill the process ``pid``."""
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
             self._process.stdin.write(f"{pid}\n".encode())
 
     def dismiss(self) -> None:
-        """Stop the guard process, after all other processes of the launch have ended."""
+        """Stop the guard process, after the launch's other processes have ended."""
         assert self._process.stdin is not None
         self._process.kill()
         self._process.wait()

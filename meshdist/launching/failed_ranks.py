@@ -1,13 +1,12 @@
 """Find the first rank that failed, and group equal tracebacks of failed ranks.
 
-Two tracebacks are equal if they differ only in each rank's own number and coordinates, in process
-ids and in memory addresses. If the members of a group raise one error together, their reports
-belong together when the error texts are equal except for the line about the rank's own call.
+Equal tracebacks differ only in each rank's own number and coordinates, process ids and memory
+addresses. If a group's members raise one error together, error texts may also differ in the line
+about the rank's own call.
 
-A rank that fails makes other ranks fail, and its process may end after theirs. The last text that
-a rank wrote to stderr shows whether its error quotes another rank, and the start of its traceback
-shows when it failed. Only the text is used, because ranks may run any program, for example a
-program of torch.distributed.
+A rank that fails makes other ranks fail, and its process may end after theirs. Its last text on
+stderr shows whether its error quotes another rank, and its traceback's start shows when it failed.
+Only text is used, because ranks may run any program.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ class Failure:
     """Failure of one rank.
 
     Args:
-        at: the time of the failure in seconds, on a clock shared by all failures.
+        at: the failure's time in seconds, on a clock shared by all failures.
         text: the end of the rank's stderr.
     """
 
@@ -58,7 +57,7 @@ class Failure:
 
 
 def is_consequence(failure: Failure) -> bool:
-    """Return whether a failure's report shows that another rank failed before.
+    """Return whether a report shows that another rank failed before.
 
     Example:
         >>> text = b"Traceback (most recent call last):\\nRuntimeError: Connection closed by peer"
@@ -72,12 +71,12 @@ def is_consequence(failure: Failure) -> bool:
 
 
 def quotes_another(text: bytes) -> bool:
-    """Return whether the last report in ``text`` shows that another rank failed before."""
+    """Return whether the last report in ``text`` quotes another rank's failure."""
     return _OF_ANOTHER.search(_last_report(text)) is not None
 
 
 def find_cause(failures: Iterable[Failure]) -> Failure:
-    """Return the first failure that quotes no other rank, else the first failure."""
+    """Return the first failure that quotes no other rank, else the first."""
     return min(failures, key=lambda failure: (is_consequence(failure), failure.at))
 
 
@@ -100,7 +99,7 @@ _TOGETHER = re.compile(rb"\n(\w\S*: .*\n(?: +.*\n)*?)( +)raised on rank \d+(.*)\
 
 @dataclass(frozen=True)
 class Report:
-    """The end of a rank's stderr, from its last traceback."""
+    """A rank's stderr from its last traceback."""
 
     rank: int
     text: bytes
@@ -118,7 +117,7 @@ class Report:
 
 
 def are_equal(report: Report, other: Report) -> bool:
-    """Return whether two reports differ at most in each rank's own number, and in process ids.
+    """Return whether two reports differ at most in each rank's number and process ids.
 
     Example:
         >>> are_equal(Report(0, b"rank 0: 2 ranks"), Report(1, b"rank 1: 2 ranks"))
@@ -143,7 +142,7 @@ def _are_places(text: bytes, other: bytes, own: tuple[bytes, bytes]) -> bool:
 
 
 def _find_own_call(report: Report) -> re.Match[bytes] | None:
-    """Return the match of this rank's own call in an error raised by its group, or None."""
+    """Return the match of this rank's own call in its group's error, or None."""
     *_, found = [None, *_TOGETHER.finditer(with_end(report.text))]
     return found
 
@@ -156,7 +155,7 @@ def _are_of_one_error(report: Report, other: Report) -> bool:
 
 
 def grouped(reports: Sequence[Report]) -> list[list[Report]]:
-    """Return reports grouped by equal text or by the same error, in the given order.
+    """Return reports grouped by equal text or error, in the given order.
 
     Example:
         >>> [len(part) for part in grouped([Report(0, b"a"), Report(1, b"b"), Report(2, b"a")])]
@@ -174,7 +173,7 @@ def grouped(reports: Sequence[Report]) -> list[list[Report]]:
 
 
 def text_of(group: Sequence[Report]) -> bytes:
-    """Return the text of the first report of a group, plus a line for each other call.
+    """Return a group's first report, plus a line for each other call.
 
     Example:
         >>> error = b"\\nValueError: 1\\n  where:  here\\n          raised on rank %d, call %d"
@@ -202,7 +201,7 @@ def text_of(group: Sequence[Report]) -> bytes:
 
 
 def places_text(places: Mapping[int, bytes]) -> bytes:
-    """Return a text with the stacks of ranks, grouping equal stacks.
+    """Return the stacks of ranks, grouping equal stacks.
 
     Example:
         >>> print(places_text({0: b"  at home", 1: b"", 2: b"  at home"}).decode(), end="")
@@ -231,7 +230,7 @@ def summary_of(
     equal: Collection[int],
     num_stopped: int,
 ) -> str:
-    """Return the summary line of a failed job; ``equal`` ranks reported the same error."""
+    """Return a failed job's summary line; ``equal`` ranks reported the same error."""
     ending = cause.ending
     same = sorted(set(equal) - {ending.rank})
     others = {failure.ending.rank for failure in failures} - {ending.rank, *same}

@@ -1,16 +1,16 @@
 """Start the processes of a job on one host, monitor them, and stop all of them at the end.
 
-A job on several hosts has one launcher on each host; the launchers do not communicate. The module
-and its imports load neither torch nor numpy.
+Each host of a job has its own launcher; launchers do not communicate. The module and its imports
+load neither torch nor numpy.
 
-If a rank fails, the launcher stops the others within five seconds; in the first two seconds they
-may end by themselves. It prints the end of stderr of the rank that failed first once more, as the
-last output. Processes that the ranks started are stopped, too. The ranks share the launcher's
-standard input. Their output is printed in complete lines as it arrives. A traceback is held for up
-to three seconds, so that equal tracebacks of several ranks are printed once.
+If a rank fails, the launcher stops the others within five seconds; in the first two they may end by
+themselves. It prints the end of the first failed rank's stderr again, as the last output. It also
+stops processes that ranks started. Ranks share its standard input. Their output is printed in
+complete lines as it arrives. Tracebacks are held for up to three seconds, so that equal tracebacks
+are printed once.
 
-The exit code is 0 if all ranks succeeded. Otherwise it is the exit code of the rank that failed
-first (128 + N for signal N), or 128 + N if signal N ended the launcher.
+The exit code is 0 if all ranks succeeded, else the first failed rank's (128 + N for signal N), or
+128 + N if signal N ended the launcher.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from .rank_environment import JobPlace, LaunchError, rank_environment, reserve_p
 DEFAULT_PORT = 29500
 """The default port of rank 0's store on several hosts, as in torch."""
 
-_DESCRIPTORS = 8  # at most, in addition to those of the ranks
+_DESCRIPTORS = 8  # at most, in addition to the ranks' descriptors
 _DRAIN_S = 0.5
 # How long ranks may end by themselves after a failure: they then report their errors, and the cause
 # may be a rank that ends later. Then the grace period after SIGTERM.
@@ -161,14 +161,12 @@ def run_processes(
 
     Args:
         command: program and arguments, or a function that returns them for a local rank.
-        nprocs: the number of ranks on this host, and on every other host of the job.
+        nprocs: the number of ranks on each host.
         env: the base environment (default: this process's).
         place: this host's part of the job; the default port is free on a single host, else 29500.
-        output: where the ranks' output goes.
-        signals: the signals that end the job; None for SIGINT, SIGTERM and, unless it is ignored,
-            SIGHUP.
-        stopping_s: grace period before ranks are killed, in seconds; None for 2 after a failure
-            and 3 to 3.5 after a signal.
+        signals: the signals that end the job; None for SIGINT, SIGTERM and, unless ignored, SIGHUP.
+        stopping_s: grace period in seconds before SIGKILL; None for 2 after a failure and 3 to 3.5
+            after a signal.
     """
     _check(command, nprocs, place)
     nnodes = place.nnodes
@@ -213,8 +211,6 @@ def run_processes(
 
 @dataclass
 class _LocalRanks:
-    """The ranks of one launch on this host."""
-
     _launch: Launch
     _signals: _Signals
     _command: Sequence[str] | Callable[[int], Sequence[str]]
@@ -230,7 +226,7 @@ class _LocalRanks:
     def start(
         self, local_rank: int, environment: Mapping[str, str], listener: socket.socket | None
     ) -> None:
-        """Start a rank that inherits ``listener``, unless a signal ends the launcher."""
+        """Start a rank with ``listener``, unless a signal ends the launcher."""
         if self._signals.received:
             return
         rank = int(environment["RANK"])
@@ -336,7 +332,7 @@ class _LocalRanks:
             self._show_late_reports()
 
     def _show_late_reports(self) -> None:
-        """Print held tracebacks that are due, together with equal tracebacks of other ranks."""
+        """Print held tracebacks that are due, with other ranks' equal tracebacks."""
         late = {rank for rank, stream in self._errors.items() if stream.has_late_report()}
         waiting = [Report(rank, stream.report) for rank, stream in sorted(self._errors.items())]
         for group in grouped([report for report in waiting if report.text]) if late else ():
@@ -362,7 +358,7 @@ class _LocalRanks:
             stream.flush()
 
     def _take_reports(self) -> list[Report]:
-        """Return the held tracebacks in rank order, and stop holding them."""
+        """Return the held tracebacks in rank order, and drop them."""
         taken = ((rank, self._errors[rank].take_report()) for rank in sorted(self._errors))
         return [Report(rank, text) for rank, text in taken if text]
 

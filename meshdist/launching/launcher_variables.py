@@ -1,7 +1,4 @@
-"""Define the environment variables in which each launcher passes a process its rank.
-
-Imports the standard library only.
-"""
+"""Define the environment variables in which each launcher passes a process its rank."""
 
 from __future__ import annotations
 
@@ -20,10 +17,8 @@ class LauncherVariables:
         rank: this process's rank; "" if it follows from ``host`` and ``local_rank``.
         size: the number of ranks; in all tuples, the first variable that is set is used.
         local_rank: this process's rank on its host, which has ``local_size`` ranks.
-        host: the number of the host, out of ``num_hosts``; ``hosts`` is a list of all hosts,
-            starting with rank 0's.
-        address: the address of rank 0's store, in addition to MASTER_ADDR.
-        port: the port of rank 0's store, in addition to MASTER_PORT.
+        host: the host's number, out of ``num_hosts``; ``hosts`` lists all hosts, rank 0's first.
+        address: of rank 0's store, with ``port``, in addition to MASTER_ADDR and MASTER_PORT.
         marks: variables that are all set in a process of this launcher; () means ``rank``.
         about_process: a pattern of all variables about a single process.
         is_mpi: whether its ranks can be MPI ranks.
@@ -47,12 +42,10 @@ class LauncherVariables:
 
     @property
     def names(self) -> set[str]:
-        """The names of all variables of this launcher."""
         own = {self.rank, self.local_rank, self.local_size, self.host, self.address, self.port}
         return own.union(self.size, self.num_hosts, self.hosts, self.marks) - {""}
 
     def has_started(self, environment: Mapping[str, str]) -> bool:
-        """Return whether this launcher started the process with this environment."""
         step = environment.get("SLURM_STEP_ID", "") if self.name == "Slurm" else ""
         is_batch = step.isdecimal() and int(step) >= _BATCH_STEPS
         return not is_batch and all(name in environment for name in self.marks or (self.rank,))
@@ -87,7 +80,7 @@ SLURM = _Row(
     marks=("SLURM_PROCID", "SLURM_STEP_ID"),
     about_process=r"SLURM_(PROCID|LOCALID|GTIDS|NTASKS|NPROCS|STEP_NUM_TASKS)",
 )
-STARTERS = (  # if several apply, the first one is used
+STARTERS = (  # if several apply, the first is used
     _mpi_row("Open MPI", "OMPI_COMM_WORLD"),
     _Row(
         *("Hydra", "PMI_RANK", ("PMI_SIZE",), "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
@@ -117,7 +110,7 @@ _MANAGERS = ("jsrun", "Flux", "Slurm")
 
 
 def first_value(environment: Mapping[str, str], names: tuple[str, ...]) -> str:
-    """Return the value of the first variable that is set and not empty, else ""."""
+    """Return the first variable's value that is set and not empty, else ""."""
     return next((environment[name] for name in names if environment.get(name)), "")
 
 

@@ -1,13 +1,11 @@
 """Kill the process tree of a launch if the launcher itself is killed.
 
-A launch marks the environment of every process that it starts. Children inherit the mark, so the
-tree can be found even after parents have died or sessions have changed. The guard is a separate
-process that waits on a pipe held only by the launcher: the system closes the pipe however the
-launcher dies, including SIGKILL, and the guard then kills the tree.
+A launch marks its processes' environment. Children inherit the mark, so the tree can be found even
+after parents have died or sessions have changed. The guard process waits on a pipe held only by the
+launcher: the system closes it however the launcher dies, and the guard then kills the tree.
 
-With other arguments, the script removes a directory after a process has ended.
-
-It runs as a plain script, so it imports only the standard library.
+With other arguments, the script removes a directory after a process has ended. It runs as a plain
+script, so it imports only the standard library.
 """
 
 from __future__ import annotations
@@ -40,7 +38,7 @@ class _Process(NamedTuple):
 
 
 def mark_value(outer: str | None, mark: str) -> str:
-    """Return the value of MESHDIST_LAUNCH for launch ``mark``, nested in the value ``outer``."""
+    """Return the value of MESHDIST_LAUNCH for launch ``mark``, nested in ``outer``."""
     return f"{outer or ''}/{mark}"
 
 
@@ -87,7 +85,7 @@ class ProcessTree:
         self._roots[pid] = process.started if process else None
 
     def members(self) -> list[int]:
-        """Return the process ids of the running members, without the caller."""
+        """Return the running members' process ids, without the caller."""
         if not os.path.isdir(f"{_PROC}/self"):
             return [pid for pid in self._roots if _leads_a_group(pid)]
         seen = {

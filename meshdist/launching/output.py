@@ -1,7 +1,7 @@
 """Forward the output of ranks to the console and to files, in complete lines.
 
-A rank whose output goes to a console may write to its own terminal, so that programs show the
-progress bars and colours that they omit for a pipe.
+A rank may write to a terminal that is shown on the console, so that programs show progress bars and
+colours.
 """
 
 from __future__ import annotations
@@ -53,9 +53,8 @@ class Destination:
     """Destination of one stream of one rank.
 
     Args:
-        screen: the console, or None if the stream is not shown.
-        file: the log file, or None.
-        is_terminal: whether the rank writes to its own terminal, shown on the console.
+        screen: the console, or None if not shown.
+        is_terminal: whether the rank writes to a terminal that is shown on the console.
     """
 
     screen: TextIO | None
@@ -65,7 +64,6 @@ class Destination:
     is_terminal: bool = False
 
     def close(self) -> None:
-        """Close the file, if any."""
         if self.file is not None:
             self.file.close()
 
@@ -75,16 +73,16 @@ class Output:
     """Options for the output of one launch on this host.
 
     Args:
-        prefix: whether every line on the console starts with its rank.
-        ranks: the ranks whose output is shown on the console; None for all.
+        prefix: whether every console line starts with its rank.
+        ranks: the ranks shown on the console; None for all.
         shown: the same by local rank; a rank is shown if both contain it.
-        terminal: the rank that writes to a terminal, so that progress bars work; None for the
-            first rank of this host, -1 for no rank. Ignored with ``prefix``.
+        terminal: the rank that writes to a terminal, so that progress bars work; None for this
+            host's first rank, -1 for no rank. Ignored with ``prefix``.
         redirects: the streams written only to files (``stdout.log`` and ``stderr.log`` in a folder
             per local rank), in torchrun's numbers: 0 none, 1 stdout, 2 stderr, 3 both; for all
             ranks, or by local rank.
-        tee: the streams written to files and to the console, in the same format.
-        log_dir: the parent of the launch's new log folder; None for the system's temporary folder.
+        tee: the streams written to files and console, in the same format.
+        log_dir: the new log folder's parent; None for the system's temporary folder.
     """
 
     prefix: bool = False
@@ -96,7 +94,7 @@ class Output:
     log_dir: str | None = None
 
     def check_ranks(self, world_size: int) -> None:
-        """Raise LaunchError if options name a rank that a job of ``world_size`` does not have."""
+        """Raise LaunchError if options name a rank outside a job of ``world_size``."""
         terminal = () if self.terminal is None else (self.terminal,)
         for flag, ranks in (("--ranks", self.ranks or ()), ("--terminal", terminal)):
             if max(ranks, default=0) >= world_size:
@@ -108,7 +106,7 @@ class Output:
                 )
 
     def destination(self, kind: str, *, rank: int, local_rank: int) -> Destination:
-        """Return the destination of a rank's "stdout" or "stderr" (``kind``), with an open file."""
+        """Open and return the destination of a rank's "stdout" or "stderr" (``kind``)."""
         redirects, tee = (
             (choice if isinstance(choice, int) else choice.get(local_rank, 0)) & _BITS[kind] > 0
             for choice in (self.redirects, self.tee)
@@ -196,7 +194,7 @@ class Console:
         self._lines: dict[object, _OutputLine] = {}
 
     def show(self, owner: Stream, screen: TextIO, data: bytes) -> None:
-        """Write ``data`` of ``owner`` to ``screen``, apart from unfinished lines of others."""
+        """Write ``data`` to ``screen``, apart from other streams' unfinished lines."""
         self.num_shown += 1
         place = _place(screen)
         line = self._lines.get(place)
@@ -219,7 +217,7 @@ class Console:
 
 
 def _place(screen: TextIO) -> object:
-    """Return the identity of a screen, equal if two screens are the same terminal or file."""
+    """Return a screen's identity, equal if two are the same terminal or file."""
     try:
         found = os.fstat(screen.fileno())
     except (OSError, ValueError, AttributeError):
@@ -232,7 +230,7 @@ class Stream:
 
     Args:
         pipe: the read end of a pipe or terminal; the caller closes it.
-        holds_reports: whether to hold tracebacks until they are complete.
+        holds_reports: whether to hold tracebacks until complete.
     """
 
     def __init__(
@@ -314,21 +312,19 @@ class Stream:
 
     @property
     def is_shown(self) -> bool:
-        """Return whether the stream's output goes to the console."""
         return self._screen is not None
 
     def is_holding(self) -> bool:
-        """Return whether a line without an end, or a traceback, waits to be shown."""
+        """Return whether an unfinished line, or a traceback, waits to be shown."""
         return bool((self._partial and not self._prefix) or self.report)
 
     def show_late_line(self) -> None:
-        """Show an unfinished line, such as a prompt, after a short wait for its end."""
+        """Show an unfinished line, such as a prompt, after a short wait."""
         if self._partial and not self._prefix and time.monotonic() - self._latest >= _LINE_S:
             data, self._partial = self._partial, b""
             self._show(data)
 
     def has_late_report(self) -> bool:
-        """Return whether a held traceback is due."""
         now = time.monotonic()
         is_late = now - self._latest >= REPORT_S or now - self._report_began >= LONGEST_REPORT_S
         return bool(self.report) and is_late
@@ -338,12 +334,11 @@ class Stream:
         self._show(self.take_report())
 
     def take_report(self) -> bytes:
-        """Return the held traceback without showing it, and drop it."""
         data, self.report = self.report, b""
         return data
 
     def flush(self) -> None:
-        """Show the remaining output: a held traceback and an unfinished line."""
+        """Show a held traceback and an unfinished line."""
         self.show_report()
         if self._partial:
             data, self._partial = self._partial, b""

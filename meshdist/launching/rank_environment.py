@@ -4,15 +4,15 @@ The launcher sets these variables:
 
     RANK, WORLD_SIZE               the process's rank, and the number of ranks
     LOCAL_RANK, LOCAL_WORLD_SIZE   the same within this host
-    GROUP_RANK, GROUP_WORLD_SIZE   the number of this host, and the number of hosts
-    ROLE_NAME, ROLE_RANK, ...      torchrun's variables of a job in which all ranks have one role
+    GROUP_RANK, GROUP_WORLD_SIZE   this host's number, and the number of hosts
+    ROLE_NAME, ROLE_RANK, ...      torchrun's variables, with one role for all ranks
     MASTER_ADDR, MASTER_PORT       the address of rank 0's store
-    MESHDIST_RUN_ID                one random hexadecimal number for all ranks of a job on one host
-    MESHDIST_LISTEN_FD             rank 0 of a job on one host: an inherited TCP socket, bound to
+    MESHDIST_RUN_ID                on one host: a random hexadecimal number of the job
+    MESHDIST_LISTEN_FD             rank 0 on one host: an inherited TCP socket, bound to
                                    MASTER_ADDR and MASTER_PORT, for its listener
-    MESHDIST_DIRECTORY             on one host without a given address: the launch's private
-                                   directory, used for the rendezvous
-    MESHDIST_QUESTIONS             the launch's private directory, used to ask ranks for stacks
+    MESHDIST_DIRECTORY             on one host without a given address: the private directory
+                                   for the rendezvous
+    MESHDIST_QUESTIONS             the private directory in which ranks are asked for stacks
     MESHDIST_LAUNCH                the launch's mark, which identifies its processes
     OMP_NUM_THREADS, THP_MEM_ALLOC_ENABLE      defaults that are faster for most programs
 """
@@ -76,8 +76,8 @@ class JobPlace:
 
     Args:
         nnodes: the number of hosts, each with its own launcher.
-        node_rank: the number of this host, from 0.
-        master_addr: the address of host 0 for all hosts; optional on a single host.
+        node_rank: this host's number, from 0.
+        master_addr: host 0's address; optional on a single host.
         master_port: the port of rank 0's store; None lets the launcher choose.
         role: the ranks' ROLE_NAME.
     """
@@ -99,11 +99,11 @@ def rank_environment(
     listen_fd: int | None = None,
     directory: str | None = None,
 ) -> dict[str, str]:
-    """Return the environment of a rank: ``base`` with the launcher's variables.
+    """Return a rank's environment: ``base`` with the launcher's variables.
 
     Args:
-        mark: the launch's mark, which identifies its processes.
-        listen_fd: the descriptor of the socket on which rank 0 hosts the store.
+        mark: the launch's mark.
+        listen_fd: the socket's descriptor on which rank 0 hosts the store.
         directory: the directory for the rendezvous if all ranks run on this host.
     """
     nnodes, node_rank = place_in_job.nnodes, place_in_job.node_rank
@@ -149,13 +149,13 @@ _UNDER_MPIEXEC = {
 
 
 def find_mpiexec() -> str | None:
-    """Return the path of mpiexec next to this interpreter or on the PATH, or None."""
+    """Return the mpiexec next to this interpreter or on the PATH, or None."""
     neighbor = Path(sys.executable).with_name("mpiexec")
     return str(neighbor) if os.access(neighbor, os.X_OK) else shutil.which("mpiexec")
 
 
 def mpiexec_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return ``environment`` for mpiexec, without a rank's variables and with our defaults."""
+    """Return ``environment`` for mpiexec: our defaults, no rank's variables."""
     mine = {name: value for name, value in environment.items() if name not in _AGREED}
     return {**_UNDER_MPIEXEC, **mine}
 
@@ -167,7 +167,7 @@ def mpiexec_environment(environment: Mapping[str, str]) -> dict[str, str]:
 class Reservation:
     """A port reserved for rank 0 of this job: bound, but not listening yet."""
 
-    # The system never assigns a bound port as a free one. The socket must not listen before rank 0
+    # The system never assigns a bound port to others. The socket must not listen before rank 0
     # does, because a torch.distributed program binds the port again, which Linux permits
     # (SO_REUSEADDR on both sides) only while no socket listens.
 
@@ -179,7 +179,6 @@ class Reservation:
     _sockets: contextlib.ExitStack
 
     def close(self) -> None:
-        """Close the sockets that hold the port."""
         self._sockets.close()
 
 
@@ -203,7 +202,7 @@ def _bound_everywhere() -> socket.socket:
 
 
 def reserve_port(address: str = "127.0.0.1", port: int | None = None) -> Reservation:
-    """Bind a port of this host for rank 0's store; the system chooses it if ``port`` is None."""
+    """Bind a port for rank 0's store; the system chooses it if ``port`` is None."""
     try:
         family, _, _, _, target = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0]
         with contextlib.ExitStack() as sockets:

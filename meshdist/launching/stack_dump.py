@@ -1,7 +1,7 @@
 """On Ctrl-C, ask every rank for its current stack.
 
-Question and answers are files in the launch's directory. A thread of each rank answers, even if
-the program is stuck in a collective, a lock or a data loader:
+Question and answers are files in the launch's directory. A thread of each rank answers, even if the
+program is stuck in a collective, a lock or a data loader:
 
     rank-2    empty while rank 2 has a thread that will answer; then its answer
     where     the question
@@ -53,7 +53,7 @@ def ask_where(folder: str) -> None:
 
 
 def read_answers(folder: str) -> dict[int, bytes]:
-    """Return each rank's answer in ``folder``; b"" if the rank has not answered yet."""
+    """Return each rank's answer in ``folder``; b"" if not answered yet."""
     answers = {}
     for name in os.listdir(folder):
         rank = name.removeprefix("rank-")

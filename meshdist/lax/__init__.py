@@ -1,15 +1,15 @@
-"""JAX's names for communication along a mesh axis: functional, differentiable, on pytrees.
+"""JAX's collectives along a mesh axis: functional, differentiable, on pytrees.
 
-``axis_name`` is an axis of the current mesh (``with mesh:``, or ``mesh=``), a tuple of axes, which
-are flattened with the first as major, or a 1-D mesh, ``mesh["tp"]``. ``x`` is an array of torch,
-NumPy or CuPy, or a pytree that optree supports, with arrays and Python numbers as leaves. Results
-have the structure, library and device of ``x`` and do not share memory with it. Torch tensors carry
-gradients (table in ``docs/gradients.md``), also inside torch.func transforms.
+``axis_name`` is an axis of the current mesh (``with mesh:``, or ``mesh=``), a tuple of axes,
+flattened with the first as major, or a 1-D mesh, ``mesh["tp"]``. ``x`` is an array of torch, NumPy
+or CuPy, or an optree pytree of arrays and Python numbers. Results have the structure, library and
+device of ``x``, in new memory. Torch tensors carry gradients (``docs/gradients.md``), also inside
+torch.func transforms.
 
 Unlike in JAX, Python numbers can differ between ranks: ``psum``, ``pmean``, ``pmax``, ``pmin`` and
-``pbroadcast`` send them and return Python numbers. ``axis_size("tp")`` counts ranks for free. The
-other collectives accept only arrays. The paths and shapes of leaves must be equal on every rank,
-else every rank raises MismatchError.
+``pbroadcast`` send them and return Python numbers. ``axis_size("tp")`` counts ranks for free. Other
+collectives accept only arrays. Leaves need equal paths and shapes on every rank, else every rank
+raises MismatchError.
 """
 
 from typing import TYPE_CHECKING

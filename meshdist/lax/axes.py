@@ -49,14 +49,13 @@ def on_leaves(
     check: Callable[[torch.Tensor, ProcessGroup], object] | None = None,
     to: str | None = None,
 ) -> T:
-    """Apply a collective to every leaf of ``x``, after all leaves have been checked.
+    """Check all leaves of ``x``, then apply a collective to each.
 
     Args:
-        axis_name, mesh, axis_index_groups: as for ``psum``.
-        on_number: returns the number to send for a Python number. None rejects numbers; ``unsent``
-            leaves them unchanged.
-        check: raises for an invalid tensor, like ``on_tensor`` itself.
-        to: the requested type of the result, if the collective has several.
+        on_number: returns what to send for a Python number; None rejects numbers, ``unsent`` keeps
+            them.
+        check: raises for an invalid tensor.
+        to: the requested result type, if there are several.
     """
     if axis_index_groups is not None:
         reject_groups(operation, axis_index_groups, get_axes(operation, axis_name, mesh))
@@ -85,7 +84,7 @@ def on_leaves(
 
 
 def names_no_axis(axis_name: object) -> bool:
-    """Return whether ``axis_name`` is an empty tuple or list, for a group of one rank."""
+    """Return whether ``axis_name`` is an empty tuple or list."""
     return not axis_name and isinstance(axis_name, (tuple, list))
 
 
@@ -208,7 +207,7 @@ def _paths_and_names(tree: Any) -> tuple[list[str], list[str]]:
 
 @one_frame
 def axis_index(axis_name: AxisName, *, mesh: DeviceMesh | None = None) -> int:
-    """Return the index of this rank along ``axis_name``, from 0, without communication.
+    """Return this rank's index along ``axis_name``, from 0, without communication.
 
     Args:
         axis_name, mesh: as for ``psum``; in a tuple of axes the first is major.
@@ -217,8 +216,7 @@ def axis_index(axis_name: AxisName, *, mesh: DeviceMesh | None = None) -> int:
         An int; 0 over no axes, ``()``.
 
     Raises:
-        AxisError: the mesh has no such axis, or the tuple repeats an axis.
-        MeshError: no current mesh, and no ``mesh``.
+        AxisError, MeshError: as for ``psum``.
         NotInGroupError: this rank is not in the mesh.
 
     Example:
@@ -240,7 +238,7 @@ def axis_index(axis_name: AxisName, *, mesh: DeviceMesh | None = None) -> int:
 
 @one_frame
 def axis_size(axis_name: AxisName, *, mesh: DeviceMesh | None = None) -> int:
-    """Return the number of ranks along ``axis_name``, for a tuple of axes the product.
+    """Return the number of ranks along ``axis_name``; for several axes the product.
 
     Args:
         axis_name, mesh: as for ``psum``.
@@ -249,8 +247,7 @@ def axis_size(axis_name: AxisName, *, mesh: DeviceMesh | None = None) -> int:
         An int; 1 over no axes, ``()``. Nothing is sent.
 
     Raises:
-        AxisError: the mesh has no such axis, or the tuple repeats an axis.
-        MeshError: no current mesh, and no ``mesh``.
+        AxisError, MeshError: as for ``psum``.
 
     Example:
         >>> import meshdist as md
@@ -310,7 +307,6 @@ def _alone(operation: str, axis: DeviceMesh, mesh: DeviceMesh | None, argument: 
 
 
 def reject_groups(operation: str, axis_index_groups: Any, axes: DeviceMesh) -> None:
-    """Raise for ``axis_index_groups``, with a fix for the ``axes`` of the call."""
     names = axes.axis_names or (0,)
     mesh = "mesh" if len(names) == 1 else f"mesh.flatten({names})"
     axis = names[0] if len(names) == 1 else "_".join(map(str, names))

@@ -31,25 +31,25 @@ def all_gather(
     to: str = "varying",
     mesh: DeviceMesh | None = None,
 ) -> T:
-    """Gather the ``x`` of all ranks along ``axis_name`` on every rank, in rank order.
+    """Gather ``x`` of all ranks along ``axis_name`` on every rank, in order.
 
     Varying -> varying; with ``to``: varying -> invariant, varying -> reduced.
 
     Args:
-        x: an array or a pytree; shapes and dtypes must be equal along the axis.
-        axis: the new dimension of the result that counts the ranks; with ``tiled`` the dimension
-            along which the arrays are concatenated. May be negative.
+        x: an array or pytree; shapes and dtypes equal along the axis.
+        axis: the new dimension that counts the ranks; with ``tiled`` the concatenated dimension.
+            May be negative.
         tiled: concatenate the arrays instead of stacking them.
-        to: "varying" if ranks use the result differently, "invarying" if all ranks use it in the
-            same way, "reduced" to keep gradients as partial sums.
+        to: "varying" if ranks use the result differently, "invarying" if all use it in the same
+            way, "reduced" to keep gradients as partial sums.
         axis_name, axis_index_groups, mesh: as for ``psum``.
 
     Returns:
         Arrays of the dtype of ``x``, equal along the axis, in new memory.
 
     Gradient:
-        psum_scatter along the same dimension. With ``to="invarying"`` each rank takes its block of
-        the gradient, without communication.
+        psum_scatter along the same dimension. With ``to="invarying"``, this rank's block of the
+        gradient, without communication.
 
     Cost:
         One all-gather per leaf: each of p ranks sends n (p - 1) bytes for n bytes.
@@ -96,12 +96,12 @@ def all_to_all(
     Varying -> varying.
 
     Args:
-        x: an array or a pytree; shapes and dtypes must be equal along the axis.
-        split_axis: the dimension to split into one block per rank; may be negative.
-        concat_axis: the dimension of the result that joins the blocks; may be negative.
-        tiled: if True, ``split_axis`` becomes p times shorter on p ranks, and blocks are
-            concatenated along ``concat_axis``. If False, ``split_axis`` must have size p and is
-            removed, and ``concat_axis`` is a new dimension of size p.
+        x: as for ``all_gather``.
+        split_axis: the dimension to split into one block per rank.
+        concat_axis: the result's dimension that joins the blocks. Both may be negative.
+        tiled: if True, on p ranks ``split_axis`` becomes p times shorter, ``concat_axis`` p times
+            longer. If False, ``split_axis``, of size p, is removed, and ``concat_axis`` is a new
+            dimension of size p.
         axis_name, axis_index_groups, mesh: as for ``psum``.
 
     Returns:
@@ -158,28 +158,28 @@ def ragged_all_to_all(
     Varying -> varying.
 
     Args:
-        operand: the array to send slices of, with rows along dimension 0.
-        output: received slices are written to a copy of it; row shape and dtype as ``operand``.
-        input_offsets, send_sizes: the first row and the number of rows of each slice to send: k
-            integers, as a list or array, with k a multiple of the size p of the axis. The first
-            k / p slices are for the first rank, and so on.
-        output_offsets: for each slice, its first row in the output of the *receiver*.
-        recv_sizes: the number of rows of each received slice, in the order of the senders.
+        operand: the array to slice along dimension 0.
+        output: a copy of it receives the slices; row shape and dtype as ``operand``.
+        input_offsets, send_sizes: first row and number of rows of each slice to send: k integers,
+            as a list or array. k is a multiple of the axis size p; the first k / p slices go to the
+            first rank, and so on.
+        output_offsets: each slice's first row in the output of the *receiver*.
+        recv_sizes: number of rows of each received slice, in sender order.
         axis_name, axis_index_groups, mesh: as for ``psum``.
 
     Returns:
         An array like ``output``, in new memory.
 
     Gradient:
-        ``operand`` gets the gradients of its rows back by the reverse exchange; ``output`` gets its
-        gradient with zeros in received rows.
+        For ``operand`` by the reverse exchange; for ``output`` zero in received rows, else passed
+        through.
 
     Cost:
-        Two small collectives to exchange and check sizes, and one all-to-all of the rows.
+        Two small collectives for sizes, and one all-to-all of the rows.
 
     Raises:
         As ``psum``. ShapeError, DtypeError, ArgumentError: operand, output, offsets and sizes do
-        not match. If they do not match those of another rank, every rank raises.
+        not match; on every rank if they do not match another rank.
 
     Example:
         >>> import torch, meshdist as md
@@ -226,19 +226,18 @@ def _ragged(operand: Any, output: Any, numbers: Sequence[Any], axes: DeviceMesh)
 def ppermute(
     x: T, axis_name: AxisName, perm: Sequence[Any], *, mesh: DeviceMesh | None = None
 ) -> T:
-    """Send ``x`` along ``axis_name`` from the source to the destination of each pair in ``perm``.
+    """Send ``x`` along ``axis_name`` from source to destination of each pair in ``perm``.
 
     Varying -> varying.
 
     Args:
-        x: an array or a pytree; shapes and dtypes must be equal along the axis.
-        perm: a list of (source, destination) indices along the axis, equal on every rank. Each
-            index can be a source at most once and a destination at most once.
+        x: as for ``all_gather``.
+        perm: (source, destination) indices along the axis, equal on every rank; each index is at
+            most once a source and once a destination.
         axis_name, mesh: as for ``psum``.
 
     Returns:
-        Arrays of the shape and dtype of ``x``, in new memory; zeros on a rank that is not a
-        destination.
+        Arrays like ``x``, in new memory; zeros on ranks without a source.
 
     Gradient:
         ppermute with reversed pairs.
@@ -247,8 +246,8 @@ def ppermute(
         Each source sends n bytes for n bytes.
 
     Raises:
-        As ``psum``. KindError, ArgumentError: ``perm`` is invalid. MismatchError: it differs
-        between ranks.
+        As ``psum``. KindError, ArgumentError: invalid ``perm``. MismatchError: it differs between
+        ranks.
 
     Example:
         >>> import torch, meshdist as md
@@ -271,12 +270,12 @@ def pshuffle(
     Varying -> varying.
 
     Args:
-        x: an array or a pytree; shapes and dtypes must be equal along the axis.
-        perm: the source of each index along the axis, each once; equal on every rank.
+        x: as for ``all_gather``.
+        perm: each index's source along the axis, each once; equal on every rank.
         axis_name, mesh: as for ``psum``.
 
     Returns:
-        Arrays of the shape and dtype of ``x``, in new memory.
+        Arrays like ``x``, in new memory.
 
     Gradient:
         pshuffle with the inverse permutation.
@@ -313,12 +312,12 @@ def pswapaxes(
     Varying -> varying. Same as ``all_to_all(x, axis_name, axis, axis)``.
 
     Args:
-        x: an array or a pytree; shapes and dtypes must be equal along the axis.
-        axis: a dimension whose size is the number of ranks along the axis; may be negative.
+        x: as for ``all_gather``.
+        axis: a dimension as long as the mesh axis; may be negative.
         axis_name, axis_index_groups, mesh: as for ``psum``.
 
     Returns:
-        Arrays of the shape and dtype of ``x``, in new memory.
+        Arrays like ``x``, in new memory.
 
     Gradient:
         pswapaxes.
@@ -351,18 +350,18 @@ def pswapaxes(
 
 @one_frame
 def pbroadcast(x: T, axis_name: AxisName, source: int, *, mesh: DeviceMesh | None = None) -> T:
-    """Broadcast ``x`` of the rank with index ``source`` along ``axis_name`` to every rank.
+    """Broadcast ``x`` from index ``source`` along ``axis_name`` to every rank.
 
     Varying -> invariant.
 
     Args:
-        x: an array or a pytree; shapes and dtypes must be equal along the axis.
+        x: as for ``all_gather``.
         source: an index along the axis, equal on every rank.
         axis_name, mesh: as for ``psum``.
 
     Returns:
-        Arrays of the shape and dtype of ``x``, equal along the axis, in new memory. Python numbers
-        return as Python numbers.
+        Arrays like ``x``, equal along the axis, in new memory. Python numbers return as Python
+        numbers.
 
     Gradient:
         The gradient on the source, zero on other ranks, without communication.

@@ -33,29 +33,27 @@ _FIX = (
 def assert_equal(tree: Any, axis: AxisName, *, mesh: DeviceMesh | None = None) -> None:
     """Raise on every rank unless all ranks along ``axis`` hold an equal ``tree``; collective.
 
-    Use it to find replicas that have diverged, and gradients that lack a cast, in programs without
-    ``md.typed``.
+    Find diverged replicas, and gradients that lack a cast, in programs without ``md.typed``.
 
     Args:
         tree: a pytree of arrays, numbers, strings and None; or a module, whose parameters and
-            buffers are compared along the axes over which they do not vary (``md.annotate``).
+            buffers are compared along axes over which they do not vary (``md.annotate``).
         axis: an axis of the mesh, a tuple of axes, or a 1-D mesh.
         mesh: the mesh; None uses the current mesh.
 
-    Floating-point arrays may differ by less than half of the digits of their dtype, relative to the
-    largest value, because equal computations may add in another order. Integers, bool and leaves
-    that are not arrays must be identical. NaN equals NaN.
+    Floating-point arrays may differ by less than half of their dtype's digits, relative to the
+    largest value, because equal computations may add in another order. Integers, bool and
+    non-arrays must be identical. NaN equals NaN.
 
     Cost:
-        Each rank reads its arrays once, and one all-reduce sends 16 bytes. If leaves differ, a
-        broadcast of each of these arrays, and some small rounds.
+        Each rank reads its arrays once; one all-reduce of 16 bytes. If leaves differ, a broadcast
+        of these arrays and some small rounds.
 
     Raises:
-        UnequalError: leaves differ, with their paths, ranks and distance; or trees have different
-            leaves, shapes, dtypes or annotations. Raised on every rank along the axis.
-        AxisError: the mesh has no such axis, or the tuple is empty or repeats an axis.
-        MeshError: no current mesh, and no ``mesh``.
-        KindError: a leaf of another type. ArgumentError: a call inside a torch.func transform.
+        UnequalError: values, leaves, shapes, dtypes or annotations differ; with paths, ranks and
+            distances. On every rank along the axis.
+        AxisError, MeshError: as for ``psum``, or an empty tuple.
+        KindError: a leaf of another type. ArgumentError: called inside a torch.func transform.
 
     Example:
         >>> import torch, meshdist as md

@@ -20,11 +20,11 @@ T = TypeVar("T")
 def pvary(x: T, axis_name: AxisName, *, mesh: DeviceMesh | None = None) -> T:
     """Cast ``x``, equal along ``axis_name``, to a value that may differ between ranks.
 
-    Invariant -> varying. Use it before you combine a value that is equal along the axis with values
-    that are not, for example replicated activations with a rank's shard of weights.
+    Invariant -> varying. Use it before you combine an equal value with values that differ, for
+    example replicated activations with a shard of weights.
 
     Args:
-        x: an array, or a pytree, equal along the axis.
+        x: an array or pytree, equal along the axis.
         axis_name, mesh: as for ``psum``.
 
     Returns:
@@ -62,7 +62,7 @@ def pcast(x: T, axis_name: AxisName, *, to: str, mesh: DeviceMesh | None = None)
     casts raise.
 
     Args:
-        x: an array, or a pytree.
+        x: an array or pytree.
         axis_name, mesh: as for ``psum``.
         to: "varying" (from invariant, as ``pvary``), "reduced" (equal on every rank, with a partial
             sum as gradient on each) or "unreduced" (a partial sum on each rank, for a later
@@ -107,21 +107,20 @@ def psum(
     Varying -> invariant; unreduced -> invariant.
 
     Args:
-        x: an array of any shape and numeric dtype, or a pytree; leaves, shapes and dtypes must be
-            equal along the axis.
+        x: an array of any shape and numeric dtype, or a pytree; leaves, shapes and dtypes equal
+            along the axis.
         axis_name: an axis of the mesh, a tuple of axes, or a 1-D mesh. Over no axes, ``()``, the
-            result is a copy of ``x``, and no mesh is needed.
-        axis_index_groups: must be None. To reduce over part of an axis, use ``mesh.unflatten``.
+            result is a copy of ``x`` and needs no mesh.
+        axis_index_groups: must be None; use ``mesh.unflatten`` for part of an axis.
         mesh: the mesh; None uses the current mesh.
 
     Returns:
-        Arrays of the shape and dtype of ``x`` (bool is counted in int32), equal along the axis, in
-        new memory. Python numbers are summed, too, and return as Python numbers; bool and int as
-        int.
+        Arrays like ``x`` (int32 counts for bool), equal along the axis, in new memory; Python
+        numbers for Python numbers, int for bool and int.
 
     Gradient:
-        pvary: the gradient of each rank passes through without communication. It must be equal
-        along the axis, which debug level DETAIL checks.
+        pvary: each rank's gradient passes through without communication; it must be equal along the
+            axis, which debug level DETAIL checks.
 
     Cost:
         One all-reduce per leaf: each of p ranks sends 2 n (p - 1) / p bytes for n bytes.
@@ -170,8 +169,8 @@ def pmean(
         x, axis_name, axis_index_groups, mesh: as for ``psum``.
 
     Returns:
-        Arrays of the shape and dtype of ``x`` (the default float dtype for integers and bool),
-        equal along the axis, in new memory. Python numbers return as float or complex.
+        Arrays like ``x`` (the default float dtype for integers and bool), equal along the axis, in
+        new memory; float or complex for Python numbers.
 
     Gradient:
         As ``psum``, divided by the size of the axis.
@@ -204,19 +203,17 @@ def pmax(
     Varying -> invariant.
 
     Args:
-        x: an array of any shape and a dtype that is not complex, or a pytree; shapes and dtypes
-            must be equal along the axis. For bool this is a logical or.
+        x: as for ``psum``, but not complex. For bool, a logical or.
         axis_name, axis_index_groups, mesh: as for ``psum``.
 
     Returns:
-        Arrays of the shape and dtype of ``x``, equal along the axis, in new memory. Python numbers
-        return as Python numbers.
+        Arrays like ``x``, equal along the axis, in new memory; Python numbers for Python numbers.
 
     Gradient:
         Split evenly among the ranks that hold the maximum, zero on other ranks. JAX has none.
 
     Cost:
-        One all-reduce per leaf; in the backward another, which counts the ranks that hold it.
+        One all-reduce per leaf; another in the backward, to count these ranks.
 
     Raises:
         As ``psum``. DtypeError: a complex dtype.
@@ -253,13 +250,13 @@ def pmin(
     Varying -> invariant.
 
     Args:
-        x, axis_name, axis_index_groups, mesh: as for ``pmax``. For bool this is a logical and.
+        x, axis_name, axis_index_groups, mesh: as for ``pmax``. For bool, a logical and.
 
     Returns:
         As ``pmax``.
 
     Gradient:
-        Split evenly among the ranks that hold the minimum, zero on other ranks. JAX has none.
+        As ``pmax``, for the minimum.
 
     Cost:
         As ``pmax``.
@@ -303,11 +300,10 @@ def psum_scatter(
     Varying -> varying; unreduced -> varying.
 
     Args:
-        x: an array of any numeric dtype, or a pytree; shapes and dtypes must be equal along the
-            axis.
+        x: as for ``psum``.
         scatter_dimension: the dimension to split into one block per rank; may be negative.
-        tiled: if True, split the dimension into equal blocks, p times shorter on p ranks. If False,
-            its size must be p, each rank gets one index, and the result lacks the dimension.
+        tiled: if True, the blocks are p times shorter on p ranks. If False, the dimension must have
+            size p and is removed.
         axis_name, axis_index_groups, mesh: as for ``psum``.
 
     Returns:
@@ -317,7 +313,7 @@ def psum_scatter(
         all_gather along the same dimension.
 
     Cost:
-        One reduce-scatter per leaf: each of p ranks sends n (p - 1) / p bytes for n bytes of ``x``.
+        One reduce-scatter per leaf: each of p ranks sends n (p - 1) / p bytes for n bytes.
 
     Raises:
         As ``psum``. ShapeError: no such dimension, or its size does not allow the split.

@@ -1,4 +1,4 @@
-"""Create row-major meshes with torch's or JAX's signature."""
+"""Create row-major meshes."""
 
 from __future__ import annotations
 
@@ -27,23 +27,22 @@ def init_device_mesh(
     timeout: timedelta | None = None,
     open_groups: bool = True,
 ) -> DeviceMesh:
-    """Create a mesh of ranks 0, 1, 2, ... in row-major order; collective over its ranks.
+    """Create a row-major mesh of ranks 0, 1, 2, ...; collective over its ranks.
 
-    Initializes meshdist on first use. With "cuda" it selects this rank's device, unless the
-    program has chosen a device.
+    Initializes meshdist on first use. With "cuda" it selects this rank's device, unless the program
+    has.
 
     Args:
         device_type: "cpu", "cuda", ..., without an index.
         mesh_shape: the size of each axis; one size may be -1, which is inferred from the world.
         mesh_dim_names: one name per axis.
-        backend_override: per-axis backends as torch takes them: a name, backend options, or both.
+        backend_override: as in torch, by axis: a backend name, backend options, or both.
         axis_options: AxisOptions by axis name or index.
-        timeout: the time to wait for the ranks, and for collectives on axes without a timeout.
+        timeout: for creating the mesh, and for collectives on axes without a timeout.
         open_groups: if False, groups open in ``warmup()`` or on first use.
 
     Returns:
-        The mesh, equal on every rank. If it is smaller than the world, ``get_coordinate()`` is
-        None on the ranks outside.
+        The mesh, equal on every rank. Outside of it, ``get_coordinate()`` is None.
 
     Raises:
         MeshError: If a size is 0, two sizes are -1, or the world has too few ranks.
@@ -79,7 +78,7 @@ def make_mesh(
     """Create a mesh with JAX's signature; collective over its ranks. See ``init_device_mesh``.
 
     Args:
-        axis_shapes: the size of each axis; one size may be -1, which is inferred from the world.
+        axis_shapes: the size of each axis; one size may be -1.
         axis_names: one name per axis.
         device_type: None means "cuda" if there is a GPU, else "cpu".
 

@@ -1,4 +1,4 @@
-"""Track the current mesh: the innermost ``with mesh:`` of this context."""
+"""Track the current mesh, set by ``with mesh:``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ __all__ = ["get_current_mesh"]
 
 
 def find_current_mesh() -> DeviceMesh | None:
-    """Return the current mesh (of the innermost ``with mesh:``), or None."""
     return next(reversed(meshes_in_force.get()), None)
 
 
@@ -23,8 +22,8 @@ def mesh_in_force(call: str, about: str = "", naming: str | None = None) -> Devi
     """Return the current mesh, or raise an error of ``call`` with the code that passes a mesh.
 
     Args:
-        about: text after the call's name, such as the missing axis.
-        naming: code that passes a mesh without ``with mesh:``; None if the call takes mesh=.
+        about: the rest of the summary, such as the missing axis.
+        naming: this code; None if the call takes mesh=.
     """
     meshes = meshes_in_force.get()
     if not meshes:
@@ -38,7 +37,7 @@ def mesh_in_force(call: str, about: str = "", naming: str | None = None) -> Devi
 
 
 def get_mesh(operation: str, mesh: DeviceMesh | None) -> DeviceMesh:
-    """Return ``mesh``, or the current mesh for None; raise unless this rank is in it."""
+    """Return ``mesh`` or the current mesh; raise unless this rank is in it."""
     mesh = mesh_in_force(operation) if mesh is None else mesh
     if not isinstance(mesh, DeviceMesh):
         raise mesh_kind_error(
@@ -56,8 +55,8 @@ def with_hidden_mesh(
     """Return ``error``, with a hint if an outer ``with mesh:`` has the missing axis.
 
     Args:
-        given_mesh: the mesh that was passed; None if the call uses the current mesh.
-        fix: how to pass a mesh to such a call.
+        given_mesh: None for the current mesh.
+        fix: how to pass a mesh.
     """
     if given_mesh is not None or not error.axis:
         return error

@@ -1,4 +1,4 @@
-"""Check the definition of a mesh (world, device type, layout, options) and select devices."""
+"""Check the definition of a mesh, and select devices."""
 
 from __future__ import annotations
 
@@ -70,11 +70,11 @@ def check_device(device_type: str, *, is_planned: bool = False) -> None:
 
 
 def select_device(device_type: str, world: World) -> torch.device | None:
-    """Return this rank's CUDA device, chosen if the program chose none; None for other types."""
+    """Return this rank's CUDA device, set if the program set none; else None."""
     if device_type != "cuda":
         return None
     bound = world.device if world.device is not None and world.device.type == "cuda" else None
-    if not torch.cuda.is_initialized():  # The program has chosen no device.
+    if not torch.cuda.is_initialized():  # The program has not selected a device.
         torch.cuda.set_device(_index_by_local_rank(world) if bound is None else bound.index)
     return torch.device("cuda", torch.cuda.current_device()) if bound is None else bound
 
@@ -100,11 +100,11 @@ class AxisOptions:
     """Configure the groups along one mesh axis.
 
     Args:
-        backend: the backend, for example "gloo"; None takes the world's for the mesh's device type.
-        timeout: how long a collective may wait; None takes the mesh's, else the world's.
+        backend: for example "gloo"; None takes the world's backend for the mesh's device type.
+        timeout: how long a collective may wait; None takes the mesh's timeout, else the world's.
         options: torch's options object for the backend, or None.
-        private: if True, the axis never shares communicators with other groups. Use it for
-            collectives on a second thread.
+        private: if True, the axis never shares communicators. Use it for collectives on a second
+            thread.
 
     Example:
         >>> from datetime import timedelta
@@ -123,14 +123,14 @@ class AxisOptions:
 
 @dataclass(frozen=True)
 class MeshDefinition:
-    """A mesh without its groups: world, device type, layout and options of axes."""
+    """A mesh without groups."""
 
     world: World
     device_type: str
     layout: Layout
-    options: tuple[AxisOptions, ...]  # in axis order
+    options: tuple[AxisOptions, ...]  # In axis order.
 
-    def __hash__(self) -> int:  # a backend's options need not be hashable
+    def __hash__(self) -> int:  # A backend's options may not be hashable.
         return hash((self.device_type, self.layout))
 
     @property
@@ -140,12 +140,12 @@ class MeshDefinition:
 
     @property
     def timeout(self) -> timedelta:
-        """The time within which all ranks must create the mesh: the longest of its axes."""
+        """The timeout for creating the mesh: the longest of its axes."""
         default = self.world.timeout or DEFAULT_TIMEOUT
         return max(options.timeout or default for options in self.options)
 
     def entries(self) -> dict[str, Any]:
-        """Return the mesh's properties that must be equal on all ranks, as a dict for JSON."""
+        """Return the properties that must be equal on all ranks."""
         return {
             "text": self.text,
             "device_type": self.device_type,
@@ -154,7 +154,7 @@ class MeshDefinition:
         }
 
     def make_group(self, axes: tuple[int, ...]) -> ProcessGroup:
-        """Return an unopened group of this rank along ``axes``, with the first axis's options."""
+        """Return this rank's unopened group along ``axes``, with the first axis's options."""
         world, layout, options = self.world, self.layout, self.options[axes[0]]
         labels = ", ".join(repr(layout.names[a]) if layout.names else str(a) for a in axes)
         backends = None
@@ -173,7 +173,7 @@ class MeshDefinition:
         )
 
     def open_group(self, group: ProcessGroup) -> None:
-        """Open ``group`` and connect its device; collective over the group's members."""
+        """Open ``group`` and connect its device; collective over its members."""
         check_device(self.device_type, is_planned=True)
         group.open_device_group(self.device_type)
         device = select_device(self.device_type, self.world)
@@ -181,11 +181,7 @@ class MeshDefinition:
             group.connect(device)
 
     def open_groups(self, groups: Sequence[ProcessGroup]) -> None:
-        """Agree with all ranks of the mesh on its definition, and open this rank's ``groups``.
-
-        Args:
-            groups: this rank's group along each axis, in the order of the axes.
-        """
+        """Agree with all ranks on the definition; open this rank's group per axis."""
         device = select_device(self.device_type, self.world)
         members = tuple(self.layout.ranks().ravel().tolist())
         offer: dict[str, tuple[str, tuple[int, ...]]] = {}
@@ -208,7 +204,7 @@ class MeshDefinition:
             world_group(self.world).has_devices = True
 
     def outside_error(self, call: str, whole: Layout) -> NotInGroupError:
-        """Return the error of ``call`` on a rank outside of ``whole``, the root mesh's layout."""
+        """Return the error of ``call`` on a rank outside the mesh."""
         ranks = whole.ranks().ravel().tolist()
         return NotInGroupError(
             f"{call} on a mesh that does not contain this rank",
@@ -221,7 +217,7 @@ class MeshDefinition:
 
     @staticmethod
     def concatenate(parts: Sequence[MeshDefinition]) -> MeshDefinition:
-        """Return the definition of the mesh with the axes and options of all parts, in order."""
+        """Return the mesh with the axes of all parts, in order."""
         if not parts:
             raise MeshError("concatenate needs at least one mesh", expected="at least one")
         first = parts[0]
@@ -235,7 +231,7 @@ class MeshDefinition:
         return replace(first, layout=layout, options=options)
 
     def names_to_slice(self, axes: object) -> tuple[str, ...]:
-        """Return ``axes``, of ``mesh[axes]``, as a tuple of names; raise unless they can slice."""
+        """Return ``axes`` of ``mesh[axes]`` as a tuple of names, checked."""
         if not isinstance(axes, Hashable):
             raise AxisError(f"a mesh must be sliced by axis names, not by {axes!r}")
         if self.layout.names is None:
@@ -264,7 +260,7 @@ def define_mesh(
     *,
     open_groups: bool = True,
 ) -> MeshDefinition:
-    """Return the checked definition of a mesh; initializes the world if there is none.
+    """Return the checked definition of a mesh; initializes the world if needed.
 
     Args:
         layout_in: returns the layout for a world size.
@@ -283,10 +279,10 @@ def define_mesh(
 
 
 def _holds_rank_0_alone(layout_in: Callable[[int], Layout]) -> bool:
-    """Return whether the layout has rank 0 alone, whatever the size of the world."""
+    """Return whether the layout is only rank 0 in any world."""
     try:
-        layout = layout_in(2)  # a size of -1 becomes 2 here
-    except MeshdistError:  # raised again once the size of the world is known
+        layout = layout_in(2)  # A size of -1 becomes 2 here.
+    except MeshdistError:  # The same error is raised when the world's size is known.
         return False
     return layout.num_ranks == 1 and layout.largest_rank == 0
 
@@ -297,13 +293,7 @@ def options_of_axes(
     backend_override: Mapping[str | int, Any] | None = None,
     timeout: timedelta | None = None,
 ) -> tuple[AxisOptions, ...]:
-    """Return the checked options of each axis of ``layout``, in axis order.
-
-    Args:
-        axis_options: by axis name or index.
-        backend_override: torch's form: a backend name, backend options, or a pair of both, by axis.
-        timeout: for axes that name none.
-    """
+    """Return the checked options of each axis of ``layout``."""
     chosen: dict[int, AxisOptions] = {}
     for what, given in (("axis_options", axis_options), ("backend_override", backend_override)):
         if given is not None and not isinstance(given, Mapping):
@@ -352,7 +342,7 @@ def _from_torch_form(value: Any) -> AxisOptions:
 
 
 def layout_of_ranks(mesh: Any, names: Sequence[str] | None, world_size: int) -> Layout:
-    """Return the layout of an array of ranks, or a given Layout; raise if the world lacks ranks."""
+    """Return the layout of ranks or a Layout; raise if the world lacks ranks."""
     if not isinstance(mesh, Layout):
         return Layout.from_ranks(mesh, names, world_size=world_size)
     if names is not None:
@@ -377,7 +367,7 @@ def definition_of_groups(
     mesh: Any,
     names: Sequence[str] | None,
 ) -> tuple[MeshDefinition, tuple[ProcessGroup, ...]]:
-    """Return a mesh's definition on existing groups, and these in axis order; or raise."""
+    """Return a mesh's definition on existing groups, and these in axis order."""
     check_device_type(device_type)
     is_one = isinstance(group, ProcessGroup)
     groups = tuple(map(resolve_group, [group] if isinstance(group, ProcessGroup) else group))
@@ -412,7 +402,6 @@ def definition_of_groups(
 
 
 def _options_of(group: ProcessGroup, device_type: str) -> AxisOptions:
-    """Return the options of an axis whose group is ``group``."""
     backend = group.backends.get(device_type)
     return AxisOptions(
         backend=None if backend == group.world.backends.get(device_type) else backend,

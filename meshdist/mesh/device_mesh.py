@@ -1,4 +1,4 @@
-"""Provide ``DeviceMesh``: an n-dimensional array of ranks with groups along its named axes."""
+"""Provide ``DeviceMesh``."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ __all__ = ["DeviceMesh"]
 class DeviceMesh:
     """Arrange ranks along named axes; creating a mesh is collective over its ranks.
 
-    The ranks compare their definitions, then open one group per axis with that group's members.
-    Slices and transposes open nothing.
+    The ranks compare their definitions, then open one group per axis. Slices and transposes open
+    nothing.
 
-    A mesh is immutable. Two meshes are equal if they have the same world, device type, axis names
-    and options, and the same rank at every coordinate.
+    A mesh is immutable. Meshes are equal if world, device type, axis names and options, and the
+    rank at every coordinate are equal.
 
     Args:
-        device_type: the device type of the tensors, without an index: "cpu", "cuda", ...
-        mesh: global ranks in any order, one dim per axis: an array, tensor or nested sequence; or
-            a Layout, which has axis names.
+        device_type: the tensors' device type, without an index: "cpu", "cuda", ...
+        mesh: global ranks in any order, one dim per axis: an array, tensor or nested sequence; or a
+            Layout, which has axis names.
         mesh_dim_names: one name per axis.
         axis_options: AxisOptions by axis name or index.
         open_groups: if False, groups open in ``warmup()`` or on first use.
@@ -60,10 +60,9 @@ class DeviceMesh:
         BackendError: If the device type is "cuda" and there is no GPU.
         MismatchError: If ranks define different meshes; raised on every rank.
         CollectiveTimeoutError: If a rank does not make this call.
-        NotInGroupError: If a method needs this rank's coordinate and it is outside of the mesh.
+        NotInGroupError: If a method needs a coordinate and this rank is outside of the mesh.
 
-    Cost: at most a dozen store requests per rank and one group opened per axis, whatever the
-        size of the mesh.
+    Cost: at most a dozen store requests per rank and one group per axis, whatever the mesh's size.
 
     Example:
         >>> import meshdist as md
@@ -90,7 +89,7 @@ class DeviceMesh:
 
     @classmethod
     def from_definition(cls, definition: MeshDefinition, **how: Any) -> DeviceMesh:
-        """Return the mesh of a checked definition; collective over its ranks if it opens groups."""
+        """Return the mesh of a checked definition; collective if groups open."""
         mesh = object.__new__(cls)
         mesh._set_up(definition, **how)
         return mesh
@@ -103,10 +102,10 @@ class DeviceMesh:
         groups: tuple[ProcessGroup, ...] | None = None,
         open_groups: bool = False,
     ) -> None:
-        """Set the attributes; every constructor calls this.
+        """Set the attributes.
 
         Args:
-            root: the mesh that this mesh was derived from; None for the mesh itself.
+            root: the mesh that this mesh was derived from, or None.
             groups: the groups of its axes; None creates them.
         """
         coordinate = definition.layout.coordinate_of(definition.world.rank)
@@ -146,7 +145,7 @@ class DeviceMesh:
     _definition: MeshDefinition
     _coordinate: tuple[int, ...] | None
     _groups: tuple[ProcessGroup, ...]
-    _own_groups: list[ProcessGroup]  # of the root and all that was derived from it
+    _own_groups: list[ProcessGroup]  # The groups of the root and all derived meshes.
     _flat_group: ProcessGroup | None
     _derived: dict[Any, DeviceMesh]
 
@@ -161,7 +160,7 @@ class DeviceMesh:
 
     __delattr__ = __setattr__
 
-    if not TYPE_CHECKING:  # a type checker would think that a mesh has every name
+    if not TYPE_CHECKING:  # A type checker would accept every attribute name.
 
         def __getattr__(self, name: str) -> NoReturn:
             if name in NAMES_OF_TORCHS:
@@ -172,7 +171,7 @@ class DeviceMesh:
     def _new_group(
         self, definition: MeshDefinition, axes: tuple[int, ...], *, opens: bool = False
     ) -> ProcessGroup:
-        """Return a group over ``axes`` of a derived mesh; opens it if this mesh has open groups."""
+        """Return a group over ``axes`` of a derived mesh, opened if this mesh has open groups."""
         group = definition.make_group(axes)
         self._own_groups.append(group)
         if opens or any(mine.is_open for mine in self._groups):
@@ -223,7 +222,7 @@ class DeviceMesh:
         return self.world.rank
 
     def get_coordinate(self) -> tuple[int, ...] | None:
-        """Return this rank's coordinate, or None on a rank outside the mesh."""
+        """Return this rank's coordinate, or None outside the mesh."""
         return self._coordinate
 
     def get_local_rank(self, mesh_dim: Axis | None = None) -> int:
@@ -238,7 +237,7 @@ class DeviceMesh:
         return self._groups[self._own_axis(mesh_dim, "get_group")]
 
     def backend_of(self, axis: Axis) -> str:
-        """Return the configured backend of an axis, which is equal on all ranks."""
+        """Return an axis's configured backend, which is equal on all ranks."""
         asked = self._definition.options[self.layout.axis_index(axis)].backend
         return asked or self.world.backends.get(self.device_type, "")
 
@@ -250,7 +249,7 @@ class DeviceMesh:
     def open_group(self) -> ProcessGroup:
         """Return the group over all axes of this mesh, row-major.
 
-        The first call on a mesh of several axes opens the group, collectively over its members.
+        The first call opens it, collectively over its members, unless the mesh has a single axis.
         """
         if self._coordinate is not None and len(self._groups) == 1:
             return self._groups[0]
@@ -261,12 +260,12 @@ class DeviceMesh:
             return group
         return self._flat_group
 
-    # ------------------------------------------------------------------ the algebra
+    # ------------------------------------------------------------------ derived meshes
 
     def __getitem__(self, axes: Axis | tuple[Axis, ...] | list[str]) -> DeviceMesh:
         """Return the submesh of these axes, in this order, that contains this rank; opens nothing.
 
-        On a rank outside the mesh, the submesh has the same shape and no coordinate.
+        Outside the mesh, it has no coordinate.
         """
         try:
             return self._derived[axes]
@@ -299,7 +298,7 @@ class DeviceMesh:
     def flatten(self, axes: Sequence[Axis] | None = None, name: str | None = None) -> DeviceMesh:
         """Merge ``axes`` (by default all) into one axis, row-major. Inverse of ``unflatten``.
 
-        Opens the new axis's group, collectively over its members, if this mesh has open groups.
+        Opens the new axis's group, collectively, if this mesh has open groups.
         """
         indices = self.layout.axis_indices(range(self.ndim) if axes is None else axes)
         key = ("flatten", indices, name)
@@ -315,8 +314,7 @@ class DeviceMesh:
     ) -> DeviceMesh:
         """Split ``axis``, row-major, into axes of these sizes. Inverse of ``flatten``.
 
-        One size may be -1. Opens the new axes' groups, collectively over their members, if this
-        mesh has open groups.
+        One size may be -1. Opens the new axes' groups, collectively, if this mesh has open groups.
         """
         index = self.layout.axis_index(axis)
         names = None if names is None else tuple(names)
@@ -331,7 +329,7 @@ class DeviceMesh:
     def refined(self, layout: Layout, owners: Sequence[Axis]) -> DeviceMesh:
         """Return the mesh of ``layout``, whose axis i is a part of this mesh's axis ``owners[i]``.
 
-        Opens the groups of the axes, collectively, if this mesh has open groups.
+        Opens the axes' groups, collectively, if this mesh has open groups.
         """
         kept = [self.layout.axis_index(owner) for owner in owners]
         key = ("refined", layout, tuple(kept))
@@ -343,7 +341,7 @@ class DeviceMesh:
     def concatenate(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
         """Return the mesh with the axes of all parts, in order; opens nothing.
 
-        The parts must be slices of one mesh, or of several meshes over the same ranks.
+        The parts must be slices of one mesh, or of meshes over the same ranks.
         """
         definition = MeshDefinition.concatenate([part._definition for part in meshes])
         groups = tuple(group for part in meshes for group in part._groups)
@@ -353,7 +351,7 @@ class DeviceMesh:
         """Return the mesh of ``layout`` with the options and groups of the axes ``kept``.
 
         Args:
-            new: the axes of ``layout`` that get new groups, opened if this mesh's groups are open.
+            new: axes that get new groups, opened if this mesh's groups are open.
         """
         options = tuple(self._definition.options[index] for index in kept)
         definition = replace(self._definition, layout=layout, options=options)
@@ -376,15 +374,15 @@ class DeviceMesh:
     def abort(self, reason: str = "mesh.abort() was called") -> None:
         """Abort the groups of this mesh: every rank that waits in one of them raises.
 
-        Other meshes that share a communicator with this mesh can no longer use it either. An axis
-        with ``AxisOptions(private=True)`` shares none.
+        Meshes that share a communicator with it become unusable too. An axis with
+        ``AxisOptions(private=True)`` shares none.
         """
         for group in (*self._groups, self._flat_group):
             if group is not None:
                 group.abort(reason)
 
     def close(self) -> None:
-        """Close the mesh and all meshes that were derived from it.
+        """Close the mesh and all meshes derived from it.
 
         Communicators that another mesh shares stay open.
 
@@ -423,7 +421,7 @@ class DeviceMesh:
         """Create a mesh from existing groups.
 
         Args:
-            group: one group for a 1-D mesh, or a list with one group per axis, in axis order.
+            group: one group for a 1-D mesh, or a list with one group per axis.
             device_type: as in the constructor.
             mesh: the global ranks; required for a list of groups.
             mesh_dim_names: required for a list of groups.
@@ -458,7 +456,7 @@ class DeviceMesh:
         return f"DeviceMesh({self.device_type!r}, {ranks}{names})"
 
     def __format__(self, format_spec: str) -> str:
-        reject_torch(self._definition, self.root.layout)  # torch's functional collectives
+        reject_torch(self._definition, self.root.layout)  # Functional collectives read this.
         return format(str(self), format_spec)
 
     def __str__(self) -> str:
@@ -480,7 +478,7 @@ class DeviceMesh:
         return hash(self._definition)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # The copy finds open equal groups, or opens its own at their first use.
+        # The copy reuses open equal groups, or opens new groups at their first use.
         return _unpickled, (self.device_type, self.layout, self._definition.options)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DeviceMesh:
@@ -501,7 +499,7 @@ class DeviceMesh:
 
 
 def coordinate_in(mesh: DeviceMesh, call: str) -> tuple[int, ...]:
-    """Return this rank's coordinate in ``mesh``; raise an error of ``call`` outside of it."""
+    """Return this rank's coordinate in ``mesh``; else raise an error of ``call``."""
     if mesh._coordinate is None:
         raise mesh._definition.outside_error(call, mesh.root.layout)
     return mesh._coordinate

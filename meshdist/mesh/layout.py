@@ -1,9 +1,8 @@
 """Provide ``Layout``: ranks arranged along named axes, as strides, without processes.
 
-A ``Layout`` never lists its ranks unless asked to. Each axis is a tuple of modes (size, stride),
-major to minor; the rank at a coordinate lies at ``offset`` plus the sum of its strides in the rank
-map, and without a rank map that place is the rank itself. So a mesh of 16,384 ranks costs a few
-microseconds, and every operation below returns a new layout and sends nothing.
+Each axis is a tuple of modes (size, stride), major to minor. The place of a coordinate is
+``offset`` plus the sum of its strides; its rank is ``rank_map[place]``, or without a rank map the
+place. Ranks are listed only on request, so a mesh of 16,384 ranks costs microseconds.
 """
 
 from __future__ import annotations
@@ -46,12 +45,12 @@ __all__ = ["Layout"]
 AxisName = str
 Axis = str | int
 
-# Up to here a layout that is not row-major shows its ranks in its repr, beyond it its strides.
+# The repr of a larger layout that is not row-major shows strides, because ranks would fill pages.
 _REPR_RANKS = 64
 
 
 class _RankMap(tuple[int, ...]):
-    """The global rank at each place of a layout, shared by the layouts derived from it."""
+    """The global rank at each place, shared by derived layouts."""
 
     @cached_property
     def positions(self) -> dict[int, int]:
@@ -62,15 +61,14 @@ class _RankMap(tuple[int, ...]):
 class Layout:
     """Global ranks at the points of a grid with named axes; immutable, hashable, process-free.
 
-    Two layouts are equal when their names are equal and every coordinate holds the same rank,
-    however each was made.
+    Layouts are equal if their names and the rank at every coordinate are equal.
 
     Args:
-        modes: per axis the (size, stride) pairs, major to minor; kept in normal form (no pair of
-            size 1, neighbours merged where their strides continue), so an axis of size 1 is ().
-        names: one name per axis, or None for an unnamed mesh.
+        modes: per axis the (size, stride) pairs, major to minor. They are normalized: pairs of size
+            1 are dropped and neighbours whose strides continue are merged.
+        names: one name per axis, or None.
         offset: the place of coordinate (0, 0, ...).
-        rank_map: global rank by place; None where every place is its own rank.
+        rank_map: the global rank at each place; None if every place is its rank.
 
     Raises:
         MeshError: sizes or strides below 1, axes that overlap, places outside the rank map.
@@ -89,7 +87,7 @@ class Layout:
     offset: int = 0
     rank_map: tuple[int, ...] | None = None
 
-    # ---------------------------------------------------------------- making one
+    # ---------------------------------------------------------------- constructors
 
     def __post_init__(self) -> None:
         try:
@@ -133,13 +131,13 @@ class Layout:
         """Return ranks 0, 1, 2, ... in row-major order.
 
         Args:
-            shape: the size of each axis; a single size may be -1, which ``world_size`` decides.
+            shape: the size of each axis; one size may be -1, which is inferred from ``world_size``.
             names: one name per axis, or None.
-            world_size: where given, the mesh must fit in it.
+            world_size: the maximum number of ranks, or None.
 
         Raises:
-            MeshError: a size of 0 or below -1, two sizes of -1, a -1 that does not divide the
-                world or has none to divide, a mesh larger than the world.
+            MeshError: a size of 0 or below -1, two sizes of -1, a -1 that ``world_size`` does not
+                determine, a mesh larger than the world.
 
         Example:
             >>> Layout.from_shape((2, -1), ("dp", "tp"), world_size=8)
@@ -182,7 +180,7 @@ class Layout:
         Args:
             ranks: global ranks, one dim per axis: an array, tensor or nested sequence of ints.
             names: one name per axis, or None.
-            world_size: where given, every rank must be below it.
+            world_size: if given, every rank must be below it.
 
         Raises:
             KindError: not an array of integers.
@@ -200,7 +198,7 @@ class Layout:
         dense = Layout.from_shape(array.shape)
         return _build(dense.modes, checked, 0, _RankMap(array.ravel().tolist()))
 
-    # ---------------------------------------------------------------- what it is
+    # ---------------------------------------------------------------- properties
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
@@ -220,7 +218,7 @@ class Layout:
     @cached_property
     def largest_rank(self) -> int:
         """The largest rank of the mesh."""
-        if self.rank_map is None:  # strides are positive
+        if self.rank_map is None:  # Strides are positive.
             return self._last
         return int(self.ranks().max())
 
@@ -240,11 +238,11 @@ class Layout:
         return dict(zip(self.names, self.sizes, strict=True))
 
     def axis_text(self) -> str:
-        """Return ``"dp=2, tp=4"``, or ``"2, 4"`` where the axes have no names."""
+        """Return ``"dp=2, tp=4"``, or ``"2, 4"`` without names."""
         return self._named(self.sizes)
 
     def coordinate_text(self, rank: int) -> str:
-        """Return ``"dp=1, tp=0"`` for a rank of the mesh, else ``"outside the mesh"``."""
+        """Return ``"dp=1, tp=0"``, or ``"outside the mesh"``."""
         coordinate = self.coordinate_of(rank)
         return "outside the mesh" if coordinate is None else self._named(coordinate)
 
@@ -259,7 +257,7 @@ class Layout:
             if self.rank_map is other.rank_map:
                 return True
         elif self.rank_map is None and other.rank_map is None:
-            return False  # the normal form is unique where places are ranks
+            return False  # If places are ranks, the normal form is unique.
         return bool(np.array_equal(self.ranks(), other.ranks()))
 
     def __hash__(self) -> int:
@@ -284,7 +282,7 @@ class Layout:
         return draw(self)
 
     def _repr_svg_(self) -> str:
-        """The drawing that a notebook shows."""
+        """The SVG drawing for notebooks."""
         return draw_svg(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -294,10 +292,7 @@ class Layout:
     # ---------------------------------------------------------------- ranks and coordinates
 
     def coordinate_of(self, rank: int) -> tuple[int, ...] | None:
-        """Return the coordinate of a global rank, or None where the mesh does not hold it.
-
-        The inverse of ``rank_at``.
-        """
+        """Return the coordinate of a rank, or None outside the mesh. Inverse of ``rank_at``."""
         if self.rank_map is None:
             place: int | None = rank if type(rank) is int else get_integer(rank, "rank")
         else:
@@ -305,7 +300,7 @@ class Layout:
         return None if place is None else self._coordinate_at(place)
 
     def get_coordinate(self, rank: int) -> tuple[int, ...]:
-        """Return the coordinate of a global rank; raises NotInGroupError where there is none."""
+        """Return the coordinate of a global rank; raises NotInGroupError outside the mesh."""
         coordinate = self.coordinate_of(rank)
         if coordinate is None:
             raise NotInGroupError(
@@ -317,7 +312,7 @@ class Layout:
         return coordinate
 
     def rank_at(self, coordinate: Sequence[int]) -> int:
-        """Return the global rank at a coordinate. The inverse of ``coordinate_of``.
+        """Return the global rank at a coordinate. Inverse of ``coordinate_of``.
 
         Raises:
             MeshError: not one index per axis, or an index outside its axis.
@@ -341,9 +336,7 @@ class Layout:
         return np.take(by_place, places)
 
     def ranks_of_axis(self, axis: Axis, rank: int) -> tuple[int, ...]:
-        """Return the group along ``axis`` that holds ``rank``, in mesh order.
-
-        The place of ``rank`` in it equals its coordinate along the axis.
+        """Return the group along ``axis`` that holds ``rank``, in the order of the axis's indices.
 
         Raises:
             AxisError: no such axis.
@@ -377,7 +370,7 @@ class Layout:
     def groups_of_axis(self, axis: Axis) -> tuple[tuple[int, ...], ...]:
         """Return every group along ``axis``, ordered by the other axes' coordinates, row-major.
 
-        Lists all ranks of the mesh: for documentation and tests, not for the way to a group.
+        It lists all ranks, so it is slow for large meshes.
         """
         return self.groups_of_axes((axis,))
 
@@ -397,10 +390,10 @@ class Layout:
     # ---------------------------------------------------------------- axes by name or index
 
     def axis_index(self, axis: Axis) -> int:
-        """Return the index of an axis given by its name or by an index, which may be negative.
+        """Return the index of an axis from its name or an index, which may be negative.
 
         Raises:
-            AxisError: no such axis; the text lists those there are and suggests the nearest.
+            AxisError: no such axis; the error lists the axes and suggests the nearest.
         """
         if isinstance(axis, str):
             if self.names is None:
@@ -431,7 +424,7 @@ class Layout:
         return index % self.ndim
 
     def axis_indices(self, axes: Sequence[Axis]) -> tuple[int, ...]:
-        """Return the indices of several axes, in the order given; one name counts as one axis.
+        """Return the indices of several axes, in the order given; a name counts as one axis.
 
         Raises:
             AxisError: no such axis, an axis twice, no axes.
@@ -459,7 +452,7 @@ class Layout:
     # ---------------------------------------------------------------- operations
 
     def slice(self, axes: Sequence[Axis], rank: int) -> Layout:
-        """Return the part with only ``axes``, in the order given, that runs through ``rank``.
+        """Return the part with only ``axes``, in the order given, that contains ``rank``.
 
         Raises:
             AxisError: no such axis, an axis twice, no axes.
@@ -497,18 +490,17 @@ class Layout:
         return _build(modes, self._names_of(indices), self.offset, self.rank_map)
 
     def flatten(self, axes: Sequence[Axis], name: AxisName | None = None) -> Layout:
-        """Return the layout with ``axes`` as one axis, the first named the slowest.
+        """Return the layout with ``axes`` merged into one axis, which replaces the first of them.
 
-        The axes need not be neighbours; the new one takes the place of the first named.
-        ``unflatten`` undoes it (for axes that were neighbours in this order).
+        The axes need not be neighbours. If they are, in this order, ``unflatten`` is the inverse.
 
         Args:
-            axes: the axes to join, major to minor.
-            name: the new axis's name; by default theirs, joined by "_".
+            axes: major to minor.
+            name: the new axis's name; by default their names, joined by "_".
 
         Raises:
-            AxisError: no such axis, an axis twice, a name that is taken, or a name for an
-                unnamed mesh.
+            AxisError: no such axis, an axis twice, a name that is taken, or a name for an unnamed
+                mesh.
 
         Example:
             >>> mesh = Layout.from_shape((2, 2, 2), ("pp", "dp", "tp"))
@@ -531,12 +523,12 @@ class Layout:
     def unflatten(
         self, axis: Axis, sizes: Sequence[int], names: Sequence[AxisName] | None = None
     ) -> Layout:
-        """Return the layout with ``axis`` split, row-major, into axes of the given sizes.
+        """Return the layout with ``axis`` split, row-major, into axes of these sizes.
 
-        Undoes ``flatten``. One size may be -1.
+        Inverse of ``flatten``. One size may be -1.
 
         Raises:
-            AxisError: no such axis, names that are taken, or not as many names as sizes.
+            AxisError: no such axis, names that are taken, or not one name per size.
             MeshError: sizes whose product is not the axis's size.
 
         Example:
@@ -566,7 +558,7 @@ class Layout:
             counts={index: len(checked)},
         )
         parts = split(self.modes[index], checked)
-        if parts is None:  # no strides describe it: place the ranks one by one
+        if parts is None:  # No strides describe the axes, so a rank map must list the ranks.
             shape = (*self.sizes[:index], *checked, *self.sizes[index + 1 :])
             return Layout.from_ranks(self.ranks().reshape(shape), new_names)
         modes = (*self.modes[:index], *parts, *self.modes[index + 1 :])
@@ -576,12 +568,12 @@ class Layout:
     def concatenate(layouts: Sequence[Layout]) -> Layout:
         """Return the layout with the axes of all, in order, through the rank that they share.
 
-        The parts are slices of one mesh (or of several views of one mesh) through one rank.
+        The layouts are slices of one mesh, or of views of it.
 
         Raises:
             MeshError: no layouts, parts of different meshes, parts that share no rank, axes that
                 overlap.
-            AxisError: a name twice, named parts beside unnamed parts.
+            AxisError: a name twice, or named and unnamed parts.
 
         Example:
             >>> mesh = Layout.from_shape((2, 2, 2), ("pp", "dp", "tp"))
@@ -637,7 +629,7 @@ class Layout:
             so_far.extend(layout.modes)
         return _build(modes, names, offset, first.rank_map)
 
-    # ---------------------------------------------------------------- inside
+    # ---------------------------------------------------------------- internals
 
     @property
     def _text(self) -> str:
@@ -662,7 +654,7 @@ class Layout:
         where: str,
         counts: dict[int, int] | None = None,
     ) -> tuple[AxisName, ...] | None:
-        """Return the names of the axes ``indices``, with those in ``new`` replaced."""
+        """Return the names of the axes ``indices``, replaced as in ``new``."""
         given = tuple(name for part in new.values() for name in part)
         if self.names is None:
             if given:
@@ -694,7 +686,7 @@ class Layout:
 
     @cached_property
     def _digits(self) -> tuple[tuple[int, int, int, int], ...]:
-        """The (stride, size, axis, weight within the axis) of every mode, largest stride first."""
+        """Every mode's (stride, size, axis, weight within the axis), largest stride first."""
         digits = []
         for index, axis in enumerate(self.modes):
             weight = 1
@@ -719,7 +711,7 @@ class Layout:
         return place if self.rank_map is None else self.rank_map[place]
 
     def _some_ranks(self, shown: int = 8) -> str:
-        """Return the ranks as text; of more than ``shown`` the first and the last."""
+        """Return at most ``shown`` ranks as text."""
         if self.num_ranks <= shown:
             return ", ".join(map(str, self.ranks().ravel().tolist()))
         first = (np.unravel_index(place, self.sizes) for place in range(shown - 2))
@@ -727,7 +719,7 @@ class Layout:
         return f"{head}, ..., {self._rank_of(self._last)}"
 
     def _start_of(self, indices: tuple[int, ...], rank: int) -> int:
-        """Return the place of ``rank`` with its coordinates along ``indices`` set to zero."""
+        """Return the place of ``rank`` if its coordinates along ``indices`` were 0."""
         coordinate, start = self.get_coordinate(rank), self.offset
         for index, axis in enumerate(self.modes):
             if index not in indices:
@@ -736,11 +728,11 @@ class Layout:
 
 
 def get_layout(mesh: Any, call: str) -> Layout:
-    """Return the layout of a DeviceMesh, or a Layout itself; raise KindError for anything else."""
+    """Return the layout of a mesh or Layout; else raise."""
     if isinstance(mesh, Layout):
         return mesh
     layout = getattr(mesh, "layout", None)
-    if isinstance(layout, Layout) and hasattr(mesh, "get_rank"):  # shardings have a layout, too
+    if isinstance(layout, Layout) and hasattr(mesh, "get_rank"):  # Shardings have a layout, too.
         return layout
     raise mesh_kind_error(f"{call} takes a mesh", mesh, expected="a DeviceMesh or a Layout")
 
@@ -751,7 +743,7 @@ def _build(
     offset: int,
     rank_map: tuple[int, ...] | None,
 ) -> Layout:
-    """Return a Layout of valid parts in normal form, without checks."""
+    """Return a Layout without checks or normalization."""
     layout = object.__new__(Layout)
     vars(layout).update(modes=modes, names=names, offset=offset, rank_map=rank_map)
     return layout

@@ -1,7 +1,4 @@
-"""The input of users who make a mesh, checked: names, sizes, arrays of ranks.
-
-Each function returns its argument in one plain form or raises an error that shows it.
-"""
+"""Check names, sizes and arrays of ranks."""
 
 from __future__ import annotations
 
@@ -18,13 +15,12 @@ from ..errors import AxisError, KindError, MeshError
 from .strides import AxisModes, coalesced
 
 _ABBREVIATED = 3
-"""Letters up to which a name is an abbreviation. One letter tells two of them apart, so that the
-nearest is no guess at what was meant where both may name a kind of parallelism: 'ep' is not 'dp',
-nor 'etp' 'edp'."""
+"""In names of at most this many letters, another letter can mean another kind of parallelism: 'ep'
+must not suggest 'dp', nor 'etp' 'edp'."""
 
 
 def checked_modes(axis: Any) -> AxisModes:
-    """Return the (size, stride) pairs of an axis in normal form; raise if they are invalid."""
+    """Return an axis's (size, stride) pairs in normal form; or raise."""
     try:
         pairs = [(operator.index(size), operator.index(stride)) for size, stride in axis]
     except (TypeError, ValueError) as error:
@@ -41,7 +37,7 @@ def checked_modes(axis: Any) -> AxisModes:
 def checked_names(
     names: Sequence[str] | None, ndim: int, where: str | None = None
 ) -> tuple[str, ...] | None:
-    """Return axis names as a tuple of ``ndim`` different identifiers, or None; else raise."""
+    """Return None or axis names as a tuple of ``ndim`` different identifiers; else raise."""
     if names is None:
         return None
     if isinstance(names, str):
@@ -90,7 +86,7 @@ def _identifier_hint(name: object) -> str | None:
 
 
 def checked_sizes(sizes: Any, what: str) -> tuple[int, ...]:
-    """Return sizes as a tuple of numbers from 1 on and at most one -1; else raise."""
+    """Return a tuple of positive ints and at most one -1; else raise."""
     try:
         found = find_integers([sizes] if isinstance(sizes, int) else list(sizes))
     except TypeError:
@@ -117,7 +113,7 @@ def checked_sizes(sizes: Any, what: str) -> tuple[int, ...]:
 def inferred_sizes(
     sizes: tuple[int, ...], whole: int, what: str, whole_text: str
 ) -> tuple[int, ...]:
-    """Return ``sizes`` with a -1 replaced so that the product is ``whole``; or raise."""
+    """Return ``sizes`` with -1 replaced for the product ``whole``; or raise."""
     if -1 not in sizes:
         return sizes
     known = -math.prod(sizes)
@@ -131,10 +127,10 @@ def inferred_sizes(
 
 
 def checked_ranks(ranks: Any, world_size: int | None = None) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Return an array, not 0-dim, of distinct ranks below ``world_size`` (None: any), or raise."""
+    """Return an array of distinct ranks below ``world_size`` (None: any); or raise."""
     try:
         array = np.asarray(ranks)
-    except ValueError as error:  # rows of different lengths
+    except ValueError as error:  # The rows have different lengths.
         raise MeshError(
             "the ranks of a mesh do not form a grid",
             expected="rows of equal length",
@@ -195,12 +191,11 @@ def _where_is(array: np.ndarray[Any, Any], rank: int) -> tuple[int, ...]:
 
 
 def num_ranks_text(count: int) -> str:
-    """Return a count with its noun: ``"1 rank"``, ``"4 ranks"``."""
     return f"{count} rank" if count == 1 else f"{count} ranks"
 
 
 def no_axis(axis: str, names: Sequence[str], where: str) -> AxisError:
-    """Return the error of a mesh without an axis of this name, which suggests a similar name.
+    """Return the error for a missing axis, which suggests a similar name.
 
     Example:
         >>> no_axis("modle", ("data", "model"), "mesh (data=2, model=4)").fix

@@ -11,23 +11,22 @@ from ..errors import AxisError, KindError
 __all__ = ["P", "PartitionSpec"]
 
 Entry = str | tuple[str, ...] | None
-"""One dim's axes: none, one, or several, major to minor."""
+"""A dim's axes, major to minor: None, a name, or several names."""
 
 
 class PartitionSpec:
     """The mesh axes that cut each dim of an array; immutable and hashable, without a mesh.
 
     Args:
-        *partitions: one entry per dim: None for a dim that is not cut, the name of an axis, or a
-            tuple of names, major to minor. ``("a",)`` is ``"a"``, and ``()`` is None. Dims beyond
-            the last entry are not cut.
-        unreduced: a set of the axes along which each rank holds a partial sum of the value.
-        reduced: a set of the axes along which ranks hold equal values, and the gradient is
-            unreduced.
+        *partitions: one entry per dim: None for an uncut dim, an axis name, or a tuple of names,
+            major to minor. ``("a",)`` is ``"a"``, and ``()`` is None. Dims beyond the last entry
+            are not cut.
+        unreduced: the axes along which each rank holds a partial sum of the value.
+        reduced: the axes along which ranks hold equal values, and the gradient is unreduced.
 
     Raises:
-        KindError: an entry or a set that is something else.
-        AxisError: an axis under two of dims, ``unreduced`` and ``reduced``.
+        KindError: another type of entry or set.
+        AxisError: an axis named twice, by dims, ``unreduced`` or ``reduced``.
 
     Example:
         >>> P("dp", None, ("ep", "tp"))
@@ -170,7 +169,7 @@ class PartitionSpec:
         unreduced: frozenset[str] | set[str] | None = None,
         reduced: frozenset[str] | set[str] | None = None,
     ) -> PartitionSpec:
-        """Return a spec with some of the three replaced; None keeps what is there.
+        """Return a spec with some of the three replaced; None keeps a value.
 
         Example:
             >>> P("dp", unreduced={"tp"}).update(unreduced=set())
@@ -215,14 +214,14 @@ def axes_of(entry: Entry) -> tuple[str, ...]:
 
 
 def fix_of_entries(ndim: int) -> str:
-    """Return the fix of an error on a spec with more entries than an array has dimensions."""
+    """Return the fix for a spec with too many entries."""
     if not ndim:
         return "write P() for a scalar"
     return f"write at most {ndim} entr{'y' if ndim == 1 else 'ies'}; or add a dimension: x[None]"
 
 
 def _entry(value: Any) -> Entry:
-    """Return a dim's entry in normal form (None, a name, a tuple of names); else raise."""
+    """Return a dim's entry as None, a name, or a tuple of names; else raise."""
     if value is None or isinstance(value, str):
         return value or None
     if isinstance(value, (tuple, list)) and all(isinstance(name, str) for name in value):

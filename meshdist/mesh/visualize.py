@@ -1,6 +1,6 @@
-"""A mesh as text tables for the terminal, and as an SVG document.
+"""Draw a mesh as text tables and as SVG.
 
-A mesh of one axis is a row, of two a table, of more a table for each coordinate of the outer axes.
+One axis is a row, two axes are a table; more axes are a table per coordinate of the outer axes.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ def draw_svg(
 
     Args:
         highlight_rank: a rank to frame, and to keep in view.
-        hosts: the host of each rank, by rank; shown by the colour of its cell and a legend.
-        width: pixels to fill at most; three ranks a row are always shown.
+        hosts: the host of each rank, shown by the colour of its cell and a legend.
+        width: maximum in pixels; three ranks per row always fit.
     """
     title = f"mesh ({layout.axis_text()})" if title is None else title
     return _Svg(layout, Marks.of(layout, highlight_rank, hosts), title, width).text()
 
 
 class _Svg:
-    """Builder of a mesh's SVG drawing; lengths are in pixels."""
+    """Builder of an SVG drawing; lengths are in pixels."""
 
     margin = 12
     cell_height = 28
@@ -160,7 +160,7 @@ class _Svg:
         *,
         anchor: str = "middle",
         bold: bool = False,
-        fill: str = "#777777",  # readable on white and on black pages
+        fill: str = "#777777",  # Readable on white and on black pages.
     ) -> None:
         weight = ' font-weight="bold"' if bold else ""
         self.parts.append(
@@ -170,7 +170,7 @@ class _Svg:
 
 
 _DEFAULT_WIDTH = 80
-_MAX_LINES = 48  # of all tables together, where a mesh has more than two axes
+_MAX_LINES = 48  # For all tables together, if a mesh has more than two axes.
 _MAX_ROWS = 12
 _COLORS = ("cyan", "magenta", "yellow", "green", "blue", "red")
 
@@ -189,11 +189,11 @@ def draw(
 
     Args:
         highlight_rank: a rank to put in brackets, and to keep in view.
-        hosts: the host of each rank, by rank; marked by a letter, explained below the tables.
-        legend: what the letters stand for, where it is something else that ranks share.
-        width: columns of text to fill at most, 80 by default; three ranks a row are always shown.
-        color: True for terminal colours, None where the terminal has them, False for plain text.
-        ascii_only: draw with + - |; by default where stdout's encoding has no other lines.
+        hosts: the host of each rank, marked by a letter that is explained below the tables.
+        legend: the meaning of the letters, if ``hosts`` holds other groups of ranks.
+        width: maximum in characters, 80 by default; three ranks per row always fit.
+        color: True for terminal colours, None if the terminal has them, False for plain text.
+        ascii_only: draw with + - |; by default if stdout's encoding has no other lines.
 
     Example:
         >>> from meshdist.mesh.layout import Layout
@@ -218,7 +218,7 @@ def draw(
 
 
 class _GridDrawing:
-    """Builder of a mesh's text drawing; lengths are in characters."""
+    """Builder of a text drawing; lengths are in characters."""
 
     def __init__(
         self,
@@ -241,7 +241,7 @@ class _GridDrawing:
         cell_width = max(cell_width, len(str(layout.sizes[-1] - 1)))
         rows_label = str(layout.sizes[-2] - 1) if layout.ndim > 1 else "rank"
         label_width = max(len(corner(layout)), len(rows_label))
-        brackets = 2  # of the highlighted rank; they widen one column
+        brackets = 2  # The highlighted rank's brackets widen its column.
         max_columns = (width - label_width - 4 - brackets) // (cell_width + 3)
         max_rows = _MAX_ROWS if layout.ndim <= 2 else _MAX_ROWS - 4
         num_rows = min(max_rows, layout.sizes[-2]) if layout.ndim > 1 else 1
@@ -257,7 +257,6 @@ class _GridDrawing:
 
         console = Console(
             file=io.StringIO(),
-            # The tables fit: nothing is to be folded.
             width=max(self.width, 4 * self.table_width * self.abreast),
             height=_MAX_LINES,
             color_system="standard" if self.color else None,
@@ -317,7 +316,6 @@ class _GridDrawing:
         return table
 
     def _cell(self, rank: int) -> tuple[str, str]:
-        """Return the text and the style of a rank's cell."""
         host = self.marks.host_index(rank)
         is_highlighted = rank == self.marks.highlight_rank
         text = f"[{rank}]" if is_highlighted else str(rank)

@@ -43,17 +43,15 @@ class Deadline:
 
     @property
     def left(self) -> timedelta:
-        """The remaining time, at least 0."""
         return timedelta(seconds=self.left_s)
 
     @property
     def is_over(self) -> bool:
-        """Return whether the deadline has passed."""
         return time.monotonic() >= self._end
 
 
 class Looks:
-    """Schedule of checks for missing members, less frequent the longer waits and checks take.
+    """Schedule of checks for missing members, rarer in longer waits and for slower checks.
 
     Example: with few members, the first waiting member (``place`` 1) checks after 1, 1.5, 2.3, 3.4,
     ... seconds, 11 times in 90 seconds; the second starts after 4 s, the third after 16 s.
@@ -121,7 +119,7 @@ class Timer:
     """A function to call once after a timeout, unless canceled."""
 
     # One thread makes all calls, up to 50 ms late. Setting and canceling a timer takes less than a
-    # microsecond, so that many short waits can each have one.
+    # microsecond, so each of many short waits can have a timer.
     __slots__ = ("_thread", "call", "deadline")
 
     def __init__(self, timeout: timedelta | float, call: Callable[[], object]) -> None:
@@ -159,7 +157,6 @@ class _TimerThread(threading.Thread):
             self._is_needed.set()
 
     def remove(self, timer: Timer) -> bool:
-        """Remove a timer; return whether it was pending."""
         try:
             self._timers.remove(timer)
         except KeyError:

@@ -1,7 +1,6 @@
 """Save and restore a rank's random generators, seed records, default dtype and torch hooks.
 
-All of them are global to the process, which simulated ranks share. Their scheduler therefore swaps
-them whenever it switches to another rank.
+They are global to the process, so the scheduler of simulated ranks swaps them at each switch.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ else:  # generators of torch 2.11 and 2.12 take no weak references
     (_COUNT_OF_A_KEY,) = [sys.getrefcount(key) for key in {torch.Generator(): None}]
 
     class SeedNotes(dict):
-        """Seed record by generator; setting one drops those of unreferenced generators."""
+        """Seed record by generator; setting a record drops unreferenced generators."""
 
         def __setitem__(self, generator: torch.Generator, note: Any) -> None:
             for key in [key for key in self if sys.getrefcount(key) <= _COUNT_OF_A_KEY]:
@@ -96,7 +95,6 @@ class ProcessState:
         )
 
     def restore(self) -> None:
-        """Restore the snapshot for the running thread."""
         global _notes
         self.hooks.restore()
         _notes = self.seed_notes

@@ -49,7 +49,7 @@ _PF_EXITING = 0x4  # of Linux, set before the process gives its memory and files
 
 
 def process_start(pid: int) -> str | None:
-    """Return the start time of process ``pid`` as the system's text, or None after its end."""
+    """Return the start time of process ``pid`` as text, or None after its end."""
     # Process ids are reused, but the id and start time together are unique.
     process = read_process(pid)
     if process is not None:
@@ -64,7 +64,7 @@ def process_start(pid: int) -> str | None:
 
 
 def read_process(pid: int) -> tuple[str, list[str]] | None:
-    """Return a process's name and further fields of /proc/PID/stat, or None if it has ended."""
+    """Return a process's name and other fields of /proc/PID/stat; None if it ended."""
     # Propagate any other OSError, for example if this process cannot open more files.
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
@@ -110,7 +110,7 @@ def free_bytes() -> float:
 
 
 def make_descriptor_room(num_needed: int) -> str:
-    """Raise the limit for ``num_needed`` more open files; return what is lacking, or ""."""
+    """Raise the limit for ``num_needed`` more open files; return the unmet need, or ""."""
     limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY:
         return ""
@@ -120,7 +120,7 @@ def make_descriptor_room(num_needed: int) -> str:
         num_open = limit
     if limit - num_open < num_needed:
         wanted = num_open + num_needed if most == resource.RLIM_INFINITY else most
-        with suppress(OSError, ValueError):  # macOS shows no hard limit, and has a lower one
+        with suppress(OSError, ValueError):  # macOS shows no hard limit but enforces a lower limit
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     left = max(0, limit - num_open)
@@ -166,7 +166,7 @@ def find_version(distribution: str) -> str | None:
 
 @dataclass(frozen=True)
 class ProcessInfo:
-    """Identity of a process, with which other processes can check whether it is alive.
+    """Identity of a process, for checks whether it is alive.
 
     Args:
         start: its start time from ``process_start``; "" if unknown.
@@ -183,7 +183,6 @@ class ProcessInfo:
         return f"process {self.pid} on {self.hostname}"
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain values for ``from_json``."""
         return asdict(self)
 
     @classmethod
@@ -197,7 +196,6 @@ class ProcessInfo:
 
 
 def my_process_info() -> ProcessInfo:
-    """Return the info of this process."""
     pid, start = os.getpid(), None
     with suppress(OSError):
         start = process_start(pid)
@@ -205,7 +203,7 @@ def my_process_info() -> ProcessInfo:
 
 
 def is_alive(process_info: ProcessInfo) -> bool | None:
-    """Return whether the process is alive; None if this process cannot tell."""
+    """Return whether the process is alive; None if unknown."""
     if process_info.start and process_info.host == host_identity():
         with suppress(OSError):
             return process_start(process_info.pid) == process_info.start
@@ -246,7 +244,7 @@ def name_locker(path: str) -> str:
 
 
 forks = [0]
-"""The number of forks between this process and the one that imported the package.
+"""The number of forks since the package was imported.
 
 Like the process id, it differs in a forked child, but reading it needs no system call. Collectives
 read it here; all other code uses ``num_forks``.
@@ -254,7 +252,7 @@ read it here; all other code uses ``num_forks``.
 
 
 def num_forks() -> int:
-    """Return the number of forks between the package's import and this process."""
+    """Return the number of forks since the package was imported."""
     return forks[0]
 
 
@@ -278,14 +276,13 @@ _finalizers: dict[Callable[[], None], Finalize] = {}
 
 
 def call_at_end(function: Callable[[], None]) -> None:
-    """Call ``function`` when this process ends, unless ``do_not_call_at_end`` cancels it."""
+    """Call ``function`` when this process ends; ``do_not_call_at_end`` cancels."""
     atexit.register(function)
     if parent_process() is not None:  # multiprocessing workers do not run atexit handlers
         _finalizers[function] = Finalize(None, function, exitpriority=0)
 
 
 def do_not_call_at_end(function: Callable[[], None]) -> None:
-    """Cancel ``call_at_end(function)``."""
     atexit.unregister(function)
     if (finalizer := _finalizers.pop(function, None)) is not None:
         finalizer.cancel()

@@ -1,7 +1,7 @@
 """Reuse memory of large results and of temporary copies in collectives.
 
-Linux clears pages on first access: for 4 KiB pages this takes longer than writing them, for 2 MiB
-pages a fraction. Large results therefore use huge pages, and the memory of freed results is reused.
+Linux clears pages on first access: 4 KiB pages take longer than writing them, 2 MiB pages a
+fraction. So large results use huge pages, and freed memory is reused.
 """
 
 from __future__ import annotations

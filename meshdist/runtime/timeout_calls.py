@@ -47,7 +47,7 @@ class TimeoutCall:
                 calls.put(self._run)
 
     def _run(self) -> None:
-        call, self._call = self._call, None  # release what the call holds as soon as it returns
+        call, self._call = self._call, None  # Release the call's references as soon as it returns.
         assert call is not None
         try:
             self._result = call()
@@ -58,7 +58,7 @@ class TimeoutCall:
             self._has_ended.set()
 
     def wait(self, timeout: timedelta, check: Callable[[], object] | None = None) -> Any:
-        """Return the call's result or raise its error; raise TimeoutError if it takes longer.
+        """Return the call's result or raise its error or TimeoutError.
 
         Args:
             check: called regularly; it may raise to end the wait.
@@ -140,7 +140,7 @@ class _Threads:
     def _make(self, call: list[Callable[[], object]]) -> None:
         """Run the call in the list, and count it as returned."""
         try:
-            call.pop()()  # release what the call holds before reporting its end
+            call.pop()()  # Release the call's references before reporting its end.
         finally:
             with self._has_returned:
                 self._num_busy -= 1
@@ -164,7 +164,7 @@ def await_calls_elsewhere(limit_s: float) -> bool:
 
 
 class Watched(Protocol):
-    """An object that the watchdog thread checks ten times a second until it is freed."""
+    """An object that the watchdog thread checks until it is freed."""
 
     def look(self) -> None:
         """Fail operations in flight that have failed or timed out."""
@@ -211,7 +211,6 @@ def _watchdog() -> _Watchdog:
 
 
 def _forget_watchdog() -> None:
-    """Forget the watchdog in a forked child, which has no such thread."""
     if _watchdog.cache_info().currsize:
         atexit.unregister(_watchdog().end)
     _watchdog.cache_clear()

@@ -26,7 +26,6 @@ class TorchHooks:
         ]
 
     def restore(self) -> None:
-        """Restore the snapshot for the running thread."""
         for owner, name, value in self._kept:
             now = owner[name]
             if isinstance(now, dict) and now != value:  # in place: handles of hooks know the table

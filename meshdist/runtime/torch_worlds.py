@@ -1,7 +1,7 @@
 """Give each simulated rank its own process groups of torch.distributed.
 
-torch keeps its groups in a record of its Python module and in a C++ registry by name. The thread of
-a simulated rank has its own copy of both; all other threads use the process's.
+torch keeps its groups in a record of its Python module and in a C++ registry by name. A simulated
+rank's thread has its own copies; other threads use the process's.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..errors import BackendError
 
 _MAY_SERVE = frozenset({"simulated", "fake"})  # torch's fake backend never waits
-_torchs: Any = c10d  # its private names, and those of its C++
+_torchs: Any = c10d  # for private names, also in its C++ module
 _core: Any = _distributed_c10d
 _meshes: Any = DeviceMesh
 _ensure_device_guard: Any = getattr(torch._C, "_ensureCUDADeviceGuardSet", None)
@@ -74,7 +74,7 @@ class _NumberOfRank:
 
 
 def begin_record() -> None:
-    """Set an empty record of torch's groups for this thread, of a simulated rank."""
+    """Set an empty record of torch's groups for this simulated rank's thread."""
     _here.record = TorchWorld()
 
 
@@ -155,7 +155,7 @@ def _open_checked(
     *rest: Any,
     **named: Any,
 ) -> Any:
-    """Open a group with torch's function; raise for a process backend on a simulated rank."""
+    """Open a torch group; raise for a process backend on a simulated rank."""
     # A rank that waits in such a backend would block all others; Gloo waits as it opens.
     if hasattr(_here, "record"):
         wanted = _torchs.BackendConfig(backend).get_device_backend_map().values()

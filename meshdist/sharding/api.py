@@ -1,8 +1,7 @@
 """Move arrays between shardings: ``reshard``, ``shard``, ``unshard`` and ``device_put``.
 
-Between one rank, the root, and the others each element travels once. ``device_put`` from a root
-takes two steps if replicas hold the array: the root scatters what they will hold in parts, and they
-exchange their parts.
+``device_put`` from a root sends each element once. If replicas hold the array, the root scatters
+distinct parts among them, and they exchange the parts.
 """
 
 from __future__ import annotations
@@ -63,38 +62,35 @@ def reshard(
 
     Any collective is a pattern: ``"b@dp -> b"`` gathers, ``"b {U:dp} -> b"`` sums,
     ``"b {U:dp} -> b@dp"`` sums and scatters, ``"s@tp d -> s d@tp"`` is an all-to-all, and
-    ``"b -> b@dp"`` slices without communication. The right side may reorder and regroup dims. The
-    plan sends the fewest bytes.
+    ``"b -> b@dp"`` slices without communication. The right side may reorder and regroup dims.
 
     Args:
-        x: this rank's shard, an array of any library, in any memory layout; or a ``ShardedArray``,
-            which knows its mesh and shape.
+        x: this rank's shard, an array of any library and memory layout; or a ``ShardedArray``.
         pattern: the current and the new sharding; or the current ``NamedSharding``. For a
-            ``ShardedArray``, the new sharding alone: one side, a sharding or a spec.
+            ``ShardedArray``, the new sharding only: one side, a sharding or a spec.
         mesh: the mesh whose axes the pattern names; None takes the current mesh. After a
             ``NamedSharding``: the target sharding.
-        shape: the global shape; None takes each dim as the shard's size times the number of
-            shards, or from ``sizes``.
-        check: if True, ranks compare their values along axes that the right side cuts or sums and
-            the left does not name; None compares on simulated ranks and at debug level DETAIL.
+        shape: the global shape; None multiplies shard sizes by shard counts, or uses ``sizes``.
+        check: if True, ranks compare values along axes that the right side cuts or sums and the
+            left does not name; None compares on simulated ranks and at debug level DETAIL.
         sizes: global sizes by dim, for uneven shards and inside of groups: ``b=10, k=4``.
 
     Returns:
-        An array like ``x``, in new memory, with equal bits on ranks that hold equal parts. A
-        ``ShardedArray`` itself if nothing changes.
+        An array like ``x``, in new memory, bitwise equal on replicas. A ``ShardedArray`` itself if
+        nothing changes.
 
     Gradient:
-        The same communication transposed: the plan from the right side's cotangent, with U and R
-        exchanged, to the left side's.
+        The transposed communication, from the right side's cotangent to the left side's, with U
+        and R exchanged.
 
     Cost:
-        What ``md.plan`` with the same arguments tells.
+        ``md.plan`` with the same arguments computes it; the plan sends the fewest bytes.
 
     Raises:
-        PatternError, AxisError, ShapeError: a pattern that does not fit the mesh or ``x``.
-        DtypeError: bool values that are partial sums.
-        MeshError: there is no current mesh. NotInGroupError: this rank is not in the mesh.
-        MismatchError: ranks have different plans. UnequalError: a comparison finds a difference.
+        PatternError, AxisError, ShapeError: the pattern does not fit the mesh or ``x``.
+        DtypeError: partial sums are bool. MeshError: there is no current mesh.
+        NotInGroupError: this rank is not in the mesh.
+        MismatchError: ranks have different plans. UnequalError: compared values differ.
 
     Example:
         >>> import torch, meshdist as md
@@ -135,13 +131,13 @@ def shard(
     check: bool | None = None,
     **sizes: int,
 ) -> Any:
-    """Return this rank's shard of an array that all ranks hold. Inverse of ``unshard``.
+    """Return this rank's shard of an array that all ranks hold; inverse of ``unshard``.
 
     Args:
         whole: the same array on every rank; of any library.
-        pattern: the new sharding, such as ``"b@dp s d"``; or a ``NamedSharding``.
-        mesh: the mesh whose axes the pattern names; None takes the current mesh.
-        check: if True, all ranks of the mesh call it and compare ``whole``, as in ``reshard``.
+        pattern: the new sharding, such as ``"b@dp s d"`` or a ``NamedSharding``.
+        mesh: as for ``reshard``.
+        check: if True, all ranks call it and compare ``whole``; None as in ``reshard``.
         sizes: of dims inside of groups: ``shard(w, "(h k)@tp d", mesh, k=64)``.
 
     Returns:
@@ -149,14 +145,14 @@ def shard(
         and the others have zeros.
 
     Gradient:
-        ``unshard``: the ranks' gradients are gathered.
+        ``unshard``.
 
     Cost:
         Nothing is sent; the backward gathers.
 
     Raises:
-        PatternError, AxisError, ShapeError: If the pattern does not match the mesh or the array.
-        DtypeError: If partial sums are bool. MeshError, NotInGroupError: see ``reshard``.
+        PatternError, AxisError, ShapeError: the pattern does not fit the mesh or the array.
+        DtypeError: partial sums are bool. MeshError, NotInGroupError: see ``reshard``.
 
     Example:
         >>> import numpy as np, meshdist as md
@@ -183,30 +179,29 @@ def unshard(
     shape: Sequence[int] | None = None,
     **sizes: int,
 ) -> Any:
-    """Gather an array on every rank, or on a root. Inverse of ``shard``; collective.
+    """Gather an array on every rank, or on a root; inverse of ``shard``; collective.
 
     Args:
         local: this rank's shard, an array of any library; or a ``ShardedArray``.
         pattern: its sharding, such as ``"b@dp s d"`` or a ``NamedSharding``; None for a
             ``ShardedArray``.
-        mesh: the mesh whose axes the pattern names; None takes the current mesh.
-        root: the world rank that gets the global array, equal on all ranks; None for every rank.
-        shape, sizes: as for ``reshard``.
+        root: the world rank that gets the global array, the same on all ranks; None for every rank.
+        mesh, shape, sizes: as for ``reshard``.
 
     Returns:
-        An array like ``local``, in new memory, with equal bits on every rank. With a root, None on
+        An array like ``local``, in new memory, bitwise equal on every rank. With a root, None on
         the other ranks.
 
     Gradient:
-        ``shard``: each rank takes its own part, for free. With a root there is none.
+        ``shard``, without communication. With a root, none.
 
     Cost:
-        Each rank receives what it does not hold; of partial sums, what an all-reduce receives. With
-        a root each element leaves one rank that holds it, once; partial sums are added before.
+        Each rank receives the elements it lacks; for partial sums, as many as in an all-reduce.
+        With a root, each element is sent once, after partial sums are added.
 
     Raises:
-        What ``reshard`` raises. KindError, NotInGroupError: a root that is no rank of the mesh.
-        GradientError: with a root, a tensor that needs a gradient.
+        As ``reshard``. KindError, NotInGroupError: the root is not in the mesh.
+        GradientError: with a root, a tensor requires a gradient.
 
     Example:
         >>> import torch, meshdist as md
@@ -250,27 +245,28 @@ def device_put(
     """Shard ``x``: return it as a ``ShardedArray`` with this sharding.
 
     Args:
-        x: without ``root``: the whole, equal on every rank, of any library; or a sharded array,
-            which is resharded. With ``root``: the whole there; on the other ranks it is not read.
-        sharding: how it shall lie; a ``PartitionSpec`` alone takes the mesh in force.
-        root: the one rank that holds the whole, as a rank of the world; the same on every rank.
-            Then the call is collective over the mesh.
-        check: whether all ranks compare ``x``, where there is no root; None as in ``reshard``.
+        x: without ``root``: the global array, equal on every rank, of any library; or a
+            ``ShardedArray``, which is resharded. With ``root``: the global array there, ignored
+            on the other ranks.
+        sharding: the new sharding; a ``PartitionSpec`` uses the current mesh.
+        root: the world rank that holds the global array, the same on every rank. Makes the call
+            collective over the mesh.
+        check: without ``root``, whether all ranks compare ``x``; None as in ``reshard``.
 
-    Returns: an array in new memory, of the library of ``x``; tensors lie on the mesh's device.
-        Along axes over which it is unreduced coordinate 0 holds the values, and all others zeros.
+    Returns: an array in new memory, of the library of ``x``; tensors are on the mesh's device.
+        Along unreduced axes, coordinate 0 has the values and the others have zeros.
 
-    Gradient: without a root the shards' gradients are gathered on every rank; with a root, there,
-        and every rank takes part in the backward.
+    Gradient: gathered on every rank, or with a root on the root. Every rank must then take part
+        in the backward.
 
-    Cost: nothing is sent without a root. With a root, each element leaves it once; ranks that hold
-        equal parts send these to each other.
+    Cost: nothing is sent without a root. With a root, each element leaves it once; replicas
+        exchange their parts.
 
     Raises:
-        KindError: ``x`` is no array, or None on the root; in the latter case on every rank.
+        KindError: ``x`` is not an array. If it is None on the root, every rank raises.
         NotInGroupError: this rank, or the root, is not in the mesh.
         ShapeError: the sharding does not fit the shape.
-        MismatchError: ranks name different roots. UnequalError: a comparison finds a difference.
+        MismatchError: ranks pass different roots. UnequalError: compared values differ.
 
     Example:
         >>> import torch, meshdist as md
@@ -293,7 +289,7 @@ def device_put(
     if library == "torch":
         tensor = tensor.to(mesh_device(where.mesh))
     shape = tuple(tensor.shape)
-    where.placement(shape)  # raises before anything is sent
+    where.placement(shape)  # Raise before anything is sent.
     check_replicas(
         tensor, where.mesh, where.mesh.axis_names, f"device_put as {where.spec!r}", check
     )
@@ -310,9 +306,8 @@ def _moved(
     """Return the result of a call on ``tensor``, in the library of ``x``.
 
     Args:
-        key: under which the mesh keeps the move of such a call: the collective, the pattern or
-            sharding, the target sharding or None, the local shape, the whole shape or None, the
-            sizes.
+        key: of the mesh's cache: the collective, the pattern or sharding, the target sharding or
+            None, the local shape, the global shape or None, the sizes.
     """
     operation, pattern = key[:2]
     mesh = given_mesh
@@ -330,10 +325,10 @@ def _moved(
 
 
 def _add_sizes(error: MismatchError, key: tuple[Any, ...]) -> None:
-    """Add the sizes to give to the fix of ``error`` if ranks took different wholes by their parts.
+    """Add the missing sizes to the fix of ``error`` if ranks inferred different global shapes.
 
-    Example: of "b@dp d -> b d@dp" rank 0 shows "... of shape (6, 4)", and rank 1 "... of shape
-    (8, 4)", since each took its own 3 or 4 rows twice: b=... says it.
+    Example: for "b@dp d -> b d@dp" rank 0 infers shape (6, 4) and rank 1 (8, 4), each twice its
+    own 3 or 4 rows; the fix asks for b=...
     """
     _, pattern, _, _, shape, *sizes = key
     op_names = set(re.findall(r" of (\S.* of shape )(\([\d, ]*\))", error.found or ""))
@@ -353,7 +348,7 @@ def _add_sizes(error: MismatchError, key: tuple[Any, ...]) -> None:
 def _find_ends(
     key: tuple[Any, ...], given_mesh: DeviceMesh | None
 ) -> tuple[NamedSharding, NamedSharding, tuple[int, ...], str | None]:
-    """Return source, target, whole shape, and the pattern of which both are sides, or None."""
+    """Return source, target, global shape, and the pattern that states both, or None."""
     operation, pattern, target, local_shape, shape, *pairs = key
     mesh, sizes = _mesh_of(operation, pattern, given_mesh), dict(pairs)
     here: dict[str, Any] = {"local_shape": tuple(local_shape), "rank": mesh.get_rank()}
@@ -412,7 +407,6 @@ def _mesh_of(operation: str, pattern: Any, mesh: DeviceMesh | None) -> DeviceMes
 
 
 def _checked_root(root: Any, operation: str, mesh: DeviceMesh) -> int:
-    """Return the root as an integer, or raise unless it is a rank of the mesh."""
     rank = get_integer(root, f"{operation}: root", expected="a rank")
     if mesh.layout.coordinate_of(rank) is None:
         raise NotInGroupError(
@@ -426,7 +420,7 @@ def _checked_root(root: Any, operation: str, mesh: DeviceMesh) -> int:
 def _gathered(
     x: torch.Tensor, source: NamedSharding, shape: tuple[int, ...], root: int
 ) -> torch.Tensor | None:
-    """Return the whole array on the root, in new memory; None on all other ranks."""
+    """Return the global array on the root, in new memory; None on all other ranks."""
     mesh, whole = source.mesh, NamedSharding(source.mesh, P())
     op_name = f"{move_title(source, whole, shape)} on rank {root}"
     if x.requires_grad and torch.is_grad_enabled():
@@ -437,7 +431,7 @@ def _gathered(
             "backward",
             fix="pass local.detach(), or leave root= out, so that every rank gets the global array",
         )
-    if source.spec.unreduced:  # partial sums are added first, scattered over their axes
+    if source.spec.unreduced:  # Add partial sums first, scattered over their axes.
         axes = source.layout.axis_indices(tuple(source.spec.unreduced))
         target = cut_further(source, shape, tuple(sorted(axes))) if shape else whole
         x, source = Move(source, target, shape, operation="unshard")(x), target
@@ -446,7 +440,7 @@ def _gathered(
 
 @dataclass(frozen=True)
 class _Facts:
-    """The facts of the root's array that the other ranks receive: shape, dtype, library."""
+    """The shape, dtype and library of the root's array, which the other ranks receive."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -459,11 +453,11 @@ def _put_from_root(x: Any, target: NamedSharding, root: object) -> ShardedArray:
     rank = _checked_root(root, "device_put", mesh)
     place = mesh.open_group().ranks.index(rank)
     tensor, facts = _share_facts(x, target, place, is_root=mesh.get_rank() == rank)
-    # A scalar has no dim to be cut among replicas.
+    # A scalar has no dim to divide among replicas.
     shape = facts.shape or (1,)
     wide = sharding_of(mesh, (), unreduced=target.spec.unreduced, reduced=target.spec.reduced)
     lying = target if facts.shape else wide
-    free = lying.placement(shape).free_axes  # what replicas will hold is cut among them
+    free = lying.placement(shape).free_axes  # Replicas receive distinct parts along these.
     source = cut_further(lying, shape, free)
     device = mesh_device(mesh) if facts.library != "numpy" else torch.device("cpu")
     if tensor is None:
@@ -483,7 +477,7 @@ def _put_from_root(x: Any, target: NamedSharding, root: object) -> ShardedArray:
 def _share_facts(
     x: Any, target: NamedSharding, place: int, *, is_root: bool
 ) -> tuple[torch.Tensor | None, _Facts]:
-    """Return (root's tensor, else None; facts of it); raise the root's errors on all ranks."""
+    """Return (root's tensor, else None; its facts); raise the root's errors on all ranks."""
     told: list[Any] = [None]
     tensor = None
     if is_root:
@@ -499,7 +493,6 @@ def _share_facts(
 
 
 def _checked_whole(x: Any, target: NamedSharding) -> torch.Tensor:
-    """Return the root's array as a tensor, or raise where it cannot have the sharding."""
     where = f"the root, {mesh_text(target.mesh)}"
     if x is None or isinstance(x, ShardedArray):
         raise KindError(

@@ -1,4 +1,4 @@
-"""Create sharded arrays: each rank creates its shard; random draws are compared."""
+"""Create sharded arrays."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ def draw_box(
     *,
     piece: int | None = _PIECE,
 ) -> torch.Tensor:
-    """Return the part ``box`` of an array whose numbers ``draw`` draws, in row-major order.
+    """Return the part ``box`` of an array that ``draw`` fills in row-major order.
 
     Args:
-        draw: returns so many new numbers, in one dim.
-        piece: so many numbers are drawn at a time, a multiple of 16; None draws all at once, since
-            CUDA's numbers depend on the length of the whole.
+        draw: returns that many new numbers, as a 1-D tensor.
+        piece: the count of numbers in a draw, a multiple of 16; None draws all in one call, since
+            CUDA's numbers depend on the total length.
 
     Example:
         >>> numbers = iter(range(100))
@@ -69,9 +69,9 @@ def draw_box(
         tensor([[13, 14],
                 [17, 18]])
     """
-    # Generators draw in sequence, so every rank draws all numbers. On the CPU the numbers of pieces
-    # are those of the whole where no piece is shorter than 16: torch draws normal numbers in blocks
-    # of 16, and the last 16 anew where the length is no multiple.
+    # Generators draw in sequence, so every rank draws all numbers. torch's CPU generator draws
+    # normal numbers in blocks of 16 and redraws the last 16 if the length is not a multiple.
+    # Pieces of at least 16 therefore yield the same numbers as one draw.
     count = math.prod(shape)
     if piece is None or count < piece + _BLOCK:
         return draw(count).view(tuple(shape))[index_of(box)].clone()
@@ -89,7 +89,7 @@ def draw_box(
 
 
 def _num_before(place: int, shape: Sequence[int], box: Box) -> int:
-    """Return the number of a box's elements before ``place`` in the whole's row-major order.
+    """Return the number of a box's elements before ``place`` in row-major order.
 
     Example:
         >>> _num_before(7, (3, 4), ((0, 3), (1, 3)))
@@ -107,7 +107,7 @@ def _num_before(place: int, shape: Sequence[int], box: Box) -> int:
 
 
 def _places(first: int, stop: int, shape: Sequence[int], box: Box) -> torch.Tensor:
-    """Return the places of a box's elements ``first`` to ``stop`` in the row-major whole."""
+    """Return the row-major indices of a box's elements ``first`` to ``stop``."""
     rest = torch.arange(first, stop, device="cpu")
     places = torch.zeros_like(rest)
     stride = 1
@@ -133,16 +133,16 @@ def zeros(
 
     Args:
         shape: the global shape.
-        dtype: a dtype of torch or NumPy, or its name; a NumPy dtype creates NumPy arrays. None
-            takes the dtype of ``like``, else the library's default.
+        dtype: of torch or NumPy, or its name; a NumPy dtype creates NumPy arrays. None takes the
+            dtype of ``like``, else the library's default.
         sharding: a ``NamedSharding``, or a ``PartitionSpec`` on the current mesh.
         device: the device of torch tensors; None takes the device of ``like``, else the mesh's.
         like: an array of the library to use (torch, NumPy or CuPy); None creates tensors.
 
-    Cost: nothing is sent; the memory is the shard's.
+    Cost: nothing is sent; each rank allocates its shard.
 
     Raises:
-        KindError, MeshError, NotInGroupError: as ``ShardedArray`` does of its sharding.
+        KindError, MeshError, NotInGroupError: as ``ShardedArray``, for the sharding.
         ShapeError: the sharding does not fit the shape. DtypeError: the library has no such dtype.
 
     Example:
@@ -166,7 +166,7 @@ def ones(
     device: Any = None,
     like: Array | None = None,
 ) -> ShardedArray:
-    """Create a sharded array filled with 1; every rank creates its own shard. See ``zeros``.
+    """Create a sharded array filled with 1. See ``zeros``.
 
     Along unreduced axes, coordinate 0 has the values and the others have zeros.
     """
@@ -184,7 +184,7 @@ def full(
     device: Any = None,
     like: Array | None = None,
 ) -> ShardedArray:
-    """Create a sharded array filled with a value; every rank creates its own shard. See ``zeros``.
+    """Create a sharded array filled with a value. See ``zeros``.
 
     Along unreduced axes, coordinate 0 has the value and the others have zeros.
 
@@ -207,7 +207,7 @@ def empty(
     device: Any = None,
     like: Array | None = None,
 ) -> ShardedArray:
-    """Create an uninitialized sharded array; every rank creates its own shard. See ``zeros``."""
+    """Create an uninitialized sharded array. See ``zeros``."""
     making, where, shape = _begin("empty", shape, dtype, sharding, device, like)
     local = making.module.empty(_local_shape(where, shape), **making.options())
     return ShardedArray(local, where, shape)
@@ -225,21 +225,20 @@ def randn(
     """Draw a sharded array of normal numbers, equal to one device's draw with the same seed.
 
     Every rank's generator must be in the same state, for example after ``md.seed(0)``. It advances
-    as if the rank had drawn the global array. Along unreduced axes, coordinate 0 has the numbers
-    and the others have zeros.
+    as if it had drawn the global array. Along unreduced axes, coordinate 0 has the numbers and the
+    others have zeros.
 
     Args:
         shape, dtype, sharding, device, like: as for ``zeros``.
-        generator: a ``torch.Generator`` or a ``numpy.random.Generator``; None takes the library's
-            own.
+        generator: a ``torch.Generator`` or a ``numpy.random.Generator``; None takes the library's.
 
-    Cost: the first numbers are compared. Every rank draws all numbers of the whole. On the CPU it
-        does so in pieces of some MiB, and its memory is the shard's; on other devices, and in CuPy,
-        the whole is there for a moment.
+    Cost: ranks compare the first numbers, and every rank draws all numbers. The CPU draws in
+        pieces of some MiB, and needs memory for the shard only. Other devices and CuPy allocate
+        the global array temporarily.
 
     Raises:
-        As ``zeros``. DtypeError: no floating or complex dtype. UnequalError: on every rank, where
-        generators are not in one state.
+        As ``zeros``. DtypeError: the dtype is not floating or complex. UnequalError: on every
+        rank, if generator states differ.
 
     Example:
         >>> import torch, meshdist as md
@@ -280,19 +279,19 @@ def make_array_from_callback(
     """Create a sharded array from a callback that returns each rank's shard.
 
     Args:
-        shape: of the whole.
-        sharding: how it lies; a ``PartitionSpec`` alone takes the mesh in force.
-        data_callback: called once, with the slices that take this rank's shard out of the whole;
-            returns that shard: an array of any library, or what NumPy can make an array of.
+        shape: the global shape.
+        sharding: a ``NamedSharding``, or a ``PartitionSpec`` on the current mesh.
+        data_callback: called once with the slices of this rank's shard in the global array;
+            returns the shard, an array of any library or input of ``numpy.asarray``.
         dtype: to convert the data to; None keeps theirs.
 
-    Returns: an array that shares the memory of the callback's data where none is converted. Along
-        axes over which it is unreduced coordinate 0 holds the data, and all others zeros.
+    Returns: an array that shares the data's memory unless they are converted. Along unreduced
+        axes, coordinate 0 has the data and the others have zeros.
 
     Cost: nothing is sent.
 
     Raises:
-        As ``zeros``. ShapeError: the data are no shard of that shape.
+        As ``zeros``. ShapeError: the data do not have the shard's shape.
 
     Example:
         >>> import numpy as np, meshdist as md
@@ -339,17 +338,17 @@ def make_array_from_process_local_data(
     """Create a sharded array from each rank's shard, which may be global along some dims.
 
     Args:
-        sharding: how it lies; a ``PartitionSpec`` alone takes the mesh in force.
+        sharding: a ``NamedSharding``, or a ``PartitionSpec`` on the current mesh.
         local_data: this rank's part, an array of any library.
-        global_shape: of the whole; None, or None for a dim, takes the shard's size times the number
-            of shards. Where ``local_data`` has a dim in full, this rank's part of it is taken.
+        global_shape: None, or None for a dim, multiplies the shard's size by the shard count. If
+            ``local_data`` has a dim in full, it is sliced.
 
     Returns: an array that shares the memory of ``local_data``.
 
     Cost: nothing is sent.
 
     Raises:
-        As ``zeros``. ShapeError: ``local_data`` has neither the shard's size nor the whole's.
+        As ``zeros``. ShapeError: ``local_data`` has neither the local nor the global size.
         LengthError: not one size per dim.
 
     Example:
@@ -387,7 +386,7 @@ def make_array_from_process_local_data(
     return ShardedArray(local_data[tuple(index)], where, shape)
 
 
-# -- what the calls have in common ----------------------------------------------------------------
+# -- shared by all calls --------------------------------------------------------------------------
 
 
 def _begin(
@@ -427,7 +426,7 @@ def _check_can_be_drawn(dtype: Any) -> None:
 
 
 def _drawing(making: Making, generator: Any) -> tuple[Callable[[int], torch.Tensor], bool]:
-    """Return a function that draws a count of normal numbers, and whether it may draw in pieces."""
+    """Return a function to draw n normal numbers, and whether it may draw pieces."""
     kinds: dict[str, Any] = {"torch": torch.Generator, "numpy": np.random.Generator}
     expected = kinds.get(making.library)
     if generator is not None and not isinstance(generator, expected or ()):
@@ -472,12 +471,12 @@ class Making:
     """The library, dtype and device of new arrays."""
 
     library: str  # "torch", "numpy" or "cupy"
-    dtype: Any  # None leaves it to the library
-    device: torch.device  # of tensors alone: CuPy's arrays lie on CuPy's current device
+    dtype: Any  # None takes the library's default.
+    device: torch.device  # of tensors only: CuPy arrays use CuPy's current device
 
     @classmethod
     def of(cls, call: str, mesh: DeviceMesh, dtype: Any, device: Any, like: Any) -> Making:
-        """Return the checked library, dtype and device of ``call``, by ``like`` if None."""
+        """Return checked library, dtype and device, by default from ``like``."""
         if like is not None:
             as_tensor(like, argument="like", operation=call, writable=False)
             library = library_of(like)
@@ -497,11 +496,10 @@ class Making:
 
     @property
     def module(self) -> Any:
-        """The module of the library, imported."""
         return import_module(self.library)
 
     def options(self) -> dict[str, Any]:
-        """Return the keyword arguments dtype and device for the library's constructors."""
+        """Return dtype and device as the library's keyword arguments."""
         made = {} if self.dtype is None else {"dtype": self.dtype}
         return {**made, "device": self.device} if self.library == "torch" else made
 
@@ -514,17 +512,14 @@ def library_of(array: Array) -> str:
 
 
 def in_library(tensor: torch.Tensor, library: str) -> Array:
-    """Return ``tensor`` as an array of ``library``, in the same memory."""
     return tensor if library == "torch" else as_array_of(tensor, import_module(library).empty(0))
 
 
 def mesh_device(mesh: DeviceMesh) -> torch.device:
-    """Return the device of this rank's tensors on ``mesh``."""
     return select_device(mesh.device_type, mesh.world) or torch.device(mesh.device_type)
 
 
 def _dtype_in(library: str, dtype: Any, call: str) -> Any:
-    """Return ``dtype``, of any library or a name, as a dtype of ``library``; or raise."""
     if dtype is None or (library == "torch" and isinstance(dtype, torch.dtype)):
         return dtype
     if isinstance(dtype, torch.dtype):

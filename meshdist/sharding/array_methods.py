@@ -1,7 +1,7 @@
-"""One rank's shard of an array: what it is, how it is sliced and summed.
+"""Slice and sum one rank's shard of an array.
 
-A slice moves nothing. So a sharded dim may be sliced, after which its cells have sizes of their
-own, but no single element can be taken out of it: that would lie on one rank alone.
+Slicing moves nothing. So a sharded dim can be sliced, which gives uneven shard sizes, but a single
+element cannot be taken from it, because only one rank would hold it.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from ..mesh.spec import NamedSharding, sharding_of
 
 @dataclass(frozen=True)
 class Slicing:
-    """An index into this rank's shard for an index into the whole, and the result's dims."""
+    """An index into this rank's shard for a global index, and the result's dims."""
 
     local: tuple[Any, ...]
     dims: tuple[DimSplit, ...]
 
 
 def slice_shard(index: Any, dims: Sequence[DimSplit], box: Box) -> Slicing:
-    """Return the index of the shard that covers ``box`` for an index of the whole array.
+    """Return the index of the shard that covers ``box`` for an index of the global array.
 
     Args:
         index: slices, integers, ``...`` and None, or a tuple of them.
@@ -63,7 +63,7 @@ def slice_shard(index: Any, dims: Sequence[DimSplit], box: Box) -> Slicing:
                     raise _reversed_dim(part, at)
                 begin, end = box[at]
                 first, stop = _num_below(wanted, np.asarray((begin, end))).tolist()
-                own = slice(0, 0)  # in the shard, which starts at ``begin``
+                own = slice(0, 0)  # relative to the shard, which starts at ``begin``
                 if first < stop:
                     own = slice(wanted[first] - begin, wanted[stop - 1] - begin + 1, wanted.step)
                 local.append(own)
@@ -88,7 +88,7 @@ def _num_below(wanted: range, places: Any) -> Any:
 
 
 def _parts_of_index(index: Any, num_dims: int) -> list[Any]:
-    """Return ``index`` as a list of slices, ints and None, "..." written out; raise if unfit."""
+    """Return ``index`` as slices, ints and None, with "..." expanded; raise if it is invalid."""
     parts: list[Any] = []
     for part in index if isinstance(index, tuple) else (index,):
         if part is None or part is Ellipsis or isinstance(part, slice):
@@ -155,7 +155,7 @@ def _part_text(part: Any) -> str:
 
 
 def checked_dims(dims: Any, ndim: int, call: str) -> tuple[int, ...]:
-    """Return the dims to sum over, sorted and not negative; None stands for all dims.
+    """Return the dims to sum over, sorted and non-negative; None means all dims.
 
     Example:
         >>> checked_dims(-1, 3, "sum"), checked_dims(None, 2, "sum")
@@ -178,7 +178,7 @@ def checked_dims(dims: Any, ndim: int, call: str) -> tuple[int, ...]:
 def summed_sharding(
     shape: tuple[int, ...], sharding: NamedSharding, dims: Sequence[int], *, keepdim: bool
 ) -> tuple[tuple[int, ...], NamedSharding]:
-    """Return shape and sharding of a sum, which is unreduced over the axes that cut ``dims``."""
+    """Return the shape and sharding of a sum, unreduced over the axes that cut ``dims``."""
     placement = sharding.placement(shape)
     names = sharding.layout.names or ()
     kept = [
@@ -198,7 +198,7 @@ def summed_sharding(
 def sum_of_shard(local: Array, dims: tuple[int, ...], *, keepdim: bool, dtype: Any) -> Array:
     """Return the sum of a shard over ``dims``; () sums over no dim."""
     if isinstance(local, torch.Tensor):
-        if not dims:  # to torch, no dims are all dims
+        if not dims:  # torch reads an empty tuple as all dims.
             return local.sum(dtype=dtype) if local.ndim == 0 else local.to(dtype or local.dtype)
         return local.sum(dims, keepdim=keepdim, dtype=dtype)
     return local.sum(axis=dims, keepdims=keepdim, dtype=dtype)
@@ -207,8 +207,8 @@ def sum_of_shard(local: Array, dims: tuple[int, ...], *, keepdim: bool, dtype: A
 def mean_of_shard(
     local: Array, dims: tuple[int, ...], count: int, *, keepdim: bool, dtype: Any
 ) -> Array:
-    """Return the shard's sum over ``dims`` divided by ``count``, its partial sum of the mean."""
-    # Halves are summed as float32, as the libraries do: the sum may be larger than any half.
+    """Return the shard's partial sum of the mean: its sum over ``dims`` divided by ``count``."""
+    # torch and NumPy sum halves in float32, because the sum can exceed the range of a half.
     if isinstance(local, torch.Tensor):
         result = dtype or local.dtype
         if not (result.is_floating_point or result.is_complex):
@@ -228,11 +228,11 @@ def mean_of_shard(
 
 @dataclass(frozen=True, eq=False)
 class Shard:
-    """The part of an array that one rank holds.
+    """A rank's part of an array.
 
     Args:
-        index: the slices that take it out of the whole array.
-        replica: the number of this copy; the rank with 0 saves it.
+        index: the slices that take the part out of the global array.
+        replica: the number of this copy; the rank with replica 0 saves it.
     """
 
     index: tuple[slice, ...]

@@ -1,20 +1,19 @@
-"""Over which axes an operand's gradient stays a partial sum, because something else sums it later.
+"""Find the axes over which an operand's gradient stays a partial sum that is summed later.
 
-A wrapper marks its parameters, and a program marks by ``md.annotate(w, reduced=...)``. A mark is of
-one tensor: outside ``md.typed`` ``w.T``, ``w.bfloat16()`` and ``torch.cat([q, k, v])`` of a
-wrapper's parameters have none. Were their gradients summed over its ranks before it averages, the
-parameters' would be too large, as many times as there are ranks. So the graph of such an operand is
-walked down to its leaves, where a wrapper averages along an axis that the text leaves out. A
-collective
-of ours along the axis ends the walk: what it gives is no parameter in another form.
+DDP and ``md.annotate(w, reduced=...)`` annotate single tensors. Outside ``md.typed``, ``w.T``,
+``w.bfloat16()`` and ``torch.cat([q, k, v])`` of DDP's parameters have no annotation. If einsum
+summed their gradients before DDP averages, the parameters' gradients would be too large by the
+number of ranks. If DDP averages along an axis that the text leaves out, einsum therefore searches
+the operand's graph down to its leaves. A meshdist collective along the axis ends the search, since
+its result is not a parameter in another form.
 
 Worked example: on 2 ranks along dp, over which a wrapper averages the gradients of w and v.
 
     operand           graph, down to the leaves    its gradient over dp
     w.T               T: w                         a partial sum, as w's is
-    w + v @ u.T       add: w, mm: v, T: u          rejected, where the leaf u is not the wrapper's
+    w + v @ u.T       add: w, mm: v, T: u          rejected: DDP does not average leaf u
     x @ w             mm: w                        not asked for: "b@dp d" is cut there
-    psum(x @ w)       psum                         summed, as that of any other operand
+    psum(x @ w)       psum                         summed, as for any other operand
 
     >>> w, v = torch.ones(2, 2, requires_grad=True), torch.ones(2, 2, requires_grad=True)
     >>> [node.name().rpartition(":")[2] for node in _nodes_above(w + v @ v)]
@@ -41,7 +40,7 @@ _PACKAGE = __name__.partition(".")[0]
 
 
 def axes_of_marks(x: torch.Tensor, mesh: DeviceMesh, where: str) -> set[str]:
-    """Return axes over which ``x`` is marked reduced or averaged; raise if ranks fit no axes."""
+    """Return axes over which ``x`` is reduced or averaged; raise if ranks fit none."""
     marked = {axis for axis in axes_of_kind(type_of(x), "R") if axis in mesh.axis_names}
     owners = annotation_of(x).owner_ranks
     together = {*owners} & {*mesh.layout.ranks().ravel().tolist()}
@@ -67,10 +66,10 @@ def axes_of_marks(x: torch.Tensor, mesh: DeviceMesh, where: str) -> set[str]:
 def axes_of_leaves(
     text: str, operands: Sequence[torch.Tensor], mesh: DeviceMesh
 ) -> tuple[tuple[str, ...], ...]:
-    """Return for each operand the axes over which all leaves that it is made of are marked.
+    """Return, by operand, the axes over which all leaves are annotated.
 
     Raises:
-        AxisTypeError: some leaves of an operand are, and others are not.
+        AxisTypeError: only some leaves of an operand are annotated.
     """
     averaged = mesh.world.averaged
     found = []
@@ -92,10 +91,10 @@ def axes_of_leaves(
 def _axes_of_leaves(
     x: torch.Tensor, ranks_along: Mapping[str, Collection[int]], mesh: DeviceMesh, where: str
 ) -> tuple[str, ...]:
-    """Return the axes over which all leaves below ``x`` are marked; raise if only some are.
+    """Return the axes over which all leaves of ``x`` are annotated; raise if only some are.
 
     Args:
-        ranks_along: the ranks along each axis in question.
+        ranks_along: the ranks along each candidate axis.
     """
     asked = dict(ranks_along)
     leaves = []
@@ -117,7 +116,7 @@ def _axes_of_leaves(
 
 
 def _nodes_above(x: torch.Tensor) -> Iterator[Any]:
-    """Yield each node of the autograd graph that made ``x``, once."""
+    """Yield each node of ``x``'s autograd graph once."""
     open_nodes: list[Any] = [x.grad_fn]
     seen = set()
     while open_nodes:
@@ -129,7 +128,7 @@ def _nodes_above(x: torch.Tensor) -> Iterator[Any]:
 
 
 def _moves_among(node: Any, ranks: Collection[int]) -> bool:
-    """Return whether an autograd node is a collective of ours that moves data among ``ranks``."""
+    """Return whether an autograd node is a meshdist collective that moves data among ``ranks``."""
     function = getattr(type(node), "_forward_cls", None)
     if function is None or function.__module__.partition(".")[0] != _PACKAGE:
         return False

@@ -1,7 +1,7 @@
 """Multiply sharded tensors: ``md.einsum``.
 
-Each operand goes to where the work needs it (``einsum_layouts``), torch computes the product of the
-parts, and the result goes to where the text wants it. The backward is autograd's through the three.
+Each operand moves to the layout that ``einsum_layouts`` chooses, torch computes the local product,
+and the result moves to the layout in the pattern. Autograd differentiates all three.
 """
 
 from __future__ import annotations
@@ -64,43 +64,43 @@ def einsum(
 ) -> torch.Tensor:
     """Multiply sharded tensors, and return this rank's shard of the product; collective.
 
-    Each parallelism of a layer is a line: ``"b s d, d f@tp -> b s f@tp"`` is a column-parallel
-    layer, ``"b s f@tp, f@tp d -> b s d"`` is row-parallel, ``"b@dp s d, d@dp f -> b@dp s f"``
-    fully sharded. What must be gathered and summed follows from the line, for the gradients as
-    well. Along an axis that a side does not name its values are equal on all ranks.
+    ``"b s d, d f@tp -> b s f@tp"`` is a column-parallel layer, ``"b s f@tp, f@tp d -> b s d"``
+    row-parallel, ``"b@dp s d, d@dp f -> b@dp s f"`` fully sharded. The pattern determines all
+    communication, also for gradients. Along an axis that a side does not name, its values are
+    equal on all ranks.
 
     Args:
-        pattern: how each operand lies, and behind "->" how the result shall lie, as for
-            ``reshard``; dims that the result lacks are summed over. "..." stands for whole dims,
-            equally many in each operand that has it.
+        pattern: the sharding of each operand and, after "->", of the result, as for ``reshard``;
+            dims that the result lacks are summed over. "..." stands for unsharded dims, equally
+            many in each operand that has it.
         operands: this rank's shards, tensors of one dtype, not bool.
-        mesh: whose axes the pattern names; None takes the mesh in force.
-        regather: whether the backward gathers again what was gathered of an operand, in place of
-            keeping it from the forward until then. Under autocast the product keeps its own copy in
-            the lower dtype, and inside transforms of torch.func all is kept.
-        sizes: whole sizes by dim, where shards are uneven, and inside of groups: ``b=10, k=4``.
+        mesh: the mesh whose axes the pattern names; None takes the current mesh.
+        regather: whether the backward gathers operands again, instead of keeping them from the
+            forward. Under autocast the product keeps its own copy in the lower dtype, and
+            torch.func transforms keep all.
+        sizes: global sizes by dim, for uneven shards and inside of groups: ``b=10, k=4``.
 
     Returns:
-        This rank's shard of the result, of the operands' dtype, marked with its spec. It aliases no
-        operand.
+        This rank's shard of the result, of the operands' dtype, annotated with its spec. It
+        aliases no operand.
 
     Gradient:
-        That of the product on one device, laid as the operands are. An operand that is marked
-        reduced over an axis (by ``md.annotate``, or by ``md.DDP``, which sums there) gets a partial
-        sum on each rank; without a mark einsum sums over the ranks.
+        As on one device, sharded as the operands. Einsum sums it over the ranks, unless the
+        operand is annotated as reduced over an axis (by ``md.annotate``, or by ``md.DDP``, which
+        sums there): then each rank gets a partial sum.
 
     Cost:
-        What ``md.plan`` with the same text tells, forward and backward: the fewest elements among
+        ``md.plan`` with the same text computes it, forward and backward: the fewest elements among
         the ways to divide the work.
 
     Raises:
-        PatternError, AxisError, ShapeError: a text that does not fit the operands or the mesh.
-        KindError: an operand that is no tensor. DtypeError: bool, or operands of several dtypes.
-        AxisTypeError, ArgumentError: a mark, or a type, that contradicts the text.
+        PatternError, AxisError, ShapeError: the pattern does not fit the operands or the mesh.
+        KindError: an operand is not a tensor. DtypeError: bool, or operands of several dtypes.
+        AxisTypeError, ArgumentError: an annotation or a type contradicts the pattern.
         MeshError: there is no current mesh. NotInGroupError: this rank is not in the mesh.
         MismatchError: ranks have different plans. UnequalError: on simulated ranks, and at debug
-            level DETAIL, an operand of which each rank takes a part is not the same on all.
-        GradientError: with ``regather``, an operand that was written to before the backward.
+            level DETAIL, ranks that use parts of a replicated operand hold different values.
+        GradientError: with ``regather``, an operand was written to before the backward.
 
     Example:
         >>> import torch, meshdist as md
@@ -120,10 +120,10 @@ def einsum(
     where: Any = find_current_mesh() if mesh is None else mesh
     is_mesh = isinstance(where, DeviceMesh)
     key: list[Any] = [pattern, *sizes.items()]
-    with HiddenFromModes():  # in a context each question to a tensor would be a call
+    with HiddenFromModes():  # A typed context would count each attribute access as a call.
         for x in operands:
             if not isinstance(x, torch.Tensor):
-                _check_operands(pattern, operands)  # raises
+                _check_operands(pattern, operands)  # Always raises here.
             key += x.shape, x.dtype, x.__dict__.get(ANNOTATION)
     of_leaves: tuple[tuple[str, ...], ...] = ((),) * len(operands)
     if mode is None and is_mesh and where.world.averaged and torch.is_grad_enabled():
@@ -144,7 +144,7 @@ def einsum(
 
 
 class _Einsum:
-    """An einsum on a mesh for operands of known shapes and marks, called with the operands."""
+    """An einsum on a mesh for known operand shapes and annotations, called with the operands."""
 
     def __init__(
         self,
@@ -161,10 +161,10 @@ class _Einsum:
             for number, (x, axes) in enumerate(zip(operands, of_leaves, strict=True))
         )
         shapes = tuple(tuple(x.shape) for x in operands)
-        self.is_mixed = len({x.dtype for x in operands}) > 1  # which autocast alone allows
+        self.is_mixed = len({x.dtype for x in operands}) > 1  # Only autocast allows this.
         try:
             laid = lay_out_einsum(text, mesh.layout, mesh.get_rank(), shapes, asked, marks)
-        except ShapeError as error:  # of which a text that cuts another dim is often the reason
+        except ShapeError as error:  # A text that cuts another dim often causes it.
             raise _find_error_of_cuts(text, operands, mesh) or error from None
         self._laid = laid
         planned = plan_einsum(laid, mesh.layout, mesh.get_coordinate() or (), links)
@@ -175,7 +175,7 @@ class _Einsum:
         self._sources = [(sharding, kinds_of(sharding)) for sharding in shardings]
         for number, (x, sharding) in enumerate(zip(operands, shardings, strict=True)):
             _check_marks(x, sharding, mesh, number, text)
-        # Along these axes parts of what each rank holds of an operand come together.
+        # Along these axes each rank uses a part of an operand that all must hold equally.
         self._alike = [
             {
                 mesh.axis_names[axis]
@@ -192,12 +192,7 @@ class _Einsum:
     def __call__(
         self, operands: Sequence[torch.Tensor], regather: bool, mode: ContextMode | None
     ) -> torch.Tensor:
-        """Return this rank's shard of the product; communicates as the layout needs.
-
-        Args:
-            regather: whether the backward gathers operands again, so that only shards are saved.
-            mode: the typed context that is open, or None.
-        """
+        """Return this rank's shard of the product; ``mode`` is the open typed context, or None."""
         if mode is None:
             return self._computed(operands, regather)
         with HiddenFromModes():
@@ -210,7 +205,7 @@ class _Einsum:
     def _typed(
         self, mode: ContextMode, operands: Sequence[torch.Tensor]
     ) -> tuple[list[torch.Tensor], str]:
-        """Return the operands, cast as the context needs, and the type of the result."""
+        """Return the cast operands and the result's type."""
         mesh = self._mesh
         own = [
             typed_operand(mode, "einsum", x, *source, mesh)
@@ -219,7 +214,7 @@ class _Einsum:
         names = {*mesh.axis_names}
         if mode.axes <= names:
             return own, with_kinds(INVARIANT, self._result_kinds)
-        # Over the context's other axes einsum is a product like any other of torch's.
+        # Over the context's other axes einsum follows the type rules of any torch product.
         apart = dict.fromkeys(names, "I")
         others = [with_kinds(mode.operand_type(x, "einsum"), apart) for x in operands]
         joined = join_types(others, "multiply")
@@ -253,10 +248,10 @@ class _Einsum:
     def _gathered_again(
         self, parts: Sequence[torch.Tensor], moved: Sequence[torch.Tensor]
     ) -> list[GatheredOperand]:
-        """Return the operands that the backward shall gather again: the same on all ranks."""
+        """Return the operands to gather again, the same on all ranks."""
         device, dtype = parts[0].device.type, parts[0].dtype
         is_cast = torch.is_autocast_enabled(device) and dtype != torch.get_autocast_dtype(device)
-        # Tensors of torch.func have no memory to find again, and autocast copies: all is kept.
+        # torch.func tensors have no memory to look up again, and autocast copies: keep all.
         if not torch.is_grad_enabled() or are_transforms_active() or is_cast or self.is_mixed:
             return []
         return [
@@ -273,11 +268,11 @@ def _product(laid: EinsumLayout, parts: Sequence[torch.Tensor]) -> torch.Tensor:
     if laid.is_linear:
         return torch.matmul(parts[0], parts[1].mT)
     result = torch.einsum(laid.equation, *parts)
-    # of a single operand torch may give a view of it
+    # torch.einsum of a single operand may return a view of it.
     return result.clone() if len(parts) == 1 else result
 
 
-# -- what is rejected ----------------------------------------------------------------------------
+# -- errors ---------------------------------------------------------------------------------------
 
 
 def _check_operands(text: str, operands: Sequence[Any]) -> None:
@@ -325,7 +320,7 @@ def _fix_of_kind(x: object) -> str | None:
 def _fail_count(text: str, count: int) -> None:
     pattern = parse(text)
     named = len(pattern.operands)
-    # A comma outside of brackets parts operands: "b@dp,cp d" is "b@dp" and "cp d".
+    # A comma outside of brackets separates operands: "b@dp,cp d" is "b@dp" and "cp d".
     fix = pattern.find_missing_brackets() if named == count + 1 > 1 else None
     error: PatternError = column_error(
         text,
@@ -341,7 +336,7 @@ def _fail_count(text: str, count: int) -> None:
 def _find_error_of_cuts(
     text: str, operands: Sequence[torch.Tensor], mesh: DeviceMesh
 ) -> MeshdistError | None:
-    """Return the error of an operand whose own spec contradicts the text, or None."""
+    """Return the error of an operand whose spec contradicts the text, or None."""
     pattern = parse(text)
     for number, (x, side) in enumerate(zip(operands, pattern.operands, strict=True)):
         try:
@@ -356,7 +351,6 @@ def _find_error_of_cuts(
 def _check_marks(
     x: torch.Tensor, sharding: NamedSharding, mesh: DeviceMesh, number: int, text: str
 ) -> None:
-    """Raise if the type of operand ``x``, or its spec, contradicts ``sharding``."""
     name = f"operand {number}"
     check_spec("einsum", x, sharding, f"{name} of einsum {text!r}", name)
     wanted = kinds_of(sharding)

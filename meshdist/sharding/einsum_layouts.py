@@ -1,13 +1,12 @@
 """Choose the dim of an einsum that each mesh axis divides, and the communication that this needs.
 
-An axis divides one dim of the work among its ranks: a dim that some operand or the result has cut
-over it. An operand with that dim is cut there, an operand without it is *reduced* over the axis: it
-is equal on all ranks, and its gradient is a partial sum on each. A dim that the result lacks leaves
-the product *unreduced*. So no product is computed twice, but along an axis that cuts nothing. Where
-several dims compete for an axis each choice is priced: the fewest elements that all ranks receive
-together forward, then backward, then the result's own layout, then the order of the text, the
-result's dims first. All ranks choose alike. A dim that several axes cut takes the result's order,
-else the first operand's. Integers alone: nothing here sends, or knows tensors.
+An axis divides one dim that some operand or the result has cut over it. An operand with that dim is
+cut there. An operand without it is *reduced* over the axis: equal on all ranks, with a partial sum
+as gradient. If the result lacks the dim, the product is *unreduced*. So ranks compute the same
+product twice only along an axis that cuts nothing. If dims compete for an axis, the best choice has
+the fewest elements received by all ranks forward, then backward, then the result's own layout, then
+the first dim in text order, the result's dims first. All ranks choose the same. A dim that several
+axes cut takes the result's axis order, else the first operand's.
 
 Worked example: the second layer of a Megatron block, on 2 ranks along tp.
 
@@ -16,7 +15,7 @@ Worked example: the second layer of a Megatron block, on 2 ranks along tp.
     forward    stays            stays             all-reduce
     backward   stays            stays             stays: the gradient enters reduced
 
-Where the weights are cut over the axis of the batch, two dims compete for it:
+If the weights are cut over the axis of the batch, two dims compete for it:
 
     text       b@dp d        ,  d@dp f        ->  b@dp f         b = 32, d = 4, f = 4, 2 ranks
     by b       stays            gathered: 16      stays          16 elements in all: chosen
@@ -51,12 +50,12 @@ from ..mesh.spec import NamedSharding, sharding_of_side
 from .routes import num_received_by_all
 
 Choice = str | int | None
-"""Along one axis: the dim of the work that it divides, or the operand that stays unreduced."""
+"""The dim of the work that an axis divides, or the operand that stays unreduced."""
 
 
 @dataclass(frozen=True)
 class WorkPlacements:
-    """The placements of an einsum's operands and result while local products are computed."""
+    """Placements of operands and result during the local product."""
 
     operands: tuple[Placement, ...]
     result: Placement
@@ -64,13 +63,13 @@ class WorkPlacements:
 
 @dataclass(frozen=True, eq=False)
 class EinsumLayout:
-    """An einsum on a mesh, for operands of known shapes.
+    """An einsum on a mesh, for known operand shapes.
 
     Args:
         operands: their sides of the text, with all sizes.
-        sources: their placements, with the axes over which each is marked reduced.
-        choices: for each axis, what it divides.
-        num_received: the elements that all ranks receive together, forward and backward.
+        sources: their placements, including annotated reduced axes.
+        choices: for each axis, the name that it divides.
+        num_received: by all ranks in total, forward and backward.
     """
 
     text: str
@@ -83,9 +82,9 @@ class EinsumLayout:
 
     @cached_property
     def equation(self) -> str:
-        """The equation of the local product for ``torch.einsum``."""
+        """The ``torch.einsum`` equation of the local product."""
         names = dict.fromkeys(name for side in self.operands for name in side.parts.names)
-        # torch takes letters of both cases
+        # torch.einsum accepts letters of both cases.
         letters = {name: chr(97 + at) if at < 26 else chr(39 + at) for at, name in enumerate(names)}
         *left, right = [
             "".join(letters[name] for name in side.parts.names)
@@ -95,12 +94,12 @@ class EinsumLayout:
 
     @cached_property
     def is_matmul(self) -> bool:
-        """Return whether the einsum is ``torch.matmul`` of operand 0 and operand 1, a matrix."""
+        """Return whether the einsum is ``torch.matmul`` of operand 0 and matrix operand 1."""
         return self._is_product_with(0)
 
     @cached_property
     def is_linear(self) -> bool:
-        """Return whether the einsum is ``linear`` of operand 0 with weight operand 1, a matrix."""
+        """Return whether the einsum is ``linear`` of operand 0 with weight matrix operand 1."""
         return self._is_product_with(1)
 
     def _is_product_with(self, place: int) -> bool:
@@ -121,18 +120,18 @@ def lay_out_einsum(
     sizes: tuple[tuple[str, int], ...],
     marks: tuple[tuple[str, ...], ...],
 ) -> EinsumLayout:
-    """Return the layout of an einsum's work, or raise where text, shapes and marks do not fit.
+    """Return an einsum's layout; raise if text, shapes and annotations do not fit.
 
     Args:
-        rank: the rank whose shards have the ``shapes``; both None where ``sizes`` tells all.
-        marks: for each operand the axes over which it is marked reduced, beside what the text says.
+        rank: the rank whose shards have the ``shapes``; both None if ``sizes`` is complete.
+        marks: the axes over which each operand is annotated reduced, in addition to the text.
     """
     pattern = parse(text)
     result = _checked_result(pattern)
     operands, known = _sized_operands(pattern, layout, rank, shapes, sizes)
     shape = shape_of_side(result, known)
     sized = sharding_of_side(pattern, result, layout, known, shape=shape)
-    sources = []  # reduced also over the axes that an operand is marked with
+    sources = []  # also reduced over the axes with which an operand is annotated
     for side, axes in zip(operands, marks, strict=True):
         lies = side.parts.placement
         reduced = {*lies.reduced, *map(layout.axis_index, axes)}
@@ -144,7 +143,7 @@ def lay_out_einsum(
 
 
 def _checked_result(pattern: Pattern) -> PatternSide:
-    """Return the result's side; raise if there is none, or it has a dim that no operand has."""
+    """Return the result's side; raise if it is missing, or has a dim that no operand has."""
     if pattern.result is None:
         raise column_error(
             pattern.text,
@@ -214,7 +213,7 @@ def _compare_sizes(
     given: Mapping[str, int],
     before: Sequence[NamedSharding],
 ) -> None:
-    """Raise if the operand after those of ``before`` has a dim in another size than they have."""
+    """Raise if the operand after ``before`` has a dim in another size than earlier operands."""
     number = len(before)
     operand, shape = pattern.operands[number], shapes[number]
     try:
@@ -254,7 +253,7 @@ def _fix_of_sizes(
 
 
 class LayoutChooser:
-    """The possible divisions of an einsum's work by mesh axes, and their costs."""
+    """Possible divisions of an einsum's work by mesh axes, with costs."""
 
     def __init__(
         self,
@@ -294,7 +293,7 @@ class LayoutChooser:
         )
 
     def num_received(self, work: WorkPlacements, *, is_backward: bool = False) -> int:
-        """Return the elements that all ranks receive in total, forward or in the backward."""
+        """Return the total elements received, forward or in the backward."""
         moves = [*zip(self.sources, work.operands, strict=True)]
         moves.append((work.result, self.result.parts.placement))
         if is_backward:
@@ -323,7 +322,7 @@ class LayoutChooser:
         return choices
 
     def work(self, choices: tuple[Choice, ...]) -> WorkPlacements:
-        """Return the placements of operands and result if each axis divides its choice."""
+        """Return the placements if each axis divides its choice."""
         every = range(self.layout.ndim)
         target = self.result.parts.placement
         operands = []
@@ -353,7 +352,7 @@ class LayoutChooser:
         return WorkPlacements(tuple(operands), result)
 
     def dims(self, names: Sequence[str], choices: tuple[Choice, ...]) -> tuple[DimSplit, ...]:
-        """Return the dims ``names`` of the local product, each cut by the axes that chose it."""
+        """Return the local product's dims ``names``, each cut by the axes that chose it."""
         dims = []
         for name in names:
             axes = self.axes_of(name, choices)
@@ -362,7 +361,7 @@ class LayoutChooser:
         return tuple(dims)
 
     def axes_of(self, name: str, choices: tuple[Choice, ...]) -> tuple[int, ...]:
-        """Return the axes whose choice is ``name``, in the order of a side that all of them cut."""
+        """Return the axes that chose ``name``, in the order of a side that all of them cut."""
         mine = [axis for axis, choice in enumerate(choices) if choice == name]
         for names, side in self.sides if len(mine) > 1 else ():
             if name in names:
@@ -372,7 +371,6 @@ class LayoutChooser:
         return tuple(mine)
 
     def fail_two_unreduced(self, axis: int, partial_sums: Sequence[int]) -> NoReturn:
-        """Raise for operands ``partial_sums`` that are all unreduced over ``axis``."""
         name = _axis_name(self.layout, axis)
         both = " and ".join(map(str, partial_sums[:2]))
         raise PatternError(
@@ -385,9 +383,9 @@ class LayoutChooser:
         )
 
     def check_marks(self, axis: int) -> None:
-        """Raise if an operand is marked reduced over ``axis``, which the einsum leaves out."""
-        # Its gradient would be equal on all ranks, so one alone would keep it, and a wrapper's mean
-        # would be too small. 2 ranks: g and 0, of which DDP takes g / 2.
+        """Raise if an operand is annotated reduced over ``axis``, which the einsum leaves out."""
+        # Its gradient would be equal on all ranks, so only one rank would keep it, and DDP's mean
+        # would be too small. On 2 ranks with g and 0, DDP would average to g / 2.
         if axis in self.result.parts.placement.reduced or self.layout.sizes[axis] == 1:
             return
         for number, (side, source) in enumerate(zip(self.operands, self.sources, strict=True)):

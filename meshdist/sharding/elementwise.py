@@ -1,13 +1,12 @@
 """Run elementwise operators, NumPy ufuncs and torch functions on sharded arrays.
 
-Each rank applies the operation to its shards. What works element by element is known from torch,
-whose operators carry the tag ``pointwise``, and from NumPy, whose ufuncs do by definition; what is
-linear in unreduced operands stands in ``torch_functions.LINEARITY``.
+Each rank applies the operation to its shards; nothing moves. torch tags elementwise operators with
+``pointwise``; all NumPy ufuncs are elementwise. ``torch_functions.LINEARITY`` lists the operations
+that are linear in unreduced operands.
 
-Nothing moves. So operands are cut alike, dim by dim, and of kinds that join by themselves
-(``axis_types.join_types``) over every axis. An operand that lacks an axis over which another
-differs between ranks would need a cast, whose gradient is summed over that axis: it is rejected,
-since that sum is to be asked for.
+Operands are cut equally, dim by dim, and over every axis their kinds join without a cast
+(``axis_types.join_types``). An operand that lacks an axis over which another varies would need a
+cast. It is rejected, because the caller should request the cast's sum in the backward explicitly.
 """
 
 from __future__ import annotations
@@ -39,13 +38,13 @@ from .resharding import kinds_of
 Operand = tuple[object, tuple[int, ...], NamedSharding]
 """The dtype, the shape and the sharding of an operand."""
 
-# Elementwise functions of torch without the tag: they are made of functions that have it.
+# Untagged torch functions that call only tagged functions.
 _UNTAGGED = """
     absolute arccos arccosh arcsin arcsinh arctan arctan2 arctanh clip conj detach divide fix
     floor_divide greater greater_equal isclose isfinite isreal less less_equal logsigmoid multiply
     negative not_equal rsub softsign square subtract tanhshrink true_divide
 """
-# What ufuncs are to tensors: operators that every library has.
+# The operator for each ufunc, which works on every library's arrays.
 _OPERATORS: Mapping[str, Callable[..., Any]] = MappingProxyType(
     {
         "add": operator.add, "subtract": operator.sub, "multiply": operator.mul,
@@ -67,7 +66,7 @@ _Operator = Callable[[Any, Any], Any]
 def join_operands(
     operands: Sequence[Operand], linearity: str, call: str
 ) -> tuple[tuple[int, ...], NamedSharding]:
-    """Return the shape and sharding of an elementwise result, or raise where operands do not fit.
+    """Return the shape and sharding of an elementwise result; raise if operands do not fit.
 
     Args:
         linearity: of the operation in unreduced operands, as "add" or "multiply"; "" for none.
@@ -203,7 +202,7 @@ def _listed(operands: Sequence[Operand], *, with_meshes: bool = False) -> str:
 
 
 def _both_ways(function: _Operator, name: str) -> tuple[_Operator, _Operator]:
-    """Return the methods of an operator with the array on its left, and on its right."""
+    """Return an operator's methods with the array on its left, and on its right."""
     return (
         lambda self, other: _operate(function, name, self, other),
         lambda self, other: _operate(function, name, other, self),
@@ -211,7 +210,7 @@ def _both_ways(function: _Operator, name: str) -> tuple[_Operator, _Operator]:
 
 
 class ElementwiseArray:
-    """The part of a sharded array that operations on elements use."""
+    """The base of sharded arrays that implements elementwise operations."""
 
     local: Array
     sharding: NamedSharding
@@ -234,14 +233,14 @@ class ElementwiseArray:
     __xor__, __rxor__ = _both_ways(operator.xor, "bitwise_xor")
     __lshift__ = _both_ways(operator.lshift, "bitwise_left_shift")[0]
     __rshift__ = _both_ways(operator.rshift, "bitwise_right_shift")[0]
-    # A comparison's other way is that of the other operator: Python asks for it.
+    # No reflected comparisons: Python calls the mirrored operator (< for >).
     __lt__ = _both_ways(operator.lt, "lt")[0]
     __le__ = _both_ways(operator.le, "le")[0]
     __gt__ = _both_ways(operator.gt, "gt")[0]
     __ge__ = _both_ways(operator.ge, "ge")[0]
     __eq__ = _both_ways(operator.eq, "eq")[0]
     __ne__ = _both_ways(operator.ne, "ne")[0]
-    __hash__ = object.__hash__  # by identity, as of torch's tensors
+    __hash__ = object.__hash__  # by identity, as torch tensors
 
     def __neg__(self) -> Any:
         return apply(operator.neg, "neg", (self,))
@@ -261,7 +260,7 @@ class ElementwiseArray:
     def __rmatmul__(self, other: Any) -> Any:
         raise matmul_rejected("@", other, self)
 
-    # -- what the libraries call -----------------------------------------------------------------
+    # -- NumPy and torch protocols ---------------------------------------------------------------
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
         name = str(ufunc.__name__)
@@ -283,7 +282,7 @@ class ElementwiseArray:
                     fix="call torch's, or apply numpy's to this rank's shard: x.local.numpy()",
                 )
         if "dtype" in kwargs or "casting" in kwargs:
-            linear_as = ""  # it may round
+            linear_as = ""  # The conversion may round.
         return apply(function, linear_as, inputs, kwargs, call=f"numpy.{name}")
 
     @classmethod
@@ -324,7 +323,7 @@ def apply(
     """Return the sharded result, or results, of an elementwise function on the operands' shards.
 
     Args:
-        name: that by which ``LINEARITY`` knows the function; "" where it is not linear.
+        name: the function's key in ``LINEARITY``; "" if it is not linear.
         call: the function's name in messages; None takes ``name``.
     """
     call = name if call is None else call
@@ -341,7 +340,7 @@ def apply(
             )
     linearity = LINEARITY.get(name, "")
     if linearity == "first" and not isinstance(args[0], ElementwiseArray):
-        linearity = ""  # a number divided by an unreduced value
+        linearity = ""  # Division by an unreduced value is not linear.
     is_summed = any(operand.sharding.spec.unreduced for operand in operands)
     for key, x in (*enumerate(args), *kwargs.items()):
         if not isinstance(x, ElementwiseArray) and key not in ("alpha", "beta"):
@@ -355,7 +354,7 @@ def apply(
 
 
 def _operate(function: Callable[..., Any], name: str, left: Any, right: Any) -> Any:
-    """Return a Python operator's result, NotImplemented beside anything but arrays and numbers."""
+    """Return a Python operator's result; NotImplemented unless given arrays and numbers."""
     for x in (left, right):
         if not isinstance(x, (ElementwiseArray, int, float, complex)) and not hasattr(x, "shape"):
             return NotImplemented
@@ -404,7 +403,6 @@ def _check_number(x: Any, call: str, beside: ElementwiseArray, *, is_added: bool
 
 @lru_cache(maxsize=1024)
 def _is_pointwise(name: str) -> bool:
-    """Return whether torch says of an operator that it works element by element."""
     packet = getattr(torch.ops.aten, name, None)
     return packet is not None and any(
         torch.Tag.pointwise in getattr(packet, overload).tags for overload in packet.overloads()
@@ -419,7 +417,6 @@ def _is_elementwise(operation: TorchFunction) -> bool:
 
 
 def _find_torch_function(name: str) -> Any:
-    """Return torch's function with the name of a ufunc if it works element by element, or None."""
     function = getattr(torch, name, None)
     return function if function is not None and _is_elementwise(OPERATIONS[function]) else None
 
@@ -445,7 +442,6 @@ def _not_functional(call: str, what: str) -> KindError:
 
 
 def matmul_rejected(call: str, *operands: Any) -> KindError:
-    """Return the error for a matrix product of sharded arrays, which names md.einsum."""
     shown = [
         array_type(x.local.dtype, x.shape, x.sharding)
         for x in operands

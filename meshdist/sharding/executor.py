@@ -1,8 +1,7 @@
 """Run a plan's steps on this rank: pack, communicate, unpack.
 
-Parts of local arrays go to flat buffers and back, each by one strided copy, or by none. What is
-made here is made once for a plan; its methods then take few steps of Python. A method that returns
-a view of what it is given says so.
+Flat buffers are packed and unpacked with at most one strided copy per part. Constructors prepare
+each plan once, so that calls run little Python. Methods that may return a view say so.
 
 Worked example: two boxes of a 3 x 4 array, A for one member and B for another, are packed.
 
@@ -57,7 +56,7 @@ def fresh_copy(x: torch.Tensor) -> torch.Tensor:
 
 
 class Rearrangement:
-    """A callable that applies an ``Arrangement`` (reshape, index, permute) to one shape."""
+    """Callable that applies an ``Arrangement`` (reshape, index, permute) to one shape."""
 
     __slots__ = ("_index", "_is_plain", "_order", "_shape", "_sizes", "_view")
 
@@ -74,7 +73,7 @@ class Rearrangement:
         self._sizes = tuple(kept[dim] for dim in arrangement.order)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Return ``x`` rearranged and contiguous: a view of it if possible, else new memory."""
+        """Return ``x`` rearranged and contiguous: a view if possible, else new memory."""
         if self._is_plain and x.is_contiguous():
             return x.view(self._shape)
         out = new_like(x, self._shape)
@@ -86,7 +85,7 @@ class Rearrangement:
 
 
 class Boxes:
-    """Boxes of a local array, none empty, and their places in a flat buffer of ``total`` items."""
+    """Non-empty boxes of a local array, packed in a flat buffer of ``total`` items."""
 
     __slots__ = ("_boxes", "_parts", "_start", "total")
 
@@ -95,7 +94,7 @@ class Boxes:
         volumes = [volume(box) for box in boxes]
         self.total = sum(volumes)
         self._boxes = [index_of(box) for box in boxes]
-        # Per box its sizes, its strides and start in a contiguous array and in the buffer.
+        # Per box: sizes, then strides and start in a contiguous array and in the buffer.
         self._parts = []
         at = 0
         for box, size in zip(boxes, volumes, strict=True):
@@ -139,7 +138,7 @@ class Boxes:
             out.as_strided(sizes, strides, offset).copy_(flat.as_strided(sizes, packed, at))
 
     def parts(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Return a view of ``flat`` for each box, in the shape of the box."""
+        """Return a view of ``flat`` for each box, in the box's shape."""
         return [flat.as_strided(sizes, packed, at) for sizes, _, _, packed, at in self._parts]
 
 
@@ -154,7 +153,7 @@ def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _is_run(box: Box, shape: Sequence[int]) -> bool:
-    """Return whether the elements of a box are adjacent in a contiguous array of this shape.
+    """Return whether a box is adjacent in a contiguous array of this shape.
 
     Example:
         >>> _is_run(((1, 3), (0, 4)), (5, 4)), _is_run(((1, 3), (0, 2)), (5, 4))
@@ -169,11 +168,11 @@ _Action: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 
 
 class PlanExecutor:
-    """A function that takes a local array through steps; its constructor opens their groups.
+    """Callable that runs steps on a local array; its constructor opens their groups.
 
     Args:
         shape: of the local array before the steps.
-        op_name: the name under which members compare the steps' collectives, equal on all ranks.
+        op_name: equal on all ranks, to compare the steps' collectives.
     """
 
     __slots__ = ("_actions", "_is_fresh")
@@ -189,7 +188,7 @@ class PlanExecutor:
             shape = step.shape
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the result of the steps on ``x``, contiguous, in new memory, without gradient."""
+        """Return the result of the steps on ``x``: contiguous, new memory, no gradient."""
         if x.is_complex() or x.is_neg():
             x = x.resolve_conj().resolve_neg()
         for action in self._actions:
@@ -223,8 +222,6 @@ class _PadAction:
 
 
 class _CollectiveAction:
-    """A callable that runs a collective on ``x``, in place if ``x`` is new memory."""
-
     def __init__(
         self, step: CollectiveStep, group: ProcessGroup, op_name: str, *, is_fresh: bool
     ) -> None:
@@ -234,7 +231,7 @@ class _CollectiveAction:
         self._is_in_place, self._is_fresh = not row.reads, is_fresh
         self._shape = step.part if row.reduces else (step.size, *step.part)
         self._pack = torch.Tensor.contiguous if step.pack is None else Rearrangement(step.pack)
-        # Never a view, since autograd rejects writes to a view that a custom Function returned.
+        # Never return a view: autograd rejects writes to a view that a custom Function returned.
         self._unpack: _Action | None = None
         if step.unpack is not None:
             is_plain, shape = step.unpack.is_plain, step.unpack.shape
@@ -266,12 +263,12 @@ class _ExchangeAction:
         for sizes, parts in ((given, step.sends), (taken, step.receives)):
             for place, box in parts:
                 sizes[place] = volume(box)
-        self._kept = tuple(map(index_of, step.kept or ()))  # in the array before, in the result
+        self._kept = tuple(map(index_of, step.kept or ()))  # indices in the input and the result
         self._call = "all_to_all_single", group, op_name
         self._rows = taken, given
         numbers = {place: number for number, (place, _) in enumerate(step.receives)}
-        # Per box of the result, which of the received boxes are its partial sums; None is the own
-        # one.
+        # For each box of the result, the received boxes that are its partial sums; None is this
+        # rank's partial sum.
         sums = step.sums if step.is_summed else ()
         self._sums = [(index_of(box), [*map(numbers.get, places)]) for box, places in sums]
         self._is_summed = step.is_summed
@@ -308,15 +305,14 @@ class _ExchangeAction:
 def gather_to_root(
     x: torch.Tensor, mesh: DeviceMesh, placement: Placement, root: int, op_name: str
 ) -> torch.Tensor | None:
-    """Return the whole array in new memory on the root, None on others; inverse of ``scatter``.
+    """Return the global array in new memory on the root, else None; inverse of ``scatter``.
 
     Args:
-        x: this rank's part.
-        placement: unreduced over no axis.
-        op_name: the call's name in reports, equal on all ranks.
+        placement: without unreduced axes.
+        op_name: equal on all ranks, for reports.
     """
-    # Of ranks that hold equal parts those with the root's coordinates along the free axes send, so
-    # that the group is over the axes that cut dims.
+    # Of replicas, only ranks with the root's coordinates along the free axes send, so that the
+    # group contains only the axes that cut dims.
     here, there = mesh.get_coordinate() or (), mesh.layout.coordinate_of(root) or ()
     if any(here[axis] != there[axis] for axis in placement.free_axes):
         return None
@@ -331,10 +327,10 @@ def scatter(
     """Return this rank's part of an array that the root holds, differentiably; collective.
 
     Args:
-        x: the whole, on the root; elsewhere a tensor without elements, of its dtype and device.
-        placement: tells each element's rank, so that no axis is free (replicates). Where an axis is
-            unreduced, coordinate 0 gets the values, and the others zeros.
-        op_name: the call's name in reports, equal on all ranks.
+        x: the global array on the root; elsewhere an empty tensor of its dtype and device.
+        placement: has no free (replicating) axis. Along an unreduced axis, coordinate 0 gets the
+            values and the others zeros.
+        op_name: equal on all ranks, for reports.
     """
     here = mesh.get_coordinate() or ()
     gather, send = root_exchanges(placement, here, mesh.layout.coordinate_of(root) or ())

@@ -1,15 +1,14 @@
 """Lower a change of placement to steps: one collective, or an exchange of boxes.
 
-Changes in product form are collectives: equal parts move between all members of a group. Slices
-come first and cost nothing. Then the axes that move from one dim to another are one equal
-all-to-all, and those that leave are one all-gather: together they receive as many bytes as one
-exchange would. Each packs by one strided copy and unpacks by another. Summed axes are a
-reduce-scatter.
+Changes in product form are collectives: members of a group exchange equal parts. First come slices,
+which cost nothing. Then one equal all-to-all handles the axes that move from one dim to another,
+and one all-gather the axes that leave. Together they receive as many bytes as one exchange. Each
+packs and unpacks by one strided copy. Summed axes use a reduce-scatter.
 
-One rank's part of an exchange is the boxes that it receives, sends and keeps. In each dim my
-interval of the target meets some cells of the source; their products are the boxes that I receive.
-The sender of a box is the rank that holds its cell and has my own coordinates along all other axes.
-What I send is the same walk seen from the source. The cost is that of the peers.
+In an exchange, each rank receives, sends and keeps boxes. In each dim this rank's interval of the
+target overlaps some cells of the source; it receives the products of the overlaps. The sender of a
+box is the rank that holds its cell and has this rank's coordinates along all other axes. The same
+search from the source finds the sent boxes. The cost is proportional to the number of peers.
 
 Worked example: rows on 2 ranks become columns. A 4 x 4 array is cut evenly, into one collective:
 
@@ -84,7 +83,7 @@ def operation_steps(change: Change, coordinate: tuple[int, ...]) -> tuple[Step, 
 def group_at(
     axes: tuple[int, ...], mesh_sizes: Sequence[int], coordinate: Sequence[int]
 ) -> tuple[tuple[int, ...], int, int]:
-    """Return an axes group's fields: the axes, the number of members, this rank's place in it."""
+    """Return a group's axes, its number of members and this rank's index in it."""
     size = math.prod(mesh_sizes[axis] for axis in axes)
     return axes, size, place_along(axes, mesh_sizes, coordinate)
 
@@ -92,7 +91,7 @@ def group_at(
 def _find_slice(
     change: Change, coordinate: tuple[int, ...], scatter_axes: Sequence[int]
 ) -> Take | None:
-    """Return the step that slices dims newly cut by other axes than ``scatter_axes``, or None."""
+    """Return the step that slices dims newly cut by axes other than ``scatter_axes``, or None."""
     source, target = change.source.box(coordinate), change.target.box(coordinate)
     box = tuple(
         own if not dim.new or not set(dim.new).isdisjoint(scatter_axes) else kept
@@ -104,11 +103,11 @@ def _find_slice(
 def _packing(
     change: Change, scatter_axes: Sequence[int], coordinate: Sequence[int], shape: Sequence[int]
 ) -> Arrangement:
-    """Return how to cut an array of the local ``shape`` into parts along ``scatter_axes``."""
+    """Return how to cut a local array into parts along ``scatter_axes``."""
     sizes = change.source.mesh_sizes
     view: list[int] = []
     taken: list[int | None] = []
-    dim_of: dict[int, int] = {}  # of an axis, or of ~dim, in the view without what is taken
+    dim_of: dict[int, int] = {}  # the dim of an axis, or of ~dim, in the view after indexing
     for number, (dim, length) in enumerate(zip(change.dims, shape, strict=True)):
         cut = [] if set(dim.new).isdisjoint(scatter_axes) else list(dim.new)
         for axis in cut:
@@ -130,10 +129,10 @@ def _packing(
 def _unpacking(
     change: Change, axes: Sequence[int], merged: Sequence[int], shape: Sequence[int]
 ) -> Arrangement:
-    """Return how to arrange the parts of members along ``axes`` as dims that join those parts.
+    """Return how to join the parts of members along ``axes``.
 
     Args:
-        merged: axes of an earlier step, whose parts are joined in ``shape`` already.
+        merged: axes of an earlier step, whose parts ``shape`` contains already.
         shape: of one member's part.
     """
     sizes = change.source.mesh_sizes
@@ -163,17 +162,17 @@ def _pad(change: Change, coordinate: tuple[int, ...]) -> Pad:
 
 
 class _Overlap(NamedTuple):
-    """The part of an interval that a peer's cell holds, and the peer's place by that cell."""
+    """An interval's part that a peer's cell holds, and the peer's index."""
 
-    place: int  # of the peer, along axes that cut the source
-    replica: int  # of the peer, along axes that divide boxes
-    partial_sum: int  # of the peer, along summed axes
+    place: int  # the peer's index along axes that cut the source
+    replica: int  # the peer's index along axes that divide boxes
+    partial_sum: int  # the peer's index along summed axes
     start: int
     stop: int
 
 
 def exchange_steps(change: Change, coordinate: tuple[int, ...]) -> tuple[Step, ...]:
-    """Return the single step by which a rank carries out ``change`` with boxes: an exchange."""
+    """Return ``change`` as one exchange of boxes for this rank."""
     group = _Group(change, coordinate)
     source, target = change.source.box(coordinate), change.target.box(coordinate)
     kept, receives = group.receives(target)
@@ -195,7 +194,7 @@ def exchange_steps(change: Change, coordinate: tuple[int, ...]) -> tuple[Step, .
 
 
 def local_steps(change: Change, coordinate: tuple[int, ...]) -> tuple[Step, ...]:
-    """Return the steps of one rank for a change in which no rank receives anything."""
+    """Return one rank's steps for a change in which no rank receives anything."""
     source, target = change.source.box(coordinate), change.target.box(coordinate)
     shape = shape_of(target)
     kept = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(source, target, strict=True))
@@ -214,19 +213,18 @@ def _take(box: Box, origin: Box) -> Take:
 
 
 def relative(box: Box, origin: Box) -> Box:
-    """Return a box with its bounds counted from the start of ``origin``."""
+    """Return a box with bounds relative to the start of ``origin``."""
     return tuple([(a - o, b - o) for (a, b), (o, _) in zip(box, origin, strict=True)])
 
 
 def coordinates_along(
     axes: Sequence[int], sizes: Sequence[int], strides: dict[int, int]
 ) -> list[int]:
-    """Return the number that each coordinate along ``axes`` adds to a place, row-major.
+    """Return the index offset of each coordinate along ``axes``, row-major.
 
     Args:
-        axes: numbers of axes, the major axis first.
-        sizes: of all axes, by their numbers.
-        strides: the number that a step along an axis adds, by the axis's number.
+        axes: the major axis first.
+        strides: the index offset of a step along an axis.
     """
     added = [0]
     for axis in axes:
@@ -260,7 +258,7 @@ class _Group:
     def _my_place(self, axes: Sequence[int]) -> int:
         return sum(self.coordinate[axis] * self.strides[axis] for axis in axes)
 
-    # ---------------------------------------------------------------- what comes
+    # ---------------------------------------------------------------- receives
 
     def receives(self, target: Box) -> tuple[Box | None, list[Part]]:
         """Return (own part of ``target`` or None, [(sender's index, box)] of received parts)."""
@@ -284,7 +282,7 @@ class _Group:
         return kept, found
 
     def _sources(self, source: DimSplit, interval: tuple[int, int]) -> Iterator[_Overlap]:
-        """Yield the overlaps of ``interval`` with the source's cells that this rank may receive."""
+        """Yield overlaps of ``interval`` with source cells to receive."""
         padded = self.change.padded
         for cell, start, stop in _cells_in(source, interval):
             place, rest = 0, cell
@@ -296,10 +294,10 @@ class _Group:
             else:
                 yield _Overlap(place, 0, 0, start, stop)
 
-    # ---------------------------------------------------------------- what goes
+    # ---------------------------------------------------------------- sends
 
     def sends(self, source: Box) -> list[Part]:
-        """Return (receiver's place, box) of each part of this rank's ``source`` that it sends."""
+        """Return (receiver's index, box) of each part of ``source`` that this rank sends."""
         change, sizes = self.change, self.change.source.mesh_sizes
         per_dim = []
         for dim, interval in zip(change.dims, source, strict=True):
@@ -319,18 +317,18 @@ class _Group:
             part = box if len(self.replicas) == 1 else self._parts(box)[number]
             for more in all_cells:
                 at = place + more
-                if at != self.my_cell:  # the receiver divides the box among the replicas
+                if at != self.my_cell:  # The receiver gets a part of the box from each replica.
                     if part is not None:
                         found += [(at + replica + partial_sum + s, part) for s in all_partial_sums]
                 elif (
                     replica == self.my_replica
-                ):  # the receiver holds a partial sum of the box itself
+                ):  # The receiver holds a partial sum of the same box.
                     there = (partial_sum + s for s in all_partial_sums)
                     found += [(at + replica + s, box) for s in there if s != self.my_partial_sum]
         return found
 
     def _targets(self, target: DimSplit, interval: tuple[int, int]) -> Iterator[_Overlap]:
-        """Yield the overlaps of ``interval`` with the target's cells of possible receivers."""
+        """Yield overlaps of ``interval`` with receivers' target cells."""
         change = self.change
         for cell, start, stop in _cells_in(target, interval):
             place = replica = partial_sum = 0
@@ -350,7 +348,7 @@ class _Group:
                 yield _Overlap(place, replica, partial_sum, start, stop)
 
     def _parts(self, box: Box) -> list[Box | None]:
-        """Return a part of ``box`` per replica, cut along the longest dim; None where empty."""
+        """Return a part of ``box`` per replica, cut along the longest dim; None if empty."""
         lengths = shape_of(box)
         dim = lengths.index(max(lengths))
         start, count = box[dim][0], len(self.replicas)
@@ -384,7 +382,7 @@ def root_exchanges(
 ) -> tuple[Exchange, Exchange]:
     """Return two steps of the rank at ``here``: gather to the root at ``there``; the transpose."""
     # The group has the ranks with the root's coordinates along the free axes. Ranks other than the
-    # root gather, and scatter, an array without elements.
+    # root gather into, and scatter, an empty array.
     axes = tuple(sorted((*placement.cut_axes, *placement.unreduced)))
     group = group_at(axes, placement.mesh_sizes, here)
     mine, root = group[2], place_along(axes, placement.mesh_sizes, there)

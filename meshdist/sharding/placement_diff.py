@@ -1,8 +1,7 @@
-"""Compare two placements: find the axes that gather, slice, sum, move a dim or divide boxes.
+"""Find the axes that gather, slice, sum, move a dim or divide boxes between placements.
 
-A ``Change`` is the same for all ranks. It knows the exact number of elements that all ranks
-receive together, as overlaps of intervals broadcast over the mesh, and whether it has product form,
-in which one collective moves equal parts. Axes of size 1 take no part: ``bare`` drops them before.
+A ``Change`` is the same for all ranks. It counts exactly the elements that all ranks receive, from
+interval overlaps. In product form, a collective moves equal parts.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ class DimChange:
 
     Args:
         num_common: the number of major axes that cut both at the same boundaries.
-        left: the minor axes that cut the source alone, or otherwise than the target.
-        new: the minor axes that cut the target alone, or otherwise than the source.
+        left: the source's other axes, which cut the target differently or not at all.
+        new: the target's other axes, which cut the source differently or not at all.
     """
 
     source: DimSplit
@@ -36,40 +35,39 @@ class DimChange:
 
     @cached_property
     def is_source_even(self) -> bool:
-        """Return whether the source's cells are of equal size in each cell of the common axes."""
+        """Return whether the source's cells have equal size in each cell of the common axes."""
         return _is_even_beyond(self.source, self.num_common)
 
     @cached_property
     def is_target_even(self) -> bool:
-        """Return whether the target's parts are of equal size within each part common to both."""
+        """Return whether the target's cells have equal size in each cell of the common axes."""
         return _is_even_beyond(self.target, self.num_common)
 
 
 @dataclass(frozen=True)
 class Change:
-    """The change from one placement to another over the same axes, as one exchange."""
+    """The change between two placements over the same axes, as one exchange."""
 
-    # Along an axis where the target is unreduced a rank takes from ranks of its own coordinate
-    # alone: from other partial sums of one sum, or, where the axis cuts the source, from shards
-    # that are padded.
+    # Along an axis where the target is unreduced, a rank receives only from ranks with its own
+    # coordinate: other partial sums of one sum, or padded shards if the axis cuts the source.
     source: Placement
     target: Placement
     dims: tuple[DimChange, ...]
 
     @cached_property
     def summed(self) -> tuple[int, ...]:
-        """The axes over which the source is unreduced and the target is not."""
+        """The axes that are unreduced in the source but not in the target."""
         return tuple(axis for axis in self.source.unreduced if axis not in self.target.unreduced)
 
     @cached_property
     def padded(self) -> tuple[int, ...]:
-        """The axes that cut the source, unreduced in the target: zeros surround each shard."""
+        """The axes that cut the source and are unreduced in the target."""
         return tuple(axis for axis in self.target.unreduced if axis in self.source.cut_axes)
 
     @cached_property
     def dividing(self) -> tuple[int, ...]:
-        """The axes that newly cut a dim, and whose ranks, equal before, each send a part."""
-        # They cut a dim of the target that the source cuts otherwise. All ranks along them hold
+        """The axes that newly cut a dim, and whose replicas each send a part."""
+        # They cut a dim of the target that other axes cut in the source. All ranks along them hold
         # each box: if one rank sent it all, the others would idle.
         free = self.source.free_axes
         return tuple(sorted(a for dim in self.dims if dim.left for a in dim.new if a in free))
@@ -90,15 +88,15 @@ class Change:
 
     @cached_property
     def gathered(self) -> tuple[int, ...]:
-        """The axes that cut a dim of the source, none of the target, and are not padded."""
+        """The axes that cut the source, do not cut the target and are not padded."""
         kept = {*self.target.cut_axes, *self.padded}
         return tuple(sorted(a for dim in self.dims for a in dim.left if a not in kept))
 
     @cached_property
     def has_product_form(self) -> bool:
         """Return whether members exchange equal parts, as in collectives like all-to-all."""
-        # Each dim's axes then extend or shorten the source's, in equal cells; a dim that is padded
-        # loses padded axes alone.
+        # Each dim's axes then extend or shorten the source's, in equal cells. A padded dim loses
+        # only padded axes.
         equal = {*self.moving, *self.summed}
         for dim in self.dims:
             left, new = dim.left, dim.new
@@ -119,7 +117,7 @@ class Change:
     @cached_property
     def num_received(self) -> int:
         """The number of elements that all ranks receive together."""
-        # Each rank takes its part of the target once per partial sum, except what it holds itself.
+        # Each rank receives its target part once per partial sum, except the elements it holds.
         sizes, target = self.source.mesh_sizes, self.target
         once = {*target.cut_axes, *self.padded}
         wanted = math.prod(target.shape)
@@ -129,7 +127,7 @@ class Change:
 
     @cached_property
     def num_held(self) -> int:
-        """The number of target elements that ranks hold already, summed over all ranks."""
+        """The number of target elements that ranks hold already, in total."""
         sizes = self.source.mesh_sizes
         held, table = 1, None
         counted: set[int] = set()
@@ -137,7 +135,7 @@ class Change:
         for dim in self.dims:
             counted.update(dim.source.axes, dim.target.axes)
             if not (dim.left and dim.new) and moving.isdisjoint(dim.left + dim.new):
-                held *= dim.source.size  # one cell lies in the other
+                held *= dim.source.size  # One cell contains the other.
             else:
                 overlaps = overlap_table(dim.source, dim.target, len(sizes))
                 table = overlaps if table is None else table * overlaps
@@ -148,7 +146,7 @@ class Change:
 
 @lru_cache(maxsize=4096)
 def change_between(source: Placement, target: Placement) -> Change:
-    """Return the ``Change`` between two placements over the same axes, both ``bare``."""
+    """Return the ``Change`` between two ``bare`` placements over the same axes."""
     dims = []
     for here, there in zip(source.dims, target.dims, strict=True):
         common = _num_common(here, there)
@@ -170,7 +168,7 @@ def bare(placement: Placement) -> Placement:
 
 
 def extended(split: DimSplit, axes: tuple[int, ...], axis_sizes: tuple[int, ...]) -> DimSplit:
-    """Return ``split`` with each of its cells cut further, balanced, along more axes."""
+    """Return ``split`` with each cell cut further, balanced, along more axes."""
     if not axes:
         return split
     cells = None
@@ -181,7 +179,6 @@ def extended(split: DimSplit, axes: tuple[int, ...], axis_sizes: tuple[int, ...]
 
 
 def dim_of_largest_cells(dims: Sequence[DimSplit]) -> int:
-    """Return the index of the first dim with the largest mean size of cells."""
     return max(range(len(dims)), key=lambda number: dims[number].size / dims[number].num_cells)
 
 
@@ -210,7 +207,7 @@ def _num_common(source: DimSplit, target: DimSplit) -> int:
 
 
 def _common_cut(split: DimSplit, num_axes: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Return the boundaries of the cells that the first ``num_axes`` axes alone make."""
+    """Return the boundaries of the cells that only the first ``num_axes`` axes make."""
     return split.boundary_array[:: math.prod(split.axis_sizes[num_axes:])]
 
 
@@ -225,7 +222,7 @@ def _is_even_beyond(split: DimSplit, num_axes: int) -> bool:
 def overlap_table(
     source: DimSplit, target: DimSplit, ndim: int
 ) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Return how many elements both cells share, at each coordinate of a mesh of ``ndim`` axes."""
+    """Return how many elements both cells share, at each coordinate."""
     (start, stop), (low, high) = _cell_tables(source, ndim), _cell_tables(target, ndim)
     overlaps: np.ndarray[Any, np.dtype[np.int64]] = np.minimum(stop, high)
     overlaps = overlaps - np.maximum(start, low)
@@ -235,7 +232,7 @@ def overlap_table(
 def _cell_tables(
     split: DimSplit, ndim: int
 ) -> tuple[np.ndarray[Any, np.dtype[np.int64]], np.ndarray[Any, np.dtype[np.int64]]]:
-    """Return the start and the stop of each coordinate's cell, with a dim per axis of the mesh."""
+    """Return each coordinate's cell start and stop, as tables with a dim per mesh axis."""
     bounds = split.boundary_array
     order = sorted(range(len(split.axes)), key=split.axes.__getitem__)
     shape = [1] * ndim

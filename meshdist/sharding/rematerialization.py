@@ -1,8 +1,8 @@
-"""Gathered operands of a product, of which autograd keeps the shard, and gathers again.
+"""Rematerialize gathered operands: autograd saves the shard and gathers again.
 
-A product saves its operands for the backward. What it would save of a gathered operand is a view of
-the gathered memory: in its place stand this rank's shard and the form of the view. The backward
-begins with gathering again, on every rank. All views share that memory, and the last one drops it.
+A product saves its operands for the backward. In place of a view of a gathered operand, autograd
+saves this rank's shard and the view's geometry. The backward first gathers again, on every rank.
+All views share that memory; the last one releases it.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from .resharding import get_transfer
 
 
 class GatheredOperand:
-    """A gathered operand of which autograd saves the shard, gathered again in the backward."""
+    """A gathered operand whose shard autograd saves, gathered again in the backward."""
 
     def __init__(
         self, whole: torch.Tensor, shard: torch.Tensor, plan: Plan, mesh: DeviceMesh
     ) -> None:
         self.memory = whole.untyped_storage().data_ptr()
-        # Detached, it keeps the memory that was gathered, whatever `shard.data =` sets later; both
-        # count the same versions. An inference tensor counts none: a copy cannot be written to.
+        # The detached tensor keeps the original memory after `shard.data =` and shares the version
+        # counter. An inference tensor has no counter, so a copy protects it from writes.
         self._shard = shard.clone() if shard.is_inference() else shard.detach()
         self._was_at = self._shard._version
         self._transfer = get_transfer(plan, mesh)
@@ -50,13 +50,13 @@ class GatheredOperand:
         self._num_left = self._num_saved
 
     def pack(self, saved: torch.Tensor) -> tuple[GatheredOperand, Any]:
-        """Return this object and the geometry of the view ``saved``, to be saved in its place."""
+        """Return this object and the geometry of ``saved``, for autograd."""
         self._num_saved += 1
         return self, (saved.shape, saved.stride(), saved.storage_offset())
 
     def unpack(self, form: Any) -> torch.Tensor:
         """Return the view that ``pack`` saved; the last one drops the memory."""
-        if self._again is None:  # a program that reads what a node has saved
+        if self._again is None:  # The program reads a node's saved tensors itself.
             self.gather()
         assert self._again is not None
         view = self._again.as_strided(*form)
@@ -68,7 +68,7 @@ class GatheredOperand:
 
 def saved_as_shards(gathered: Sequence[GatheredOperand]) -> Any:
     """Return a context in which autograd saves shards in place of ``gathered`` operands."""
-    by_memory = {each.memory: each for each in gathered if each.memory}  # 0: without elements
+    by_memory = {each.memory: each for each in gathered if each.memory}  # 0 means no elements
 
     def pack(saved: torch.Tensor) -> Any:
         each = by_memory.get(saved.untyped_storage().data_ptr())
@@ -85,9 +85,9 @@ def saved_as_shards(gathered: Sequence[GatheredOperand]) -> Any:
 
 
 def gather_before_backward(product: torch.Tensor, gathered: Sequence[GatheredOperand]) -> None:
-    """Let the backward of ``product`` begin by gathering the operands again, on every rank."""
-    # What torch saves depends on a rank's sizes: of "b d, d f -> f" it saves the operand itself
-    # where b is 1, else the operand's sum over b. So all ranks gather before any asks.
+    """Make the backward of ``product`` first gather operands again, on every rank."""
+    # torch saves different tensors by size: for "b d, d f -> f" it saves the operand if b is 1,
+    # else its sum over b. So every rank gathers all operands first, and the collectives match.
 
     def gather(_: Any) -> None:
         for each in gathered:

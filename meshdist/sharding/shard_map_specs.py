@@ -1,7 +1,7 @@
-"""The arrays that a mapped function takes and returns: how each lies by its spec, and its sizes.
+"""Match the arguments and results of a mapped function with their specs.
 
-What does not fit its spec is rejected here: a call raises a single error, which shows all arrays
-that do not fit, on every rank where its arguments, or results, are the same.
+A call raises a single error that shows all arrays that do not fit their specs, on every rank with
+the same arguments, or results.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from .descriptions import mesh_text
 from .resharding import kinds_of
 from .sharded_array import ShardedArray
 
-_NUMBERS = (bool, int, float, complex)  # exactly these: numpy.float64 is a float, and an array
+_NUMBERS = (bool, int, float, complex)  # exact types: numpy.float64 is a float and an array
 
 _CASTS: Mapping[tuple[str, str], str] = {("I", "V"): "varying", ("V", "U"): "unreduced"}
-"""How a result of one kind is cast to the kind that its spec says: where JAX does it, too."""
+"""How a result of one kind is cast to its spec's kind, in the same cases as in JAX."""
 
 
 class _Infer:
-    """The class of the sentinel ``Infer``: take the sharding that an argument has."""
+    """The class of the sentinel ``Infer``: use the argument's own sharding."""
 
     def __repr__(self) -> str:
         return "shard_map.Infer"
@@ -60,11 +60,11 @@ Infer = _Infer()
 
 @dataclass(frozen=True)
 class MappedArray:
-    """An array of a mapped function's arguments or results, and how the whole lies.
+    """An array of a mapped function's arguments or results, with its global sharding.
 
     Args:
         path: the array in messages, such as ``params['w']``.
-        shape: of the whole.
+        shape: the global shape.
     """
 
     value: Any
@@ -79,10 +79,10 @@ class MappedArray:
 
 
 def specs_of_leaves(name: str, side: str, specs: Any, tree: Any) -> list[Any]:
-    """Return the spec of each leaf of ``tree``, of which ``specs`` is a tree prefix.
+    """Return the spec of each leaf of ``tree``; ``specs`` is a tree prefix of it.
 
     Args:
-        name, side: the mapped function's, and the argument's that has the specs; for messages.
+        name, side: the mapped function's name, and the parameter that has the specs.
     """
     try:
         found: list[Any] = optree.broadcast_prefix(specs, tree, none_is_leaf=True)
@@ -107,10 +107,10 @@ def specs_of_leaves(name: str, side: str, specs: Any, tree: Any) -> list[Any]:
 def find_argument(
     mesh: DeviceMesh, given_mesh: DeviceMesh | None, x: Any, spec: Any, path: str
 ) -> MappedArray | None:
-    """Return an argument's array and sharding; None for a number, for None, or with ``spec`` None.
+    """Return an argument's array and sharding; None for a number, for None, or without ``spec``.
 
     Args:
-        given_mesh: the mesh that the program names; None where the mesh is that in force.
+        given_mesh: the mesh that the program passes; None for the current mesh.
     """
     if spec is None or x is None:
         return None
@@ -136,7 +136,7 @@ def find_argument(
             )
     shape = tuple(tensor.shape)
     sharding = _sharding(mesh, given_mesh, tensor, said)
-    if isinstance(said, str):  # whose groups are cut between whole parts
+    if isinstance(said, str):  # A pattern's groups must be cut between whole parts.
         try:
             sharding = NamedSharding.from_pattern(said, mesh, shape)
         except ShapeError as error:
@@ -145,14 +145,14 @@ def find_argument(
                 expected="a pattern whose groups of dims are cut evenly",
                 fix="pass the sizes: md.NamedSharding(mesh, spec, shard_sizes={dim: sizes})",
             ) from None
-    sharding.placement(shape)  # raises unless given sizes of shards fit
+    sharding.placement(shape)  # Raise if given shard sizes do not fit.
     return MappedArray(x, path, sharding, shape)
 
 
 def _check_lies_so(
     mesh: DeviceMesh, given_mesh: DeviceMesh | None, x: ShardedArray, spec: Any, path: str
 ) -> None:
-    """Raise unless ``x`` lies on ``mesh`` as ``spec`` says."""
+    """Raise unless ``x`` is sharded on ``mesh`` as ``spec`` states."""
     if x.mesh != mesh:
         raise MeshError(
             f"it is on another mesh, ({x.mesh.layout.axis_text()})",
@@ -164,7 +164,7 @@ def _check_lies_so(
     local = as_tensor(x.local, argument=path, operation="shard_map", writable=False)
     wanted = _sharding(mesh, given_mesh, local, spec)
     here, there = x.sharding.placement(x.shape), wanted.placement(x.shape)
-    # A spec says nothing about sizes: those of the array may be its own.
+    # A spec does not state sizes, so any shard sizes of the array are accepted.
     if here != there and (wanted.shard_sizes or _axes(here) != _axes(there)):
         raise ArgumentError(
             f"it is sharded as {x.sharding.spec!r}",
@@ -181,7 +181,6 @@ def _axes(placement: Placement) -> tuple[Any, ...]:
 def _sharding(
     mesh: DeviceMesh, given_mesh: DeviceMesh | None, x: torch.Tensor, spec: Any
 ) -> NamedSharding:
-    """Return the sharding on ``mesh`` that ``spec`` says, or raise."""
     key = ("shard_map", spec, x.dim(), x.dtype is torch.bool)
     found = mesh.caches.find(NamedSharding, key)
     if found is not None:
@@ -213,11 +212,11 @@ def get_result(
     *,
     is_typed: bool,
 ) -> MappedArray:
-    """Return a result with its sharding, all shards being of one size, or raise.
+    """Return a result with its sharding, assuming equal shard sizes; or raise.
 
     Args:
-        given_mesh: the mesh that the program names; None where the mesh is that in force.
-        is_typed: whether a tensor must be of the kinds that its spec says, and is cast to them.
+        given_mesh: the mesh that the program passes; None for the current mesh.
+        is_typed: whether a tensor must have its spec's kinds, and is cast to them.
     """
     if spec is None or spec is Infer:
         raise KindError(
@@ -238,7 +237,7 @@ def get_result(
 
 
 def _scalar_beside_dims(error: ShapeError) -> ShapeError:
-    """Return the error of a result without dims whose spec has entries for some."""
+    """Return the error of a scalar with a spec for dims."""
     return ShapeError(
         error.summary,
         expected=error.expected,
@@ -249,7 +248,7 @@ def _scalar_beside_dims(error: ShapeError) -> ShapeError:
 
 
 def _cast(y: torch.Tensor, sharding: NamedSharding) -> torch.Tensor:
-    """Return ``y`` cast to the types that its spec says; raise if no cast leads there."""
+    """Return ``y`` cast to its spec's types; raise if no cast allows it."""
     mesh, kinds = sharding.mesh, kinds_in(type_of(y))
     casts: dict[str, list[str]] = {}
     for axis, wanted in kinds_of(sharding).items():
@@ -265,7 +264,6 @@ def _cast(y: torch.Tensor, sharding: NamedSharding) -> torch.Tensor:
 
 
 def _rejected_kind(axis: str, size: int, kind: str, wanted: str, ndim: int) -> AxisTypeError:
-    """Return the error of a result whose type over ``axis`` is ``kind`` and not ``wanted``."""
     dim = "" if ndim else ", and give the value a dim: y[None]"
     fixes = {
         "V": "make one value with lax.psum, lax.pmean or lax.all_gather(..., to='invarying') over "
@@ -285,7 +283,7 @@ def _rejected_kind(axis: str, size: int, kind: str, wanted: str, ndim: int) -> A
 def with_common_shapes(
     name: str, mesh: DeviceMesh, arrays: list[MappedArray], *, is_even: bool
 ) -> list[MappedArray]:
-    """Return the results with the whole shapes that all ranks' shards make; collective.
+    """Return the results with global shapes; collective.
 
     Args:
         name: of the mapped function.
@@ -340,7 +338,7 @@ def _no_whole(
 def reject(
     summary: str, mesh: DeviceMesh, problems: Sequence[tuple[str, MeshdistError]]
 ) -> NoReturn:
-    """Raise a single error on all ``problems`` (array text, error), of the first error's class."""
+    """Raise an error on all ``problems`` (array text, error)."""
     first = problems[0][1]
     error = type(first)(
         summary,
@@ -355,7 +353,6 @@ def reject(
 
 
 def value_text(value: Any) -> str:
-    """Return a short text on an argument or a result, for messages."""
     if isinstance(value, ShardedArray):
         return f"ShardedArray of shape {shape_text(value.shape)}"
     if isinstance(value, torch.Tensor):

@@ -10,9 +10,9 @@ Worked example: two ranks along axis 'i' map ``f(x, w) = x * w``; x has three el
     sizes        2, 1              2, 1            exchanged, since x is cut unevenly
     the result   a ShardedArray of three elements, of which each rank holds its own
 
-The gradients of x and w come back whole: that of x is gathered, and that of w is summed by the cast
-that ``md.typed`` inserts where w meets x. With ``out_specs=P()`` the call would be rejected: ranks
-hold no common value.
+The gradients of x and w are global: x's is gathered, and w's is summed by the cast that
+``md.typed`` inserts. With ``out_specs=P()`` the call would raise, because ranks hold different
+values.
 
     >>> import torch, meshdist as md
     >>> def program():
@@ -69,7 +69,7 @@ from .sharded_array import ShardedArray
 __all__ = ["shard_map"]
 
 _mapped_over: ContextVar[tuple[DeviceMesh, ...]] = ContextVar("meshdist_shard_map", default=())
-"""The meshes of the mapped functions that this context is inside of."""
+"""The meshes of the enclosing mapped functions."""
 
 
 def shard_map(
@@ -84,50 +84,48 @@ def shard_map(
 ) -> Callable[..., Any]:
     """Map ``f``, which works on each rank's shards, to a function of global arrays, as in JAX.
 
-    The mapped function is called by all ranks of the mesh with equal arguments, by position. ``f``
-    may call the collectives of ``md.lax``; the mesh is in force inside. Without ``f`` it is a
+    All ranks of the mesh call the mapped function with equal arguments, by position. ``f`` may call
+    the collectives of ``md.lax`` on the mesh, which is current inside. Without ``f`` it is a
     decorator.
 
     Args:
-        f: gets this rank's shards, and returns shards: torch tensors, or arrays of NumPy or CuPy,
-            in any nesting that optree knows.
-        out_specs: how the shards that ``f`` returns make wholes: a tree prefix of its result, whose
-            leaves are specs. A spec is a ``PartitionSpec``, a pattern such as ``"b@dp d"``, or a
-            ``NamedSharding`` on the mesh, which may say sizes of shards. An axis that a spec leaves
-            out promises that values are equal along it.
-        in_specs: how each argument is cut: a tree prefix of the tuple of arguments, of specs and
-            two others: None passes what stands there as it is, and ``shard_map.Infer`` takes the
-            sharding that a ``ShardedArray`` has.
-        mesh: whose axes the specs name; None takes the mesh in force at each call.
+        f: takes this rank's shards and returns shards: torch tensors, or arrays of NumPy or CuPy,
+            in any optree nesting.
+        out_specs: the sharding of each result: a tree prefix of specs. A spec is a
+            ``PartitionSpec``, a pattern such as ``"b@dp d"``, or a ``NamedSharding`` on the mesh,
+            which may have shard sizes. Values must be equal along axes that the spec leaves out.
+        in_specs: the sharding of each argument: a tree prefix of the argument tuple, of specs,
+            None (passes the argument unchanged) or ``shard_map.Infer`` (uses the sharding of a
+            ``ShardedArray``).
+        mesh: the mesh whose axes the specs name; None takes the current mesh at each call.
         axis_names: must be empty, or name all axes.
-        check_vma: run ``f`` in ``md.typed(mesh)``, and reject results that are not what their spec
-            says. If False nothing is cast, summed or checked: gradients are those of the
-            collectives.
+        check_vma: run ``f`` in ``md.typed(mesh)``, and reject results that contradict their spec.
+            If False nothing is cast, summed or checked.
 
     Returns:
-        The mapped function. Its arguments: a ``ShardedArray`` must lie as its spec says; any other
-        array is a whole, equal on all ranks, of any size, cut by ``md.shard``; a Python number
-        stays what it is. Its result: what ``f`` returns, with a ``ShardedArray`` in place of each
-        array, whose local array shares the memory of what ``f`` has returned.
+        The mapped function. It accepts a ``ShardedArray``, sharded as its spec states; a global
+        array of any size, equal on all ranks, which ``md.shard`` cuts; or a Python number, passed
+        unchanged. It returns the result of ``f`` with a ``ShardedArray`` for each array, in the
+        same memory.
 
     Gradient:
-        Those of one device: the gradient of a whole comes back whole, on every rank; that of a
-        ``ShardedArray`` lies as it does.
+        As on one device: global for global arrays, on every rank, and sharded like the argument
+        for a ``ShardedArray``.
 
     Cost:
-        Nothing is sent but what ``f`` sends, and what ``md.typed`` sums in the backward. Where an
-        argument is cut unevenly ranks exchange the shapes of results: one all-gather of objects.
+        Only ``f`` communicates, and ``md.typed`` for its sums in the backward. If an argument is
+        cut unevenly, ranks exchange the result shapes: one all-gather of objects.
 
     Raises:
-        KindError: what is no function, no spec or no array; arguments by name. PatternError,
-            AxisError, ShapeError, DtypeError, MeshError: a spec that does not fit.
+        KindError: not a function, spec or array; arguments by name. PatternError, AxisError,
+            ShapeError, DtypeError, MeshError: a spec does not fit.
         LengthError: ``in_specs`` for another number of arguments.
-        ArgumentError: specs of another structure; a ``ShardedArray`` that lies otherwise.
-        AxisTypeError: a whole that varies; a result that varies over an axis that its spec leaves
+        ArgumentError: specs of another structure; a ``ShardedArray`` with another sharding.
+        AxisTypeError: a global array varies; a result varies over an axis that its spec leaves
             out, or is unreduced without ``P(unreduced=)``.
-        MeshError: ``axis_names`` other than all; inside of a function mapped over the same mesh.
-        UnequalError: on simulated ranks, and at debug level DETAIL: wholes, or results, that
-            differ along an axis over which they are equal by their spec.
+        MeshError: ``axis_names`` other than all; a nested map over the same mesh.
+        UnequalError: on simulated ranks, and at debug level DETAIL: global arrays, or results,
+            differ along an axis over which their spec requires equal values.
 
     Example:
         >>> import torch, meshdist as md
@@ -200,13 +198,13 @@ class _Mapping:
     """The name of the parameter that takes all further arguments."""
 
     def __call__(self, args: tuple[Any, ...]) -> Any:
-        """Call the function on this rank's parts of ``args``; return results as ShardedArrays."""
+        """Call the function on this rank's parts; return ShardedArrays."""
         mesh = get_mesh("shard_map", self.mesh)
         self._check_mesh(mesh)
         leaves, tree = self._arguments(mesh, args)
         is_even = all(leaf.is_even for leaf in leaves if isinstance(leaf, MappedArray))
-        # Wholes are cut outside the context: how they were made is not seen there, and need not be,
-        # since they are equal on all ranks.
+        # Cut global arrays outside of the context: it did not observe how they were computed, and
+        # needs no types for them, since they are equal on all ranks.
         cut = [
             shard(leaf.value, leaf.sharding)
             if isinstance(leaf, MappedArray) and not isinstance(leaf.value, ShardedArray)
@@ -251,7 +249,7 @@ class _Mapping:
 
     @contextmanager
     def _inside(self, mesh: DeviceMesh) -> Iterator[None]:
-        """Put ``mesh`` in force inside, typed if ``check_vma``; note that f is mapped over it."""
+        """Make ``mesh`` current, typed if ``check_vma``; record that f is mapped over it."""
         token = _mapped_over.set((*_mapped_over.get(), mesh))
         try:
             if self.check_vma:
@@ -303,10 +301,10 @@ class _Mapping:
         return _marked(cast, sharding)
 
     def _wrapped(self, mesh: DeviceMesh, result: Any, *, is_even: bool) -> Any:
-        """Return f's result with ShardedArrays in place of arrays; raise if a spec does not fit.
+        """Return f's result with ShardedArrays; raise if a spec does not fit.
 
         Args:
-            is_even: whether the arguments' shards have equal sizes, as the results' then must.
+            is_even: whether all arguments have equal shard sizes, as results then must.
         """
         specs = specs_of_leaves(self.name, "out_specs", self.out_specs, result)
         accessors, values, tree = optree.tree_flatten_with_accessor(result, none_is_leaf=True)
@@ -330,7 +328,7 @@ class _Mapping:
         return tree.unflatten(None if value is None else next(wrapped) for value in values)
 
     def _sharded(self, result: MappedArray) -> ShardedArray:
-        """Return a result's ShardedArray; raise if replicas differ, where ``check_vma`` is set."""
+        """Return a result's ShardedArray; if ``check_vma``, raise if replicas differ."""
         local, sharding = result.value, result.sharding
         if self.check_vma:
             with HiddenFromModes():
@@ -356,10 +354,10 @@ class _Mapping:
 
 
 def _parameters_of(f: Callable[..., Any]) -> tuple[tuple[str, ...], str]:
-    """Return the names of f's positional parameters, and the name of its ``*args``."""
+    """Return f's positional parameters and its ``*args``, by name."""
     try:
         found = inspect.signature(f).parameters.values()
-    except (TypeError, ValueError):  # a function of C's
+    except (TypeError, ValueError):  # A C function has no signature.
         return (), "args"
     plain = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     rest = next((each.name for each in found if each.kind == each.VAR_POSITIONAL), "args")
@@ -367,6 +365,6 @@ def _parameters_of(f: Callable[..., Any]) -> tuple[tuple[str, ...], str]:
 
 
 def _marked(x: torch.Tensor, sharding: NamedSharding) -> torch.Tensor:
-    """Return an alias of ``x`` that carries the sharding's spec; the marks of ``x`` stay."""
+    """Return an alias of ``x`` annotated with the sharding's spec; ``x`` is unchanged."""
     with HiddenFromModes():
         return mark_spec(x.view_as(x), sharding.spec)

@@ -45,7 +45,7 @@ __all__ = ["ShardedArray"]
 
 
 def checked_sharding(sharding: object, call: str) -> NamedSharding:
-    """Return a NamedSharding that holds this rank; a spec takes the mesh in force; or raise."""
+    """Return a NamedSharding that contains this rank, or raise."""
     if isinstance(sharding, PartitionSpec):
         naming = "NamedSharding(mesh, spec)"
         try:
@@ -74,7 +74,7 @@ def checked_sharding(sharding: object, call: str) -> NamedSharding:
 def check_shard(
     call: str, sharding: NamedSharding, shape: tuple[int, ...], local_shape: tuple[int, ...]
 ) -> Box:
-    """Return the box of this rank's shard of an array of ``shape``; raise for another shape."""
+    """Return the box of this rank's shard; raise if it has another shape."""
     box = sharding.placement(shape).box(coordinate_in(sharding.mesh, call))
     wanted = shape_of(box)
     if wanted == local_shape:
@@ -92,22 +92,22 @@ def check_shard(
 
 
 class ShardedArray(ElementwiseArray):
-    """A whole array on a mesh, of which this rank holds ``local``; nothing is copied or sent.
+    """A global array on a mesh, of which this rank holds ``local``; nothing is copied or sent.
 
-    Operators, ufuncs and torch's functions of single elements, slices, ``sum`` and ``mean`` compute
-    with the shards alone. Nothing communicates but ``full()``, ``reshard()``, and the functions of
-    meshdist that take sharded arrays.
+    Elementwise operators, ufuncs and torch functions, slices, ``sum`` and ``mean`` use only local
+    shards. Only ``full()``, ``reshard()`` and meshdist functions that take sharded arrays
+    communicate.
 
     Args:
         local: this rank's shard: a torch tensor, or an array of NumPy or CuPy.
-        sharding: how the whole lies; a ``PartitionSpec`` alone takes the mesh in force.
-        shape: of the whole; None where all shards of a dim have one size, or their sizes stand in
-            ``sharding``. The same on every rank.
+        sharding: a ``NamedSharding``, or a ``PartitionSpec`` on the current mesh.
+        shape: the global shape, the same on every rank; None if all shards of a dim have one size,
+            or ``sharding`` has their sizes.
 
-    Gradient: local tensors have their gradients: ``x.local.grad`` is this rank's shard of it.
+    Gradient: ``x.local.grad`` is this rank's shard of the gradient.
 
     Raises:
-        KindError: no array, or no sharding.
+        KindError: not an array, or not a sharding.
         MeshError: the sharding is on a bare ``Layout``.
         NotInGroupError: this rank is not in the mesh.
         ShapeError: ``local`` is not this rank's shard of an array of that shape.
@@ -126,9 +126,9 @@ class ShardedArray(ElementwiseArray):
     local: Array
     """This rank's shard: the array itself, no copy."""
     sharding: NamedSharding
-    """How the whole lies on the mesh."""
+    """The sharding of the global array."""
     shape: tuple[int, ...]
-    """The shape of the whole."""
+    """The global shape."""
     __slots__: ClassVar[tuple[str, ...]] = ("_box", "local", "shape", "sharding")
     _box: Box
 
@@ -156,10 +156,10 @@ class ShardedArray(ElementwiseArray):
                 fix="convert them first, for example to int32",
             )
         if isinstance(local, torch.Tensor) and find_type(local) is None:
-            mark_spec(local, sharding.spec)  # as md.annotate would: typed contexts see how it lies
+            mark_spec(local, sharding.spec)  # As md.annotate does: typed contexts read the spec.
         self.local, self.sharding, self.shape, self._box = local, sharding, shape, box
 
-    # ------------------------------------------------------------------ what it is
+    # ------------------------------------------------------------------ properties
 
     @property
     def dtype(self) -> Any:
@@ -183,7 +183,7 @@ class ShardedArray(ElementwiseArray):
 
     @property
     def is_fully_replicated(self) -> bool:
-        """Return whether every rank holds the whole array."""
+        """Return whether every rank holds the global array."""
         return self.sharding.is_fully_replicated
 
     def __repr__(self) -> str:
@@ -192,13 +192,13 @@ class ShardedArray(ElementwiseArray):
         return f"ShardedArray({kind}, {here}: {self.local!r})"
 
     def visualize(self, *, svg: bool = False, width: int | None = None) -> str:
-        """Return a picture: the mesh, and which part each rank holds; nothing is sent.
+        """Return a picture of the mesh and each rank's part; nothing is sent.
 
-        It is a str that a console or a notebook's cell shows as a picture.
+        Consoles and notebooks show the returned str as a picture.
 
         Args:
             svg: an SVG document instead of text.
-            width: columns of text, or pixels, to fill at most; 80 or 900 by default.
+            width: maximal text columns, or pixels; 80 or 900 by default.
 
         Example:
             >>> import torch, meshdist as md
@@ -218,7 +218,7 @@ class ShardedArray(ElementwiseArray):
         """The picture that a notebook shows."""
         return self.visualize(svg=True)
 
-    # ------------------------------------------------------------------ elsewhere: communicates
+    # ------------------------------------------------------------------ communication
 
     def full(self) -> Array:
         """Gather the global array on every rank; collective over the mesh.
@@ -232,7 +232,7 @@ class ShardedArray(ElementwiseArray):
 
     @one_frame
     def reshard(self, dst: NamedSharding | PartitionSpec | str, **sizes: int) -> ShardedArray:
-        """Return the array with another sharding; collective. Itself if nothing changes.
+        """Return the array with another sharding, or itself if nothing changes; collective.
 
         Args:
             dst: the new sharding, a ``PartitionSpec`` on this array's mesh, or a pattern. A pattern
@@ -242,11 +242,10 @@ class ShardedArray(ElementwiseArray):
         Gradient: resharded back, with unreduced and reduced exchanged.
 
         Raises:
-            KindError: no sharding.
+            KindError: not a sharding.
             ShapeError: the spec does not fit the shape.
-            MeshError: on another mesh, of other ranks.
-            PatternError: no such pattern. ArgumentError: the array does not lie as its left side
-                says.
+            MeshError: a mesh with other ranks.
+            PatternError: not a pattern. ArgumentError: the left side contradicts the array.
         """
         if isinstance(dst, NamedSharding) and dst == self.sharding:
             return self
@@ -281,8 +280,8 @@ class ShardedArray(ElementwiseArray):
     def __getitem__(self, index: Any) -> ShardedArray:
         """Return a slice of the global array, of which each rank keeps its part.
 
-        A sharded dim takes slices with positive steps, other dims take numbers too. The result
-        shares this array's memory.
+        A sharded dim takes slices with positive steps, other dims also numbers. The result shares
+        this array's memory.
         """
         placement = self.sharding.placement(self.shape)
         found = slice_shard(index, placement.dims, self._box)
@@ -304,18 +303,18 @@ class ShardedArray(ElementwiseArray):
         keepdims: bool = False,
         out: None = None,
     ) -> ShardedArray:
-        """Sum over dims, or over all, without communication.
+        """Sum over dims without communication.
 
         If a dim is sharded, the result is unreduced over its axes: each rank holds a partial sum.
         ``reshard`` or ``full`` adds the partial sums.
 
         Args:
-            dim: a dim or several dims; ``axis`` is NumPy's name for it. None: all.
+            dim: a dim or several, or None for all; ``axis`` is NumPy's name for it.
             keepdim: keep them with size 1; ``keepdims`` is NumPy's name for it.
-            dtype: of the result, as the local array's library takes it.
+            dtype: of the result, in the local array's library.
             out: must be None.
 
-        Gradient: every element's is the result's.
+        Gradient: each element gets the result's gradient.
         """
         dims, keepdim = self._summed_dims("sum", dim, axis, keepdim or keepdims, out)
         shape, sharding = summed_sharding(self.shape, self.sharding, dims, keepdim=keepdim)
@@ -332,10 +331,10 @@ class ShardedArray(ElementwiseArray):
         keepdims: bool = False,
         out: None = None,
     ) -> ShardedArray:
-        """Average over dims, or over all, without communication. See ``sum``.
+        """Average over dims without communication. See ``sum``.
 
-        Each rank's sum is divided by the number of elements of the whole, so that the partial sums
-        add up to the mean, also where shards have different sizes.
+        Each rank divides its sum by the global number of elements, so that the partial sums add up
+        to the mean, also with uneven shards.
         """
         dims, keepdim = self._summed_dims("mean", dim, axis, keepdim or keepdims, out)
         shape, sharding = summed_sharding(self.shape, self.sharding, dims, keepdim=keepdim)
@@ -352,7 +351,7 @@ class ShardedArray(ElementwiseArray):
             raise ArgumentError(f"{call} of a sharded array does not support out=: it must be None")
         return checked_dims(axis if dim is None else dim, self.ndim, call), bool(keepdim)
 
-    # ------------------------------------------------------------------ as other things
+    # ------------------------------------------------------------------ conversions
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         self._check_holds_whole("numpy.asarray")
@@ -362,7 +361,7 @@ class ShardedArray(ElementwiseArray):
         return np.array(array, dtype=dtype, copy=copy)
 
     def item(self) -> Any:
-        """The only element, as a number of Python's, where every rank holds it."""
+        """The only element, as a Python number, if every rank holds it."""
         self._check_holds_whole("item")
         return self.local.item()
 
@@ -450,10 +449,9 @@ class ShardedArray(ElementwiseArray):
 
 
 def _of_partial_sums(local: Array, sharding: NamedSharding, shape: tuple[int, ...]) -> ShardedArray:
-    """Return a ShardedArray of partial sums, here ``local``; mark a tensor with the sharding's
-    spec."""
+    """Return ``local`` as an annotated ShardedArray of partial sums."""
     if isinstance(local, torch.Tensor):
-        mark_spec(local, sharding.spec)  # in a typed context the sum varies, until it is marked
+        mark_spec(local, sharding.spec)  # Without the annotation a typed context reads "varying".
     return ShardedArray(local, sharding, shape)
 
 

@@ -1,12 +1,11 @@
 """Define tensor-parallel layers: subclasses of torch's layers whose forward is ``md.einsum``.
 
-A layer holds this rank's part of the parameters, under torch's names, and the global sizes
-(``in_features``, ``num_embeddings``). ``parallelize`` changes the class of torch's layer, so that
-copies, pickles and ``isinstance`` keep working. Its ``style`` says how input and
-output lie; its ``mesh`` stays this mesh in a copy, and is opened again where a pickle is loaded.
+A layer holds this rank's part of the parameters, under torch's names, and the global sizes.
+``parallelize`` changes the class of torch's layer, so copies, pickles and ``isinstance`` keep
+working. A copy keeps ``mesh``; loading a pickle opens it again.
 
 Worked example: the styles ``column`` and ``row`` on an axis 'tp' of 2 ranks. Rank 0 has the first 8
-of 16 hidden features, so of ``up`` the first 8 rows, and of ``down`` the first 8 columns:
+of 16 hidden features: the first 8 rows of ``up``, and the first 8 columns of ``down``:
 
     x [n, 4], whole     up   [8, 4]     h [n, 8]    down [4, 8]    a partial sum    y [n, 4], whole
     the same on both -> its features -> its part -> its features -> of y      -> all-reduce
@@ -51,7 +50,7 @@ __all__ = ["ColumnParallelLinear", "RowParallelLinear", "VocabParallelEmbedding"
 
 
 class SplitLayer(nn.Module):
-    """A layer that holds this rank's part of its parameters; its mesh has one axis."""
+    """A layer with this rank's part of its parameters, on a mesh of one axis."""
 
     mesh: DeviceMesh
     style: str
@@ -61,7 +60,6 @@ class SplitLayer(nn.Module):
 
     @property
     def axis(self) -> str:
-        """The name of the axis."""
         return self.mesh.axis_names[0]
 
     def ready(self) -> None:
@@ -70,7 +68,7 @@ class SplitLayer(nn.Module):
             restore_annotations(self)
 
     def check_features(self, x: torch.Tensor, expected: int, fix: str) -> None:
-        """Raise where the input has another number of features than the style says."""
+        """Raise unless the input has the style's number of features."""
         if not x.dim() or x.shape[-1] != expected:
             raise ShapeError(
                 f"{self.style} cannot take an input with this number of features",
@@ -81,19 +79,18 @@ class SplitLayer(nn.Module):
             )
 
     def extra_repr(self) -> str:
-        """Return torch's text of the whole layer, and the style."""
         return f"{super().extra_repr()}, {self.style} over {self.axis}={self.mesh.size()}"
 
 
 class ColumnParallelLinear(SplitLayer, nn.Linear):
-    """A ``torch.nn.Linear`` whose output features are split over an axis.
+    """A ``torch.nn.Linear`` whose output features are split over an axis, and the bias with them.
 
-    The bias is split as the features are. ``md.parallelize`` makes it, for the styles ``column``,
-    ``column_whole``, ``column_sequence`` and ``column_sequence_whole``.
+    ``md.parallelize`` makes it, for the styles ``column``, ``column_whole``, ``column_sequence``
+    and ``column_sequence_whole``.
 
     Gradient:
-        The gradient of the input is summed over the axis, by one all-reduce for all layers with the
-        same input (``_sequence``: one reduce-scatter).
+        One all-reduce over the axis sums the gradient of the input for all layers with this input
+        (``_sequence``: one reduce-scatter).
 
     Cost:
         The forward sends nothing. ``_sequence`` gathers the input once for all layers with this
@@ -104,29 +101,29 @@ class ColumnParallelLinear(SplitLayer, nn.Linear):
 
     @untraced
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return this rank's features of the output, or all of them."""
+        """Return this rank's features of the output; with ``_whole``, all features."""
         self.ready()
         fix = "use 'row' or 'column_whole' for the layer before it, or remove that from the plan"
         self.check_features(x, self.in_features, fix)
         tp, f, lies = self.axis, self.out_features, "... d"
         if "sequence" in self.style:
-            # A partial sum of the gradient of what was gathered comes from each rank, and the
-            # gather's backward adds them up.
+            # Each rank has a partial sum of the gathered input's gradient; R makes the gather's
+            # backward add them.
             x, lies = gathered_sequence(x, self.mesh), f"... d {{R:{tp}}}"
         y = einsum(f"{lies}, f@{tp} d -> ... f@{tp}", x, self.weight, mesh=self.mesh, f=f)
         if self.bias is not None:
-            y = y + self.bias.to(y.dtype)  # which autocast has chosen
+            y = y + self.bias.to(y.dtype)  # Under autocast, y has another dtype.
         return moved(y, f"... f@{tp} -> ... f", self.mesh, f=f) if "whole" in self.style else y
 
 
 class RowParallelLinear(SplitLayer, nn.Linear):
     """A ``torch.nn.Linear`` whose input features are split over an axis.
 
-    The bias is not split, and is added once, to the sum. ``md.parallelize`` makes it, for
-    the styles ``row``, ``row_whole`` and ``row_sequence``.
+    The bias is not split, and is added once, to the sum. ``md.parallelize`` makes it, for the
+    styles ``row``, ``row_whole`` and ``row_sequence``.
 
     Gradient:
-        Each rank holds the gradient of its own input features. ``_whole`` gathers this gradient;
+        Each rank holds the gradient of its input features. ``_whole`` gathers this gradient;
         ``_sequence`` gathers the gradient of the output.
 
     Cost:
@@ -154,17 +151,17 @@ class RowParallelLinear(SplitLayer, nn.Linear):
         if self.style == "row_sequence":
             y = scattered_sequence(y, self.mesh)
             bias = bias if bias is None else with_summed_gradient(bias, self.mesh)
-        return y if bias is None else y + bias.to(y.dtype)  # which autocast has chosen
+        return y if bias is None else y + bias.to(y.dtype)  # Under autocast, y has another dtype.
 
 
 class VocabParallelEmbedding(SplitLayer, nn.Embedding):
     """A ``torch.nn.Embedding`` whose rows are split over an axis.
 
-    ``md.parallelize`` makes it, for the styles ``vocab`` and ``vocab_sequence``. An index that no
-    row has is an error, as in torch.
+    ``md.parallelize`` makes it, for the styles ``vocab`` and ``vocab_sequence``. An index out of
+    range is an error, as in torch.
 
     Gradient:
-        Each rank holds the gradient of its own rows; ``_sequence`` gathers the output's gradient.
+        Each rank holds the gradient of its rows; ``_sequence`` gathers the output's gradient.
 
     Cost:
         One all-reduce of the output; with ``_sequence`` one reduce-scatter.
@@ -188,17 +185,17 @@ class VocabParallelEmbedding(SplitLayer, nn.Embedding):
         return moved(rows, f"... {{U:{self.axis}}} -> ...", self.mesh)
 
 
-# -- what layers share ----------------------------------------------------------------------------
+# -- shared by layers -----------------------------------------------------------------------------
 
 
 def moved(x: torch.Tensor, pattern: str, mesh: DeviceMesh, **sizes: Any) -> torch.Tensor:
-    """Return this rank's shard after a reshard by ``pattern`` on ``mesh``."""
+    """Return this rank's shard after a reshard by ``pattern``."""
     result: torch.Tensor = reshard(x, pattern, mesh, **sizes)
     return result
 
 
 def own_part(size: int, mesh: DeviceMesh) -> tuple[int, int]:
-    """Return (start, stop) of this rank's part of a dim of ``size``."""
+    """Return (start, stop) of this rank's part of ``size``."""
     bounds, place = balanced_boundaries(size, (mesh.size(),)), mesh.get_local_rank()
     return bounds[place], bounds[place + 1]
 
@@ -226,14 +223,14 @@ def local_index(
 
 
 def scattered_sequence(y: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """Return this rank's part, along dim -2, of the sum of all ranks' ``y``."""
+    """Return this rank's part (dim -2) of the sum of all ranks' ``y``."""
     check_length(y, mesh)
     tp = mesh.axis_names[0]
     return moved(y, f"... s f {{U:{tp}}} -> ... s@{tp} f", mesh)
 
 
 def check_length(y: torch.Tensor, mesh: DeviceMesh) -> None:
-    """Raise unless dim -2 of ``y`` can be cut into equal parts along the axis."""
+    """Raise unless the axis can cut dim -2 of ``y`` into equal parts."""
     length, parts = y.shape[-2] if y.dim() > 1 else 0, mesh.size()
     if not length or length % parts:
         raise ShapeError(
@@ -247,9 +244,8 @@ def check_length(y: torch.Tensor, mesh: DeviceMesh) -> None:
 
 def gathered_sequence(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     """Return the global sequence: all ranks' parts ``x``, gathered along dim -2."""
-    # The projections q, k and v of one activation share one gather, which is kept while the
-    # activation lives. A leaf, which is no activation, is gathered anew, and so is an inference
-    # tensor: torch does not count the writes to it.
+    # The projections q, k and v share one gather of their activation. The cache excludes leaves,
+    # which are not activations, and inference tensors, whose writes torch does not count.
     if x.is_inference() or (x.is_leaf and x.requires_grad) or are_transforms_active():
         return _gathered(x, mesh)
     return mesh.caches.of(_KeptGathers).get(x, mesh)
@@ -261,17 +257,17 @@ def _gathered(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
 
 
 class _KeptGathers:
-    """Cache of each activation's gathered sequence, for as long as the activation is in memory."""
+    """Cache of gathered sequences, while their activations are in memory."""
 
     def __init__(self) -> None:
         self._kept: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
     def get(self, x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
         """Return the global sequence of ``x``, gathered once for several uses."""
-        # Also kept apart: what is recomputed in a backward, without gradient, or with types.
+        # Recomputation in a backward, calls without gradient and typed calls need other tensors.
         key = x._version, current_task(), torch.is_grad_enabled(), find_context() is None
         found = self._kept.get(x)
-        if found is None or found[0] != key or not found[1].is_set_to(x):  # by `.data =`
+        if found is None or found[0] != key or not found[1].is_set_to(x):  # For `x.data = ...`.
             found = self._kept[x] = key, x.detach(), _gathered(x, mesh)
         whole: torch.Tensor = found[2]
         return whole
@@ -286,8 +282,8 @@ def note_summed(parameter: torch.Tensor, mesh: DeviceMesh) -> None:
 def with_summed_gradient(parameter: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     """Return ``parameter``, or an alias whose gradient is summed along the mesh's first axis."""
     tp = mesh.axis_names[0]
-    # A typed context adds them up by itself, and so does a wrapper, which has marked the parameter
-    # reduced over the axis. With mixed precision modules run on copies of what is marked.
+    # A typed context sums the gradients. A wrapper does, too, if the parameter is reduced over the
+    # axis; with mixed precision, the module uses copies, which are not annotated.
     if (
         not (parameter.requires_grad and torch.is_grad_enabled())
         or find_context() is not None
@@ -303,7 +299,7 @@ def with_summed_gradient(parameter: torch.Tensor, mesh: DeviceMesh) -> torch.Ten
 
 @dataclass(frozen=True)
 class UseHook:
-    """A hook on a module that keeps its class, with its style in the plan."""
+    """A hook on a module that keeps its class."""
 
     style: str
     mesh: DeviceMesh
@@ -314,8 +310,7 @@ class ReducedForward(UseHook):
     """A module's ``forward`` that uses parameters with summed gradients.
 
     Args:
-        module: the module, which has this as an attribute ``forward``.
-        forward: what it replaces.
+        forward: the original method.
     """
 
     module: nn.Module
@@ -326,14 +321,14 @@ class ReducedForward(UseHook):
         """Run the forward while attributes replace parameters by aliases with summed gradients."""
         attributes, aliases = self.module.__dict__, dict[str, torch.Tensor]()
         for name, parameter in self.module.named_parameters(recurse=False, remove_duplicate=False):
-            if name not in attributes:  # else the forward called itself: the outer alias serves
+            if name not in attributes:  # A forward that calls itself uses the outer call's alias.
                 used = with_summed_gradient(parameter, self.mesh)
                 if used is not parameter:
                     aliases[name] = used
         try:
             attributes.update(aliases)
             return self.forward(*args, **kwargs)
-        finally:  # also after Ctrl-C, for which torch runs no hooks
+        finally:  # After Ctrl-C, torch would not run a hook.
             for name in aliases:
                 attributes.pop(name, None)
 
@@ -342,16 +337,14 @@ class CutSequence(UseHook):
     """A forward hook that keeps this rank's part of the sequence (dim -2)."""
 
     def __call__(self, module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part of ``output`` along its dim -2."""
         check_length(output, self.mesh)
         tp = self.mesh.axis_names[0]
         return moved(output, f"... s d -> ... s@{tp} d", self.mesh)
 
 
 class GatherSequence(UseHook):
-    """A forward hook that gathers a sequence from all ranks' parts."""
+    """A forward hook that gathers the global sequence from all ranks' parts."""
 
     def __call__(self, module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
-        """Return the global sequence, equal on all ranks, from the part ``output``."""
         tp = self.mesh.axis_names[0]
         return moved(output, f"... s@{tp} d -> ... s d", self.mesh)

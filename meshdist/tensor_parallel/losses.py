@@ -1,4 +1,4 @@
-"""Compute losses of logits whose classes are split over an axis, as a ``column`` head returns."""
+"""Compute losses of logits whose classes are split over an axis."""
 
 from __future__ import annotations
 
@@ -36,13 +36,11 @@ def cross_entropy(
     Varying -> invariant.
 
     Args:
-        logits: this rank's classes, shape [..., classes], of any floating dtype, as the output of a
-            ``column`` head. The classes are always the last dimension.
+        logits: this rank's classes, shape [..., classes], of any floating dtype, as from a
+            ``column`` head.
         target: class indices, shape [...], of any integer dtype, equal on all ranks along the axis.
-        axis_name: the axis that splits the classes: a name in the current mesh, or the axis itself,
-            as ``mesh["tp"]``.
-        num_classes: the number of classes of all ranks together; None if all ranks have the same
-            number of classes.
+        axis_name: the axis that splits the classes: a name in the current mesh, or ``mesh["tp"]``.
+        num_classes: the number of classes of all ranks together; None if it is equal on all ranks.
         ignore_index: the target of positions to ignore.
         label_smoothing: the amount of label smoothing, from 0 to 1.
         reduction: "mean" over the positions that are not ignored, "sum", or "none".
@@ -89,12 +87,12 @@ def cross_entropy(
     index, is_mine = local_index(
         target.where(counts, 0), start, stop, size, "cross_entropy, target"
     )
-    # Members compare the names of what they send: they must agree on how many classes there are.
+    # Ranks compare the names of the tensors that they send, so this size detects a mismatch.
     name = f"logits of {size} classes"
     if num_classes is None:
         name += " (uneven parts need num_classes=)"
     largest = pmax({name: logits.detach().amax(-1)}, axes)[name]
-    # What is common to all logits of a place goes before sums and differences round it.
+    # Subtract the largest logit first, because sums of large numbers would be less exact.
     logits = logits - largest[..., None]
     picked = logits.gather(-1, index[..., None])[..., 0].masked_fill(~is_mine, 0)
     parts = [logits.exp().sum(-1), picked]
@@ -117,7 +115,7 @@ def _own_classes(
     group = resolve_group(axes)
     mine = logits.shape[-1] if logits.dim() else 0
     size = mine * group.size() if num_classes is None else num_classes
-    if size < group.size():  # known on every rank, so that none waits for another
+    if size < group.size():  # All ranks raise, so that no rank waits in a collective.
         raise ShapeError(
             f"cross_entropy: some ranks have none of the {size} classes",
             where=f"rank {group.world.rank}, {group.name}",

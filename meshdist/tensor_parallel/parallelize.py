@@ -1,8 +1,4 @@
-"""Apply parallelize plans: check a plan against a model, split the model, and explain the result.
-
-``read_plan`` checks a plan without changing the model; ``parallelize`` splits the parameters that
-the plan names and changes the classes of their modules.
-"""
+"""Check a plan against a model, split the model, and explain the result."""
 
 from __future__ import annotations
 
@@ -59,7 +55,7 @@ _REMOVE = "remove it from the plan: modules that the plan does not name are not 
 
 @dataclass(frozen=True)
 class Assignment:
-    """A module, its name in the model, and its style in the plan."""
+    """A module, its name in the model, and its style."""
 
     name: str
     module: nn.Module
@@ -70,7 +66,7 @@ class Assignment:
 
 
 def read_plan(model: nn.Module, plan: object, axis: str, parts: int) -> list[Assignment]:
-    """Return each module in a plan with its style; raise if it cannot be split in ``parts``."""
+    """Return the plan's modules and styles; raise if a module cannot be split in ``parts``."""
     styles = styles_of(plan)
     modules = dict(model.named_modules(remove_duplicate=False))
     found: dict[int, tuple[str, str, Assignment]] = {}
@@ -106,7 +102,7 @@ def _fits(name: str, pattern: str) -> bool:
         >>> _fits("0", "*"), _fits("", "*"), _fits("", "")
         (True, False, True)
     """
-    if not name:  # the model itself, which has no parts
+    if not name:  # The model itself, whose name has no parts.
         return not pattern
     parts, wanted = name.split("."), pattern.split(".")
     return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
@@ -184,7 +180,7 @@ def _computes_parameters(module: nn.Module) -> bool:
 
 
 def _check_class(each: Assignment, takes: type[nn.Module], own: Mapping[str, Any]) -> None:
-    """Raise unless the module is exactly of class ``takes``, with plain parameters (``own``)."""
+    """Raise unless the module is exactly a ``takes``, with plain parameters (``own``)."""
     module, wanted = each.module, f"a torch.nn.{takes.__name__} (not a subclass)"
     found = fix = None
     if nn.utils.parametrize.is_parametrized(module):
@@ -261,7 +257,7 @@ def _check_around(
 
 
 def _check_tied(assigned: list[Assignment], modules: Mapping[str, nn.Module], axis: str) -> None:
-    """Raise if modules share a parameter but would split it in different ways."""
+    """Raise if modules would split a shared parameter in different ways."""
     layouts = {id(each.module): _layout_texts(each, axis) for each in assigned}
     seen: dict[int, tuple[str, str]] = {}
     for path, module in modules.items():
@@ -282,7 +278,7 @@ def _check_tied(assigned: list[Assignment], modules: Mapping[str, nn.Module], ax
 
 
 def _layout_texts(each: Assignment, axis: str) -> dict[str, str]:
-    """Return, by parameter, a text of how it is split or reduced."""
+    """Return how each parameter is split or reduced, as text."""
     if each.style == "reduced":
         return {leaf: "reduced" for leaf, _ in each.module.named_parameters(recurse=False)}
     return {leaf: _dim_text(spec) for leaf, spec in _specs(each, axis).items()}
@@ -294,7 +290,7 @@ def _dim_text(spec: str) -> str:
 
 
 def _specs(each: Assignment, axis: str) -> dict[str, str]:
-    """Return, by parameter, the spec over ``axis`` that the module's style gives."""
+    """Return, by parameter, the style's spec over ``axis``."""
     becomes = STYLES[each.style].becomes
     own = dict(each.module.named_parameters(recurse=False))
     if becomes is None:
@@ -310,8 +306,8 @@ def parallelize(module: M, mesh: DeviceMesh, plan: Mapping[str, str], *, check: 
     """Split the layers that ``plan`` names over a mesh axis, in place; collective along the axis.
 
     All ranks along the axis must hold the same module: call ``md.seed`` before you create it, or
-    load it from one file. Modules that the plan does not name are not split. If the call raises,
-    the module is unchanged.
+    load it from one file. Modules that the plan omits are not split. If the call raises, the module
+    is unchanged.
 
     Args:
         module: the model, before it is wrapped.
@@ -329,16 +325,16 @@ def parallelize(module: M, mesh: DeviceMesh, plan: Mapping[str, str], *, check: 
             nothing is sent.
 
     Returns:
-        ``module``. Its split parameters are the same objects. They hold this rank's part and are
+        ``module``. Its split parameters are the same objects; they hold this rank's part and are
         annotated with their specs. Uneven sizes are balanced.
 
     Gradient:
-        The gradient of the unsplit model: each rank holds its part for split parameters. Gradients
-        of ``reduced`` modules are summed over the axis.
+        As of the unsplit model; each rank holds its part for split parameters. Gradients of
+        ``reduced`` modules are summed over the axis.
 
     Cost:
-        See ``md.tensor_parallel.explain(module)``. The comparison reads the model once and sends
-        16 bytes.
+        See ``md.tensor_parallel.explain(module)``. The comparison reads the model once and sends 16
+        bytes.
 
     Raises:
         ArgumentError: if a pattern matches no module, two patterns match the same module, a style
@@ -396,7 +392,7 @@ def parallelize(module: M, mesh: DeviceMesh, plan: Mapping[str, str], *, check: 
 
 
 def _check_equal(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Raise UnequalError on every rank along the axis if they hold different models; collective."""
+    """Raise UnequalError on every rank if ranks hold different models; collective."""
     try:
         assert_equal(model, mesh)
     except UnequalError as error:
@@ -408,7 +404,7 @@ def _check_equal(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _warn_of_norms(model: nn.Module, assigned: list[Assignment], axis: str) -> None:
-    """Warn of norm layers that a plan omits although it splits the sequence over ``axis``."""
+    """Warn of norm layers that a plan omits although it splits the sequence."""
     if not any("sequence" in each.style for each in assigned):
         return
     named = {id(each.module) for each in assigned}
@@ -417,7 +413,7 @@ def _warn_of_norms(model: nn.Module, assigned: list[Assignment], axis: str) -> N
         for name, module in model.named_modules()
         if type(module).__name__.endswith("Norm")
         and id(module) not in named
-        # An annotation shows that the user decided about this norm.
+        # If the norm is annotated, the user has handled it.
         and any(find_type(x) is None for x in module.parameters(recurse=False))
     ]
     if left_out:
@@ -435,7 +431,7 @@ def _warn_of_norms(model: nn.Module, assigned: list[Assignment], axis: str) -> N
 
 
 def _warn_of_packed(assigned: list[Assignment]) -> None:
-    """Warn of column layers that are named like packed projections."""
+    """Warn of column layers with names of packed projections."""
     packed = [
         each.name
         for each in assigned
@@ -504,7 +500,7 @@ def _change(each: Assignment, mesh: DeviceMesh) -> None:
 def explain(
     module: nn.Module, mesh: DeviceMesh | None = None, plan: Mapping[str, str] | None = None
 ) -> str:
-    """Describe what each layer of a module sends in the forward and backward pass.
+    """Describe the communication of a module's layers in the forward and backward pass.
 
     Args:
         module: a module that ``parallelize`` has changed. With ``mesh`` and ``plan``, a module that
@@ -512,7 +508,7 @@ def explain(
         mesh, plan: the arguments of ``parallelize``.
 
     Returns:
-        A few lines of text for each style and size. Layers whose names differ only in numbers share
+        A few lines of text for each style and size; layers whose names differ only in numbers share
         an entry. Sizes are global; ``...`` are the batch dimensions, ``s`` the sequence.
 
     Raises:
@@ -551,7 +547,7 @@ def explain(
 
 
 def _parallelized(module: nn.Module) -> Iterator[tuple[str, Assignment]]:
-    """Yield (axis and size as "tp=2", assignment) for each parallelized module."""
+    """Yield ("tp=2", assignment) for each parallelized module."""
     for name, child in module.named_modules():
         uses = [child] if isinstance(child, SplitLayer) else _uses_of(child)
         for use in uses[:1]:

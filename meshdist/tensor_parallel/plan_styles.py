@@ -1,7 +1,7 @@
-"""Define the parallel styles of a plan: how each changes a module, and what it communicates.
+"""Define the parallel styles of a plan.
 
-The styles of transformers are accepted unchanged. torch's ParallelStyle objects, and styles that
-plain tensors cannot implement, raise an error with the style or call to use instead.
+Styles of transformers work unchanged. torch's ParallelStyle objects, and styles that plain tensors
+cannot implement, raise an error with an alternative.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Style:
 
     Args:
         takes: the exact class of the module; None for any class.
-        becomes: the new class of the module; None keeps it.
-        cut: the name of the size that is split.
+        becomes: its new class; None keeps it.
+        cut: the name of the split size.
         forward, backward: the communication, as templates of the sizes ``d`` (input) and ``f``
             (output).
     """
@@ -122,7 +122,7 @@ _REJECTED = {
 
 
 def styles_of(plan: object) -> dict[str, str]:
-    """Return a plan as {pattern: style}, with our names of styles; raise for anything else."""
+    """Return a plan as {pattern: style} with our style names; else raise."""
     if not isinstance(plan, Mapping) or not plan:
         raise KindError(
             "parallelize takes a plan: a mapping from patterns of module names to styles",
@@ -136,7 +136,7 @@ def styles_of(plan: object) -> dict[str, str]:
 
 
 def style_of(pattern: object, style: object) -> str:
-    """Return our name of ``style``; if unknown or rejected, raise an error with ``pattern``."""
+    """Return our name of ``style``; else raise an error with ``pattern``."""
     where = f"{pattern!r}: {style!r}"
     if not isinstance(pattern, str):
         raise KindError(
@@ -164,7 +164,7 @@ def style_of(pattern: object, style: object) -> str:
 
 
 def _of_torch(pattern: str, style: Any) -> KindError:
-    """Return the error for a torch ParallelStyle, which names our style for it."""
+    """Return the error for a torch ParallelStyle, which names our style."""
     name = style.__name__ if isinstance(style, type) else type(style).__name__
     is_cut_in, is_cut_out, is_whole_in, is_whole_out = (
         any(getattr(layout, "is_" + kind, bool)() for layout in _layouts(style, which))

@@ -1,8 +1,8 @@
 """Implement torch process groups on a meshdist backend.
 
-``GroupMethods`` defines the methods in every call form of torch's Python, C++ and older versions.
-Synchronous collectives run in the caller's thread; messages and collectives that torch's C++ starts
-run in the background. Tensors of other devices use a process group of torch.
+``GroupMethods`` defines the methods, in torch's call forms. Synchronous collectives run in the
+caller's thread, messages and collectives of torch's C++ in the background. Tensors of other devices
+use a torch process group.
 """
 
 from __future__ import annotations
@@ -46,34 +46,35 @@ _open: weakref.WeakSet[BackendGroup] = weakref.WeakSet()
 _LATER = Asked()
 
 
-# Its methods take more than one form, which Python's cannot be declared to have.
+# torch's methods have several call forms, which Python's class cannot declare.
 _TorchsGroup: Any = torch_distributed.ProcessGroup
 
 
 class _BackendForHooks(Backend):
-    """A no-op backend for the hooks that torch attaches to a group's backend."""
+    """A no-op backend for hooks that torch attaches to a group's backend."""
 
-    # Torch 2.15 attaches a flight recorder to each group's default backend, and a group that is a
-    # process group itself has none. The recorder stays empty: torch's dispatcher feeds it, which
-    # our collectives do not pass. Our own recorder notes them.
+    # Torch 2.15 attaches a flight recorder to each group's default backend, but a Python process
+    # group has no such backend. This recorder stays empty, because torch's dispatcher feeds it and
+    # meshdist's collectives do not pass the dispatcher. meshdist has its own recorder.
     def getBackendName(self) -> str:
-        """Return "meshdist", which torch shows in its errors."""
+        """Return "meshdist", for torch's errors."""
         return "meshdist"
 
 
 def _for_its_backend(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap collective ``name``: use torch for other devices and show it to dispatch modes."""
+    """Wrap collective ``name``: use torch for other devices, show it to dispatch modes."""
 
     @wraps(method)
     def called(self: BackendGroup, *given: Any, **named: Any) -> Any:
         x = given[0] if given else None
         x = x[0] if type(x) is list and x else x
-        if not isinstance(x, torch.Tensor):  # seldom
+        if not isinstance(x, torch.Tensor):
             x = next(tensors_of((*given, *named.values())), None)
         if x is None or x.is_cpu or x.device.type in self._backend.device_types:
             if not num_dispatch_modes():
                 return method(self, *given, **named)
-            # A copy, as our collective writes into the tensors, and torch's fake backend does, too.
+            # Show a copy, because both this collective and torch's fake backend write into the
+            # tensors.
             with without_dispatch_modes():
                 shown = _copied(given), {key: _copied(value) for key, value in named.items()}
                 work = method(self, *given, **named)
@@ -89,7 +90,7 @@ class BackendGroup(_TorchsGroup):  # type: ignore[misc]
     """A torch process group on a meshdist backend; its creation is collective.
 
     Args:
-        kept: An object that the store needs; released when the group ends.
+        kept: An object that the store needs while the group exists.
     """
 
     supports_splitting = False
@@ -113,24 +114,22 @@ class BackendGroup(_TorchsGroup):  # type: ignore[misc]
         self.other_groups: dict[str, Any] = {}
         _open.add(self)
 
-    # -- what it is ------------------------------------------------------------------------------
+    # -- properties ----------------------------------------------------------------------------
 
     def getBackendName(self) -> str:  # torch's names, here and below
-        """Return what torch shows as this group's backend."""
+        """Return torch's display name of this group's backend."""
         return self._backend.name
 
     name = getBackendName
 
     def getGroupName(self) -> str:
-        """Return torch's name of the group."""
         return self._group_name
 
     def setGroupName(self, name: str) -> None:
-        """Replace torch's name of the group."""
         self._group_name = name
 
     def get_group_store(self) -> Store:
-        """Return the store whose keys belong to the group."""
+        """Return the store for the group's keys."""
         return self._opening.make_torch_store()
 
     @property
@@ -139,7 +138,7 @@ class BackendGroup(_TorchsGroup):  # type: ignore[misc]
         return [torch.device(kind) for kind in kinds]
 
     def _get_backend(self, device: torch.device) -> Any:
-        """Return this group, or torch's backend for a device that this backend does not support."""
+        """Return this group, or torch's backend for an unsupported device."""
         kind = torch.device(device).type
         if kind in self._backend.device_types:
             return self
@@ -155,7 +154,6 @@ class BackendGroup(_TorchsGroup):  # type: ignore[misc]
         return False
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set the timeout of every later call."""
         self.inner.set_timeout(timeout)
         for group in self.other_groups.values():
             group.set_timeout(timeout)
@@ -170,9 +168,9 @@ class BackendGroup(_TorchsGroup):  # type: ignore[misc]
 
     @cached_property
     def _shown(self) -> Any:
-        """A no-op torch group whose calls pass through torch's dispatcher, for dispatch modes."""
-        # A Python group overrides the C++ methods that call the dispatcher. Behind the dispatcher
-        # only a C++ backend can follow.
+        """A no-op torch group whose calls reach dispatch modes through torch's dispatcher."""
+        # A Python group overrides the C++ methods that call the dispatcher, and the dispatcher can
+        # call only a C++ backend.
         place = self.rank(), self.size()
         shown, none_of_torchs = _TorchsGroup(*place), _TorchsGroup.BackendType.UNDEFINED
         for kind in self._backend.device_types:
@@ -197,10 +195,10 @@ class BackendGroup(_TorchsGroup):  # type: ignore[misc]
     def monitored_barrier(
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False
     ) -> None:
-        """Wait for all members; raise an error that names the first missing member, or all.
+        """Wait for all members; name the first missing member, or all, in an error.
 
         Args:
-            wait_all_ranks: Whether to name all missing members.
+            wait_all_ranks: Whether to name all.
         """
         # It uses the store, so the group stays usable after a timeout.
         inner, ranks = self.inner, self._opening.ranks
@@ -223,7 +221,7 @@ class BackendGroup(_TorchsGroup):  # type: ignore[misc]
     # -- its end ---------------------------------------------------------------------------------
 
     def abort(self) -> None:
-        """Abort every wait in the group on all members; the group can no longer be used."""
+        """Abort all waits on all members; the group can no longer be used."""
         if self.inner.is_over:
             return
         for group in self.other_groups.values():
@@ -231,7 +229,7 @@ class BackendGroup(_TorchsGroup):  # type: ignore[misc]
         self.inner.abort()
 
     def shutdown(self) -> None:
-        """Close the group on this rank; a second call does nothing."""
+        """Close the group on this rank; do nothing if closed."""
         if self.inner.is_over:
             return
         self._completer.end()
@@ -271,12 +269,12 @@ class BackendGroup(_TorchsGroup):  # type: ignore[misc]
         op_name: str = "",
         num_blocks: int = 0,
     ) -> TorchWork:
-        """Start a collective, wait for it unless it is asynchronous, and return its Work.
+        """Start a collective, wait unless it is asynchronous, and return its Work.
 
         Args:
-            noted: The tensors that a profile shows, some in lists.
-            result: the result of the Work.
-            op_name: The name in a profile, instead of ``operation``.
+            noted: Tensors for a profile, some in lists.
+            result: the Work's.
+            op_name: The name in a profile, if not ``operation``.
             num_blocks: as in ``TorchWork``.
         """
         is_recorded = profiler._is_profiler_enabled
@@ -301,7 +299,7 @@ class BackendGroup(_TorchsGroup):  # type: ignore[misc]
         return work if self._coalesced is None else self._kept_for_joining(work)
 
     def _kept_for_joining(self, work: TorchWork) -> TorchWork:
-        """Return ``work``, and keep it for ``_end_coalescing`` to join with others."""
+        """Return ``work``, kept for ``_end_coalescing`` to join."""
         if self._coalesced is not None:
             self._coalesced.append(work)
         return work
@@ -311,7 +309,8 @@ class BackendGroup(_TorchsGroup):  # type: ignore[misc]
     ) -> TorchWork:
         inner, row = self.inner, OPERATIONS[operation]
         inner.check_unbroken()
-        if type(peer) is not int or not 0 <= peer < len(inner.ranks):  # else decided fast
+        # find_peer is slower, so skip it for a valid number
+        if type(peer) is not int or not 0 <= peer < len(inner.ranks):
             peer = find_peer(inner, None, peer, operation, *row.named(Role.PEER))
         message = prepare_message(operation, inner, peer, _bare(tensor), tag, is_send=row.sends)
         start = partial(open_device_group(inner, message).run, message, is_async=True)
@@ -321,7 +320,7 @@ class BackendGroup(_TorchsGroup):  # type: ignore[misc]
     def _start_pairs(
         self, operation: str, outputs: Tensors, inputs: Tensors, opts: Any
     ) -> TorchWork:
-        """Check all pairs of tensors, then start a collective on each; return a single Work."""
+        """Check all pairs of tensors, then start a collective on each; return one Work."""
         self.inner.check_unbroken()
         asked = read_options((), opts=opts)
         ops = [asked.op] if OPERATIONS[operation].reduces else []
@@ -339,25 +338,24 @@ class BackendGroup(_TorchsGroup):  # type: ignore[misc]
     def all_gather_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: Any = None
     ) -> Any:
-        """Start an ``all_gather_single`` for each output and input; return a single Work."""
+        """Start an ``all_gather_single`` per output and input; return one Work."""
         return self._start_pairs("all_gather_into_tensor", outputs, inputs, opts)
 
     def reduce_scatter_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: Any = None
     ) -> Any:
-        """Start a ``reduce_scatter_single`` for each output and input; return a single Work."""
         return self._start_pairs("reduce_scatter_tensor", outputs, inputs, opts)
 
-    # The names of torch before 2.13, by which its C++ and programs call as well.
+    # Names before torch 2.13, which torch's C++ and programs also call.
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
     # -- other devices ---------------------------------------------------------------------------
 
     def _other(self, kind: str) -> Any:
-        """Return the torch group of the same members for device type ``kind``, created once."""
-        # Of a text such as ``cpu:shm,cuda:nccl`` torch gives the whole group to a backend that is a
-        # process group itself, and drops the other half. So that half is opened here.
+        """Return the members' torch group for device type ``kind``, created once."""
+        # For ``cpu:shm,cuda:nccl``, torch passes the whole group to a backend that is a process
+        # group, and drops the other half. So open that half here.
         if kind in self.other_groups:
             return self.other_groups[kind]
         inner = self.inner
@@ -389,7 +387,7 @@ class BackendGroup(_TorchsGroup):  # type: ignore[misc]
         return made
 
 
-# Each name alone: torch's group has the names of its version.
+# Wrap each name separately, because torch's group has only its version's names.
 _coalesced = {
     name: operation for name, operation in vars(BackendGroup).items() if name.endswith("_coalesced")
 }
@@ -407,38 +405,38 @@ def _leave_all() -> None:
 
 
 def _bare(given: Any) -> Any:
-    """Return ``given`` with its tensors replaced by ``.data``, which autograd does not track."""
-    # As torch's own groups do, ours let a program write where autograd has saved values: FSDP
-    # gathers parameters again into the memory where a forward has seen them.
+    """Replace tensors in ``given`` by ``.data``, which autograd does not track."""
+    # Like torch's own groups, let a program overwrite values that autograd has saved: FSDP gathers
+    # parameters again into memory that a forward has used.
     if isinstance(given, torch.Tensor):
         return (given if type(given) is torch.Tensor else given.detach()).data
     return list(map(_bare, given)) if isinstance(given, (list, tuple)) else given
 
 
 def _copied(given: Any) -> Any:
-    """Return ``given`` with its tensors cloned."""
+    """Clone the tensors in ``given``."""
     if isinstance(given, torch.Tensor):
         return given.detach().clone()
     return list(map(_copied, given)) if isinstance(given, (list, tuple)) else given
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """Return ``tensor`` as a 1-D view if it is contiguous, else unchanged."""
-    # Of blocks torch compares the numbers of elements alone.
+    """Return ``tensor`` as a 1-D view if contiguous, else unchanged."""
+    # For blocks, torch compares only the numbers of elements.
     return tensor.view(-1) if tensor.dim() != 1 and tensor.is_contiguous() else tensor
 
 
 class _TorchTensorLayout(NamedTuple):
-    """Facts by which torch's groups call a meshdist collective.
+    """Facts to call a meshdist collective from torch's groups.
 
     Args:
-        run: the collective, without its marks: no fast path, which is for one thread, no record of
-            its own in a profile, and nothing for typed contexts, as torch's own collectives.
-        tensors: its parameters of tensors, first the parameter that it writes.
-        noted: the parameter that a profile shows.
-        has_blocks: whether it has one larger tensor, with a block for each member.
-        gathers_one: whether it gathers into one tensor; the result is this tensor's blocks.
-        is_sum: whether it reduces one tensor for all members, which may be sparse.
+        run: the undecorated collective: without the fast path, which is for one thread, a profile's
+            record, and typed contexts.
+        tensors: its tensor parameters, first the written parameter.
+        noted: the parameter for a profile.
+        has_blocks: whether a larger tensor has a block per member.
+        gathers_one: whether it gathers into one tensor, whose blocks are the result.
+        is_sum: whether it reduces one tensor, maybe sparse, for all members.
     """
 
     run: Callable[..., Any]

@@ -1,7 +1,7 @@
-"""Register the meshdist backends with torch.distributed, loaded on first use.
+"""Register meshdist's backends with torch.distributed, loaded on first use.
 
-Imports nothing of ours or torch's: torch calls ``offer_at_import`` at the end of every ``import
-torch`` where the package is installed, also while the package, or this module, imports torch.
+Imports neither meshdist nor torch: if the package is installed, every ``import torch`` calls
+``offer_at_import`` at its end, also while the package or this module imports torch.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ _SET_BY_MPIEXEC = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 
 
 def offer_at_import() -> None:
-    """Register our backends with torch, but ``mpi`` only in a process that mpiexec has started."""
-    # Programs that did not ask for ours choose a backend by ``is_mpi_available()``: for them it
-    # stays False where MPI could not work.
+    """Register the backends with torch, ``mpi`` only in a process started by mpiexec."""
+    # Programs that did not ask for meshdist choose a backend by ``is_mpi_available()``: it stays
+    # False in processes in which MPI could not work.
     offer(is_mpi_offered=any(name in os.environ for name in _SET_BY_MPIEXEC))
 
 
 def offer(*, is_mpi_offered: bool = True) -> None:
-    """Register ``shm``, ``simulated`` and, if ``is_mpi_offered``, ``mpi`` in torch.distributed."""
+    """Register ``shm``, ``simulated`` and, if ``is_mpi_offered``, ``mpi`` with torch."""
     import torch.distributed as torch_distributed
     from torch.distributed import distributed_c10d
 
@@ -35,8 +35,8 @@ def offer(*, is_mpi_offered: bool = True) -> None:
             "simulated", _make_simulated, extended_api=True, devices=["cpu", "cuda"]
         )
         torch_distributed.register_rendezvous_handler("simulated", _meet_simulated)
-    # ``mpi`` is torch's own name, for a class that its wheels lack: ``is_mpi_available()`` of torch
-    # is True from here on.
+    # ``mpi`` is torch's own name of a class that its wheels lack. From here on torch's
+    # ``is_mpi_available()`` returns True.
     torchs: Any = distributed_c10d
     if is_mpi_offered and not torchs._MPI_AVAILABLE and find_spec("mpi4py") is not None:
         torchs.ProcessGroupMPI = _Mpi
@@ -62,11 +62,11 @@ def _meet_simulated(url: str, **terms: Any) -> Any:
 
 
 class _Mpi:
-    """Replaces torch's class that opens groups over MPI."""
+    """Replacement of torch's class that opens groups over MPI."""
 
     @staticmethod
     def create(ranks: list[int]) -> Any:
-        """Open the group of these global ranks, for [] of all; torch calls this on members only."""
+        """Open the group of these global ranks ([] means all), on members only."""
         from .construction import open_mpi_group
 
         return open_mpi_group(ranks)

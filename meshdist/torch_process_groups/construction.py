@@ -1,4 +1,4 @@
-"""Open process groups on meshdist backends for torch."""
+"""Open process groups on meshdist's backends for torch."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ from .backend_group import BackendGroup
 
 @never_nested
 def open_group(backend: str, options: Any, backend_options: Any) -> BackendGroup:
-    """Open a group as torch's DistributedBackendOptions, ``options``, describe it; collective."""
+    """Open the group that torch's DistributedBackendOptions describe; collective."""
     size, torchs, name = options.group_size, options.store, options.group_id
-    if type(root_of(torchs)) is Store:  # torch's own in a world over MPI, which cannot be called
+    if type(root_of(torchs)) is Store:  # torch's store in a world over MPI, which cannot be called
         torchs = PrefixStore(f"torch's group {name}", _joined_under_mpi().make_torch_store())
     world = torch_distributed.get_world_size() if torch_distributed.is_initialized() else size
     with within(Deadline(options.timeout)):
@@ -54,7 +54,7 @@ def open_group(backend: str, options: Any, backend_options: Any) -> BackendGroup
             timeout=options.timeout,
             options=backend_options,
             name=name,
-            num_local=find_local_size(os.environ) or world,  # as far as a launcher says
+            num_local=find_local_size(os.environ) or world,  # if a launcher's variables define it
         ),
         connection,
     )
@@ -62,12 +62,12 @@ def open_group(backend: str, options: Any, backend_options: Any) -> BackendGroup
 
 @never_nested
 def open_mpi_group(ranks: list[int]) -> BackendGroup:
-    """Open the MPI backend for these global ranks, or for all ranks of mpiexec if empty."""
+    """Open the MPI backend for these global ranks, or if empty for all of mpiexec."""
     backend = get_backend("mpi")
     joined = _joined_under_mpi()  # torch gives no store, rank or size
     members = tuple(ranks) or tuple(range(joined.size))
     text = ",".join(map(str, members))
-    # The members of a group ask for it equally often, the others not at all.
+    # The group's members create it equally often; other ranks never do.
     name = f"mpi {text} {joined.store.add(f'{text} by {joined.rank}', 1)}"
     hosts = tuple(joined.hosts[rank] for rank in members)
     return BackendGroup(
@@ -89,7 +89,7 @@ def open_mpi_group(ranks: list[int]) -> BackendGroup:
 
 @never_nested
 def open_simulated_group(options: Any) -> BackendGroup:
-    """Open a group of simulated ranks; waits for no other member."""
+    """Open a group of simulated ranks without waiting."""
     if find_rank_here() is None:
         raise BackendError(
             "torch's backend 'simulated' works only on simulated ranks, but this is a process",
@@ -117,7 +117,7 @@ def open_simulated_group(options: Any) -> BackendGroup:
 
 
 def meet_simulated(url: str, **_: Any) -> Iterator[tuple[Store, int, int]]:
-    """Yield a simulated rank's store, number and world size, for torch's ``simulated://``."""
+    """Yield a simulated rank's store, number and world size, for ``simulated://``."""
     world = find_world()
     if world is None or not world.is_simulated:
         raise WorldError(
@@ -126,7 +126,8 @@ def meet_simulated(url: str, **_: Any) -> Iterator[tuple[Store, int, int]]:
             fix="call meshdist.simulate(program, 4), or name another init_method, such as 'env://'",
         )
     for name, value in (("rank", world.rank), ("world_size", world.size)):
-        given = parse_qs(urlsplit(url).query).get(name, [])  # as torch hands over its arguments
+        # torch passes its arguments in the URL's query
+        given = parse_qs(urlsplit(url).query).get(name, [])
         if given not in ([], ["-1"], [str(value)]):
             raise WorldError(
                 f"this simulated rank has {name} {value}, not {given[0]}",
@@ -138,39 +139,39 @@ def meet_simulated(url: str, **_: Any) -> Iterator[tuple[Store, int, int]]:
 
 @cache
 def _joined_under_mpi() -> Rendezvous:
-    """Meet the ranks that the same mpiexec has started, once in a process."""
+    """Meet the ranks of this mpiexec, once in a process."""
     return meet(InitArguments(group_name="torch's mpi"), is_mpi_asked=True)
 
 
 def _keys_of_group(store: Store, rank: int, connection: TimeoutStore) -> tuple[Store, Store]:
-    """Return two stores of the new group's own keys: on ``store``, and on ``connection``."""
+    """Return two stores for the new group's keys: on ``store`` and on ``connection``."""
     # An earlier world of the same store may have had a group of this name.
     generation = connection.ask(lambda _: store.add(f"opened by {rank}", 1))
     torchs = PrefixStore(f"opened {generation}", store)
-    # The prefixes of ``store`` cannot be read. So the members' own prefix is a word that the first
-    # of them leaves there, as 8f1c...: ours are then the keys "8f1c.../address", and so on.
+    # ``store`` does not reveal its prefixes. So the first member sets a random word under them, for
+    # example 8f1c..., and this group's keys on ``connection`` are "8f1c.../address", and so on.
     word = secrets.token_hex(16)
     word = connection.ask(lambda _: torchs.compare_set("word", "", word)).decode()
     return torchs, PrefixStore(word, connection)
 
 
-# Where a client connects, torch's server asks the name server what it is called, and answers nobody
-# meanwhile: a hundredth of these questions may take 5 s. So all groups of a process that are open
-# over one server share one connection, and 100 groups on 4 ranks ask for 4 names, not for 800.
+# When a client connects, torch's server looks up the client's name and answers no request
+# meanwhile: a hundredth of the lookups may take 5 s. So all open groups of a process on the same
+# server share a connection, and 100 groups on 4 ranks need 4 lookups instead of 800.
 _connections: WeakValueDictionary[tuple[int, str, int], _Connection] = WeakValueDictionary()
 _sharing = ForkSafeLock()
 
 
 class _Connection:
-    """A connection to a store that groups share, closed once the last drops its reference."""
+    """A connection to a store that groups share, closed with the last reference."""
 
     def __init__(self, root: Store, timeout: timedelta) -> None:
         self.store = TimeoutStore(cloned(root), timeout)
-        finalize(self, self.store.close)  # what is kept keeps its socket
+        finalize(self, self.store.close)  # finalize keeps the store's socket
 
 
 def _take_connection(root: Store, timeout: timedelta) -> _Connection:
-    """Return the connection that this process has to a store's server, or a new connection."""
+    """Return this process's connection to a store's server, or a new connection."""
     if not isinstance(root, TCPStore):
         return _Connection(root, timeout)
     server = os.getpid(), root.host, root.port

@@ -1,9 +1,9 @@
-"""Represent a torch process group as a meshdist group, which runs its collectives.
+"""Represent a torch process group as a meshdist group.
 
-If the backend does not compare calls, members on one host write the fingerprint of each collective
-to shared memory. If two calls differ, the later member detects it immediately, the earlier one
-while it waits or at its next call. There is no control thread; instead each member writes its own
-call to the store when it detects a mismatch.
+If the backend does not compare calls, members on one host write fingerprints of collectives to
+shared memory. If calls differ, the later member detects that immediately, the earlier member in its
+wait or next call. There is no control thread: a member that detects a mismatch writes its call to
+the store.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ _ABORT = "abort"
 
 
 class InnerGroup(ProcessGroup):
-    """A torch group as a meshdist group; its creation opens the backend and is collective."""
+    """A torch group as a meshdist group; creation opens the backend and is collective."""
 
     def __init__(self, backend: BackendType, opening: Opening) -> None:
         ranks, timeout, label = opening.ranks, opening.timeout, opening.name
-        # Opening is collective and calls need not be: so all that may be called for is opened here.
+        # Opening is collective and calls need not be, so open everything that a call may need here.
         kinds = {opening.device_type, *(["cuda"] if torch.cuda.is_available() else [])}
         backends = dict.fromkeys(sorted(backend.device_types & kinds), backend.name)
         size, hosts = max(ranks) + 1, dict(zip(ranks, opening.hosts, strict=False))
@@ -90,11 +90,11 @@ class InnerGroup(ProcessGroup):
 
     @property
     def is_over(self) -> bool:
-        """Return whether the group was closed, or belongs to the parent of a forked process."""
+        """Return whether the group was closed or belongs to a forked process's parent."""
         return self._closed or self._num_forks != forks[0]
 
     def check_unbroken(self) -> None:
-        """Raise if the group was closed, or has failed, or belongs to a parent's process."""
+        """Raise if the group was closed, has failed or belongs to a parent's process."""
         if self._closed or self._num_forks != forks[0]:
             self.check_usable()
         if self._aborts:
@@ -107,19 +107,18 @@ class InnerGroup(ProcessGroup):
 
     def break_here(self, reason: str) -> None:
         """Make all later calls raise with ``reason``, and end every wait."""
-        # After a timeout the members may be out of step: a late member would meet another call than
-        # its own. Where the backend does not compare calls, it has started those of some members.
+        # After a timeout the members may be out of step: a late member would match a different
+        # call. A backend that does not compare calls has already started the calls of some members.
         self._aborts.setdefault(self._label, {"reason": reason})
         self.abort()
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set the timeout of every later call."""
         self.own_timeout = timeout
         for device_group in self._device_groups.values():
             device_group.timeout = timeout
 
     def abort(self, reason: str = "") -> None:
-        """Free every wait, here and on the other members."""
+        """End every wait, here and on the other members."""
         for device_group in self._device_groups.values():
             device_group.communicator.abort()
 
@@ -129,7 +128,6 @@ class InnerGroup(ProcessGroup):
             device_group.opened.leave()
 
     def close(self) -> None:
-        """Leave the group, and close its device groups."""
         self.leave()
         self._closed = True
         for device_group in self._device_groups.values():
@@ -137,17 +135,17 @@ class InnerGroup(ProcessGroup):
 
 
 class _SharedDeviceGroup(DeviceGroup):
-    """A device group on which several threads may call collectives at the same time."""
+    """A device group on which several threads may run collectives concurrently."""
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
         self._starting = threading.RLock()
-        self._warn_dropped = None  # torch, too, lets a program drop a Work
+        self._warn_dropped = None  # torch also lets a program drop a Work
 
     def run(self, prepared: OperationArgs, *, is_async: bool = False) -> Work | None:
         if not is_async:
             return super().run(prepared)
-        # Calls that go on in the background start in the order in which they are noted.
+        # Asynchronous calls start in the order in which they are recorded.
         with self._starting:
             return super().run(prepared, is_async=True)
 
@@ -163,12 +161,11 @@ class _SharedDeviceGroup(DeviceGroup):
 
 @dataclass
 class TorchGroupPeers(PeerStatus):
-    """The other members of a torch group.
+    """A torch group's other members.
 
     Args:
-        table: in which members write their calls; None where these are not compared, or the backend
-            compares them.
-        inner: a weak reference, since the group's device groups keep what keeps this.
+        table: has the members' calls; None if calls are not compared, or the backend compares them.
+        inner: a weak reference, since the group's device groups reference this object.
     """
 
     group: GroupFacts
@@ -213,7 +210,7 @@ class TorchGroupPeers(PeerStatus):
     def agree_on_error(
         self, disagreement: dict[str, str], mine: CallRecord | None, about: dict[str, Any]
     ) -> dict[str, str]:
-        # Where the backend compares calls it does so before any data moves, and the group goes on.
+        # A backend that compares calls does so before any data moves, so the group stays usable.
         text = FORGOTTEN if mine is None else mine.text
         where, fix = disagreement["where"], disagreement["fix"]
         if "sequence" not in about:
@@ -232,7 +229,7 @@ class TorchGroupPeers(PeerStatus):
     def _what_each_called(self, sequence: int, text: str) -> str:
         texts, places = {self.group.rank: text}, range(len(self.group.ranks))
         keys = {member: f"disagreement/{sequence}/{member}" for member in places}
-        with suppress(RuntimeError):  # the store is lost: then each knows of its own call alone
+        with suppress(RuntimeError):  # the store is lost: each member reports only its own call
             self.store.set(keys[self.group.rank], json.dumps(text))
             texts |= collect(self.store, keys, Deadline(ANSWERS_S), str)
         return grouped_text(
@@ -242,5 +239,5 @@ class TorchGroupPeers(PeerStatus):
 
 
 def _parse_abort(value: dict[str, Any]) -> dict[str, Any]:
-    """Return the checked rank and reason of a member's abort message."""
+    """Parse the rank and reason of a member's abort message."""
     return {"rank": int(value["rank"]), "reason": str(value["reason"])}

@@ -1,4 +1,4 @@
-"""Set and return a tensor's type over mesh axes: ``md.annotate`` and ``md.typeof``."""
+"""Set and return a tensor's type over mesh axes."""
 
 from __future__ import annotations
 
@@ -66,38 +66,38 @@ def annotate(
 ) -> Any:
     """Annotate ``tensor`` with its type over mesh axes: input data, or a shard of weights.
 
-    The tensor is invariant over every axis that you do not name. It replaces an earlier
-    annotation. Nothing is sent or copied, and values are not checked. You can also call it outside
+    The tensor is invariant over every axis that you do not name. The call replaces an earlier
+    annotation, sends and copies nothing, and does not check values. It also works outside
     ``md.typed``.
 
     For a module, annotate each parameter and buffer that ``spec`` names. The module keeps these
-    annotations when it is copied or pickled, and applies them to tensors that replace its own, for
-    example by ``load_state_dict(assign=True)`` or ``to_empty``.
+    annotations when it is copied or pickled, and applies them to replacement tensors, for example
+    of ``load_state_dict(assign=True)`` or ``to_empty``.
 
     Args:
         tensor: this rank's plain tensor or parameter, or a module.
         spec: how the tensor is sharded: a ``PartitionSpec``, a ``NamedSharding`` or a pattern such
             as "f@tp d {R:dp}". The tensor varies over the axes that shard a dimension, and carries
-            the spec, which ``md.typeof`` shows. For a module, a mapping from names to specs;
-            ``*`` in a name matches any text. Replaces ``varying``, ``reduced`` and ``unreduced``.
+            the spec, which ``md.typeof`` shows. For a module, a mapping from names to specs; ``*``
+            in a name matches any text. Replaces ``varying``, ``reduced`` and ``unreduced``.
         varying: the axes along which each rank holds its own values.
-        reduced: the axes along which the tensor is equal on all ranks and its gradient is a
-            partial sum on each rank.
+        reduced: the axes along which the tensor is equal on all ranks and its gradient is a partial
+            sum.
         unreduced: the axes along which each rank holds a partial sum of the value.
-        mesh: the mesh of these axes. None means the mesh of the sharding, or the current mesh;
-            without either, names of axes are not checked.
+        mesh: the mesh of these axes. None means the sharding's mesh, or the current mesh; without
+            either, axis names are not checked.
 
     Returns:
         ``tensor`` itself.
 
     Raises:
-        KindError: if ``tensor`` is neither a plain tensor nor a module, an axis is not a name, or
-            a spec is combined with other axes.
+        KindError: if ``tensor`` is neither a plain tensor nor a module, an axis is not a name, or a
+            spec is combined with other axes.
         AxisError: if the mesh has no such axis.
         AxisTypeError: if an axis has two types, the module is wrapped already, or a wrapper does
             not reduce the parameter over an axis in ``reduced``.
-        PatternError: if the pattern is invalid, or names a dimension like an axis of the mesh
-            ("tp" instead of "f@tp" or ``varying="tp"``).
+        PatternError: if the pattern is invalid, or names a dimension like an axis ("tp" instead of
+            "f@tp" or ``varying="tp"``).
         ShapeError: if the spec has the wrong number of dimensions.
         DtypeError: if a bool tensor is unreduced.
         MeshError: if the sharding has another mesh.
@@ -195,8 +195,7 @@ class TensorType:
 
     Args:
         shape: the shape of this rank's tensor.
-        varying, reduced, unreduced: the axes of each type, sorted; the tensor is invariant over
-            all other axes.
+        varying, reduced, unreduced: the axes of each type, sorted; all other axes are invariant.
         spec: the spec that the tensor carries, or None.
         text: the printed form.
     """
@@ -216,12 +215,11 @@ class TensorType:
 def typeof(x: torch.Tensor) -> TensorType:
     """Return the type of ``x`` over mesh axes, which prints as ``float32[8, 4]{V:dp}``.
 
-    The type of an invariant tensor prints as ``float32[8, 4]``. With a spec, dimensions show the
-    axes that shard them: ``float32[8@dp, 4]{U:tp}``. Sizes are the sizes of this rank's shard.
+    Braces show the axes over which the tensor is not invariant. With a spec, dimensions show the
+    axes that shard them: ``float32[8@dp, 4]{U:tp}``. Sizes are this rank's.
 
     Args:
-        x: a tensor. The result of an operation outside ``md.typed`` has no type and counts as
-            invariant.
+        x: a tensor. The result of an operation outside ``md.typed`` counts as invariant.
 
     Raises:
         KindError: if ``x`` is not a tensor.

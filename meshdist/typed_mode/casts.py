@@ -1,23 +1,20 @@
 """Insert the casts of a typed context: aliases whose backward is a psum.
 
-A context casts an operand that is invariant over some axes if the other operands are not. In the
-forward, the cast is an alias with the same memory and version, which only the operation sees and
-torch does not allow writing to. In the backward, it sums the gradient over the axes.
+A context casts an operand that is invariant over some axes if the other operands are not. The cast
+is an alias with the same memory and version; only the operation sees it, and torch does not allow
+writing to it. Its backward sums the gradient over the axes.
 
-A tensor is cast once for each missing type and keeps the cast as long as it exists: three uses of
-an activation cost one psum. The casts of a leaf, which would keep it alive, are dropped after each
-backward. No cast depends on the garbage collector, which runs at different times on each rank, so
-all ranks insert the same casts.
+A tensor keeps its casts, so three uses of an activation cost one psum. The casts of a leaf, which
+would keep it alive, are dropped after each backward.
 
-The backward of a parameter's cast is one psum; many small parameters would send many small
-messages. So a context groups the leaves that it cast alone into buckets when it ends, in the order
-of the casts, which all ranks share. The next context casts a complete bucket at its first use of
-any of these leaves. A leaf keeps its bucket as long as it exists and is used, so programs that
-alternate between models keep both.
+A psum per parameter would send many small messages. So when a context ends, it groups the leaves
+that it cast alone into buckets, in the order of the casts. The next context casts a whole bucket at
+its first use of any of these leaves. A leaf keeps its bucket as long as it exists and is used, so
+programs that alternate between models keep both.
 
-The garbage collector frees leaves in reference cycles at different times on each rank. So nothing
-here depends on that: the slot of a freed leaf stays on all ranks and sends zeros, until several
-backwards have not used it.
+All ranks must insert the same casts, but the garbage collector runs at different times on each
+rank. So the slot of a freed leaf stays on all ranks and sends zeros, until several backwards have
+not used it.
 
 Worked example: leaves w, v and b of 2, 3 and 1 numbers meet x, which is 1 on rank 0, 3 on rank 1.
 
@@ -27,11 +24,11 @@ Worked example: leaves w, v and b of 2, 3 and 1 numbers meet x, which is 1 on ra
 
                  w      v        b    used
     rank 0       1 1    1 1 1    1    1 1 1
-    rank 1       3 3    3 3 3    0    1 1 0    this time it did not use b: zeros stand in
+    rank 1       3 3    3 3 3    0    1 1 0    here b is unused and sends zeros
     the sum      4 4    4 4 4    1    2 2 1    b gets the gradient 1, also on rank 1
 
-Had no rank used b, the last number would be 0, b would get no gradient, and after 4 such backwards
-it would leave the group. Here ``b.grad`` is 1 + 3 behind the first backward, then 1 more:
+If no rank used b, the last number would be 0 and b would get no gradient; after 4 such backwards it
+would leave the group. ``b.grad`` is 1 + 3 after the first backward, then 1 more:
 
     >>> import meshdist as md; from .context import find_context
     >>> def program():
@@ -74,7 +71,7 @@ _Leaf = weakref.ref[torch.Tensor]
 
 
 class LeafSlot:
-    """A leaf's place in the order of casts, and then in a bucket; it keeps no leaf alive.
+    """A leaf's index in the order of casts or in a bucket; it does not keep the leaf alive.
 
     Args:
         missing: the type that its cast adds.
@@ -88,10 +85,10 @@ class LeafSlot:
         self.num_bytes = leaf.nbytes if leaf.layout is torch.strided else 0
         self.nature = _nature(leaf)
         self.is_alone = is_alone
-        self.num_unused = 0  # backwards in a row, on all ranks
+        self.num_unused = 0  # Consecutive backwards in which no rank used the leaf.
 
     def fits(self, leaf: torch.Tensor) -> bool:
-        """Return whether the slot's leaf is unchanged and has no hooks, as a bucket requires."""
+        """Return whether a bucket can cast the leaf: it is unchanged and has no hooks."""
         return (
             leaf.requires_grad
             and leaf.is_leaf
@@ -103,7 +100,7 @@ class LeafSlot:
 
 
 class LeafGroup:
-    """Slots of leaves that are cast together, whose gradients are reduced by one message."""
+    """Slots of leaves that share a cast and the message that reduces their gradients."""
 
     def __init__(self) -> None:
         self.slots: list[LeafSlot] = []
@@ -117,14 +114,14 @@ class LeafGroup:
 
 
 class LeafGroups:
-    """The buckets of leaves that are cast over axes of a mesh."""
+    """The buckets of leaves for a mesh."""
 
     def __init__(self) -> None:
         self._bucket_of: dict[tuple[int, str], tuple[LeafGroup, LeafSlot, _Leaf]] = {}
         self._alone: dict[int, _Leaf] = {}
 
     def find_bucket(self, leaf: torch.Tensor, missing: str) -> LeafGroup | None:
-        """Return the bucket to cast with ``leaf`` to kinds ``missing``, None if it is alone."""
+        """Return the bucket to cast with ``leaf`` to kinds ``missing``, or None."""
         found = self._bucket_of.get((id(leaf), missing))
         if found is None:
             return None
@@ -133,8 +130,8 @@ class LeafGroups:
         return bucket if is_there and slot.fits(leaf) else None
 
     def new_slot(self, leaf: torch.Tensor, missing: str) -> LeafSlot:
-        """Return a slot of a leaf whose cast adds type ``missing``; it may join a bucket later."""
-        # torch would call a leaf's hooks with None where no rank has used it.
+        """Return a slot of a leaf whose cast adds ``missing``."""
+        # In a bucket, torch would call the hooks of an unused leaf with None.
         is_alone = (
             id(leaf) in self._alone
             or leaf.layout is not torch.strided
@@ -143,7 +140,7 @@ class LeafGroups:
         return LeafSlot(leaf, missing, is_alone=is_alone)
 
     def leave_alone(self, slot: LeafSlot) -> None:
-        """Keep the leaf of a slot, whose gradient is sparse, out of buckets from here on."""
+        """Keep a leaf with a sparse gradient out of buckets from now on."""
         slot.is_alone = True
         leaf = slot.leaf()
         if leaf is not None:
@@ -173,12 +170,12 @@ class LeafGroups:
 
 
 def _nature(leaf: torch.Tensor) -> tuple[object, ...]:
-    """Return (dtype, device, layout, type) of a leaf, which all leaves of a bucket share."""
+    """Return (dtype, device, layout, type), which all leaves of a bucket share."""
     return leaf.dtype, leaf.device, leaf.layout, type_of(leaf)
 
 
 class Casts:
-    """The casts that one typed context has made; ``count`` is their number of autograd nodes."""
+    """The casts of one typed context; ``count`` is their number of autograd nodes."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.count = 0
@@ -192,7 +189,7 @@ class Casts:
 
     @property
     def num_kept(self) -> int:
-        """Return the number of tensors that have a cast now."""
+        """Return the number of tensors with a cast."""
         return len(self._kept)
 
     def cast(self, x: torch.Tensor, missing: str) -> torch.Tensor:
@@ -236,7 +233,7 @@ class Casts:
         return self._kept[id(leaf)][missing].alias
 
     def _member(self, slot: LeafSlot) -> torch.Tensor | None:
-        """Return the leaf of a slot if it is to be cast with its bucket, else None."""
+        """Return the slot's leaf if its bucket must cast it, else None."""
         leaf = slot.leaf()
         if leaf is None or not slot.fits(leaf):
             return None
@@ -244,7 +241,7 @@ class Casts:
         return None if kept is not None and kept.is_of(leaf) else leaf
 
     def _note(self, leaf: torch.Tensor, slot: LeafSlot) -> None:
-        """Append the slot of a leaf cast alone to the order of casts, unless it is there."""
+        """Append the slot of a leaf cast alone to the order of casts, once."""
         key = (id(leaf), slot.missing)
         before = self._noted.get(key)
         if before is None or before.leaf() is not leaf:
@@ -252,7 +249,7 @@ class Casts:
             self._order.append(slot)
 
     def find_leaf_over(self, axes: Container[str]) -> torch.Tensor | None:
-        """Return a leaf cast to varying over any of ``axes`` since the last backward, or None."""
+        """Return a leaf cast to varying over ``axes`` since the last backward, or None."""
         for key, leaf in self._tensors.items():
             if isinstance(leaf, torch.Tensor):
                 for missing in self._kept[key]:
@@ -274,12 +271,11 @@ class Casts:
         self._kept[key][missing] = _KeptCast(x, alias)
 
     def forget_leaves(self) -> None:
-        """Drop the casts of leaves at the end of a backward."""
         for key in [key for key, x in self._tensors.items() if isinstance(x, torch.Tensor)]:
             del self._tensors[key], self._kept[key]
 
     def close(self) -> None:
-        """Drop all casts; group leaves that were cast alone, to be cast together from now on."""
+        """Drop all casts; group leaves that were cast alone for the next context."""
         self._buckets.learn(self._order)
         self._order.clear()
         self._noted.clear()
@@ -288,7 +284,7 @@ class Casts:
 
 
 class _KeptCast:
-    """A cast of a tensor, and the tensor's version when it was made."""
+    """A cast, and the tensor's version when it was made."""
 
     __slots__ = ("_was_at", "_was_leaf", "alias")
 
@@ -298,21 +294,21 @@ class _KeptCast:
         self._was_leaf = x.is_leaf
 
     def is_of(self, x: torch.Tensor) -> bool:
-        """Return whether ``x`` is unchanged since the cast was made."""
-        # `.data =` and `detach_` do not count as a new version.
+        """Return whether ``x`` is unchanged since the cast."""
+        # `.data =` and `detach_` do not change the version.
         if version_of(x) != self._was_at or x.is_leaf is not self._was_leaf:
             return False
         return x.layout is not torch.strided or self.alias.is_set_to(x)
 
 
 def _alias(x: torch.Tensor) -> torch.Tensor:
-    """Return a view of the memory of ``x`` without its history; ``x`` is not kept alive."""
+    """Return a view of the memory of ``x`` without history; does not keep ``x`` alive."""
     apart = x.detach()
     return apart.view_as(apart)
 
 
 class _Cast(Function):
-    """The autograd function that casts a tensor: an alias, whose backward is a psum."""
+    """The autograd function of a tensor's cast."""
 
     @staticmethod
     def forward(
@@ -343,7 +339,7 @@ class _Cast(Function):
 
 
 class _CastTogether(Function):
-    """The autograd function that casts a bucket's leaves; its backward is one flat psum."""
+    """The autograd function of a bucket's cast; its backward is one flat psum."""
 
     @staticmethod
     def forward(
@@ -369,8 +365,8 @@ class _CastTogether(Function):
         given = iter(living)
         grads = [next(given) if is_living else None for is_living in ctx.is_living]
         sizes = [slot.size for slot in ctx.slots]
-        # A leaf that no rank has used gets no gradient, as on one device: so a number travels for
-        # each slot that says whether it is used here. A slot without a leaf is unused.
+        # A leaf that no rank used must get no gradient, as on one device. So each rank sends a flag
+        # for each slot: whether it used the leaf. A slot without a leaf is unused.
         used = like.new_tensor([grad is not None for grad in grads])
         parts = [
             like.new_zeros(size) if grad is None else grad.to_dense().reshape(-1)

@@ -1,10 +1,9 @@
 """Type functional and in-place collectives inside typed contexts.
 
-The table in ``axis_types`` lists the types that a functional collective takes and returns: operands
-are checked and results are annotated. In-place collectives run without the context; the tensors
-that they write are annotated. Over the axes of the group, such a tensor becomes invariant if all
-ranks hold the same value, else varying. Over all other axes it gets the joined type of the tensors
-that the collective has read. Other views of its memory keep their types.
+Functional collectives follow the table in ``axis_types``. In-place collectives run without the
+context, which then annotates the tensors that they write. Over the axes of the group, such a tensor
+becomes invariant if all ranks hold the same value, else varying. Over other axes it gets the joined
+type of the tensors that were read. Other views of its memory keep their types.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ def watch(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> Any:
-    """Return the result of ``call``, a torch collective; in a context type the written tensors."""
+    """Return the result of ``call``, a torch collective; a context types the written tensors."""
     mode = find_context()
     if mode is None:
         return call(*args, **kwargs)
@@ -60,7 +59,7 @@ _signature = cache(inspect.signature)
 
 
 def _mark(mode: ContextMode, row: OperationSpec, given: Mapping[str, Any]) -> None:
-    """Set the types of the tensors that a torch collective with arguments ``given`` has written."""
+    """Type the tensors that a torch collective with arguments ``given`` wrote."""
     group = given.get("group")
     if row.writes == "p2p_op_list":
         operations = given["p2p_op_list"]
@@ -68,7 +67,7 @@ def _mark(mode: ContextMode, row: OperationSpec, given: Mapping[str, Any]) -> No
         group = operations[0].group if operations else None
     else:
         written = tensors_in(given.get(row.writes))
-    # Where the source alone has a list (scatter), other ranks read the type off their outputs.
+    # In a scatter, only the source has a list; other ranks use the types of their outputs.
     is_of_source = row.is_plain and row.executor.takes is TensorLayout.AT_ROOT
     names = (*row.reads, row.writes) if is_of_source else row.reads
     read = tensors_in([given.get(name) for name in names])
@@ -81,7 +80,7 @@ def _mark(mode: ContextMode, row: OperationSpec, given: Mapping[str, Any]) -> No
 
 
 def _joined(tensors: Sequence[torch.Tensor]) -> str:
-    """Return the joined type of ``tensors``; if they cannot join, a type with all their kinds."""
+    """Return the tensors' joined type; if they cannot join, a type with all kinds."""
     found = join_types([type_of(tensor) for tensor in tensors])
     if isinstance(found, JoinedType):
         return found.text
@@ -92,9 +91,9 @@ def _joined(tensors: Sequence[torch.Tensor]) -> str:
 
 
 def kinds_over(mesh: DeviceMesh, group: ProcessGroup, kind: str) -> dict[str, str]:
-    """Return {axis: kind} of a result for the axes of ``group``: "V" if it lacks ranks of these."""
-    # A group whose members are not just all ranks along some axes makes nothing invariant: the
-    # tensor varies over each axis along which members differ.
+    """Return a result's kinds by axis of ``group``: "V" if the group lacks ranks along the axes."""
+    # If the members are not exactly all ranks along some axes, the tensor is not invariant: it
+    # varies over each axis along which members differ.
     places = [mesh.layout.coordinate_of(rank) for rank in group.ranks]
     inside = [place for place in places if place is not None]
     axes = [
@@ -111,7 +110,7 @@ def kinds_over(mesh: DeviceMesh, group: ProcessGroup, kind: str) -> dict[str, st
 
 
 def made_equal(group: ProcessGroup, *tensors: torch.Tensor) -> None:
-    """Type tensors as invariant over ``group``, in a typed context; else do nothing."""
+    """Type tensors as invariant over ``group``, in a typed context."""
     mode = find_context(is_awake=False)
     if mode is not None and not mode.is_asleep:
         kinds = kinds_over(mode.mesh, group, "I")
@@ -122,7 +121,7 @@ def made_equal(group: ProcessGroup, *tensors: torch.Tensor) -> None:
 def find_typed_operation(
     operation: str, axes: DeviceMesh, to: str | None = None
 ) -> TypedOperation | None:
-    """Return the TypedOperation of ``operation(to=to)`` over ``axes``; None without a context."""
+    """Return the TypedOperation of ``operation(to=to)``; None without a context."""
     mode = find_context()
     if mode is None:
         return None
@@ -134,18 +133,18 @@ def find_typed_operation(
 
 
 class TypedOperation:
-    """A lax collective in a typed context, over axes of the context's mesh."""
+    """A lax collective in a typed context."""
 
     def __init__(self, mode: ContextMode, operation: str, axes: DeviceMesh, to: str | None) -> None:
         self._mode = mode
         self._operation = operation
         self._to = to
-        self._mesh = axes  # is kept so that its id stays its own
+        self._mesh = axes  # A freed mesh's id could be reused.
         self._axes = _context_axes(mode, axes, operation)
-        self._results: dict[str, str] = {}  # the types of results by those of operands
+        self._results: dict[str, str] = {}  # Result types by operand types.
 
     def result_type(self, x: torch.Tensor, argument: str = "x") -> str:
-        """Return the type of the collective's result; raise if it does not support ``x``."""
+        """Return the type of the result; raise if the collective does not support ``x``."""
         operation, to = self._operation, self._to
         text = self._mode.type_of(x, operation)
         if text in self._results and not are_transforms_active():
@@ -158,7 +157,7 @@ class TypedOperation:
                 taken = [
                     other for other in KINDS if find_result_kind(operation, other, to) is not None
                 ]
-                if not taken:  # there is no such ``to``, as the collective itself will say
+                if not taken:  # The ``to`` is invalid; the collective itself raises.
                     return text
                 raise rejected_operation(operation, x, axis, self._mode.mesh, taken, argument)
             results[axis] = kind
@@ -173,11 +172,7 @@ class TypedOperation:
         text: str,
         leaf_name: str = "x",
     ) -> Any:
-        """Return ``on_tensor``'s result on ``x``, marked with the type ``text``.
-
-        Args:
-            leaf_name: the name of ``x`` in reports.
-        """
+        """Return ``on_tensor``'s result on ``x`` with type ``text``; errors show ``leaf_name``."""
         if self._operation == "pcast":
             result = self._cast(on_tensor, x, leaf_name)
         else:
@@ -188,7 +183,7 @@ class TypedOperation:
         return result
 
     def joined(self, x: Any, *others: Any) -> tuple[list[Any], str]:
-        """Return the operands cast to their joined type, and the type; raise if ``x`` has none."""
+        """Return the operands cast to their joined type, and the type."""
         given = [x, *others]
         tensors = [operand for operand in given if isinstance(operand, torch.Tensor)]
         if isinstance(x, torch.Tensor):
@@ -212,7 +207,7 @@ class TypedOperation:
 
 
 def _context_axes(mode: ContextMode, axes: DeviceMesh, operation: str) -> tuple[str, ...]:
-    """Return the axes of the context's mesh that span the ranks of ``axes``; raise if none do."""
+    """Return the context's axes that span the ranks of ``axes``; raise if none do."""
     own, names = mode.mesh, axes.axis_names
     if all(
         name in own.axis_names and axes.get_group(name).ranks == own.get_group(name).ranks
@@ -226,7 +221,7 @@ def _context_axes(mode: ContextMode, axes: DeviceMesh, operation: str) -> tuple[
 
 
 def _axes_of_ranks(mesh: DeviceMesh, ranks: Sequence[int]) -> tuple[str, ...] | None:
-    """Return the axes along which this rank's group is ``ranks``, None without any."""
+    """Return the axes along which this rank's group is ``ranks``, or None."""
     wanted = set(ranks)
     for count in range(mesh.ndim + 1):
         for names in combinations(mesh.axis_names, count):

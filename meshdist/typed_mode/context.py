@@ -1,4 +1,4 @@
-"""Keep the state of a thread's typed context, which all modules about types read.
+"""Keep the state of a thread's typed context.
 
 A context wraps the program's hooks on leaves, because a hook can make an equal gradient differ
 between ranks. Parameters keep the annotations of the tensors from which they are created.
@@ -65,9 +65,9 @@ from .type_errors import (
 
 
 def keep_marks_in_parameters() -> None:
-    """Patch the constructor of ``nn.Parameter`` to copy the annotation of its tensor."""
-    # torch makes a bare tensor of x in C++, which asks no mode and no hook. Kinds over the axes of
-    # a wrapper stay behind: the new parameter is not the wrapper's.
+    """Patch ``nn.Parameter`` to copy the annotation of its tensor."""
+    # torch creates the tensor in C++, which calls no mode and no hook. A wrapper's annotation is
+    # not copied, because the wrapper does not know the new parameter.
     new = Parameter.__new__
 
     @untraced
@@ -85,7 +85,7 @@ def keep_marks_in_parameters() -> None:
 
 
 def _check_lost(original: torch.Tensor) -> None:
-    """Raise if a parametrization, such as weight_norm, loses the annotation of its leaf."""
+    """Raise if a parametrization, such as weight_norm, loses its leaf's annotation."""
     if type_of(original) and find_owner_axes(original) is None:
         raise AxisTypeError(
             "a parametrization cannot keep the annotation of a parameter that it replaces by "
@@ -114,9 +114,9 @@ class TypedHook:
         self._hook, self._of, self._type = hook, weakref.ref(x), type_of(x)
 
     def __call__(self, given: torch.Tensor) -> Any:
-        """Run the hook on a typed gradient, return its result; raise if it changes the type."""
+        """Run the hook on a typed gradient; raise if it changes the type."""
         mode, x = self.mesh.caches.of(Backwards).running, self._of()
-        # A post-accumulate hook is given the leaf itself, which has its gradient.
+        # torch passes the leaf itself to a post-accumulate hook; the gradient is its `.grad`.
         is_behind = x is not None and given is x
         grad: Any = given.grad if is_behind else given
         if mode is None or grad is None:
@@ -139,13 +139,13 @@ class TypedHook:
                 found=tensor_text(found),
                 fix=f"make the factors that it uses equal first: lax.pmean(factor, {axis!r})",
             )
-        if not is_behind:  # the engine may give the same tensor to others, too
+        if not is_behind:  # autograd may pass the same tensor to other nodes.
             grad.__dict__[ANNOTATION] = before
         return result
 
 
 def follow_hooks(mesh: DeviceMesh, x: torch.Tensor) -> None:
-    """Replace the program's gradient hooks on ``x`` by ``TypedHook``s for contexts of ``mesh``."""
+    """Replace the program's gradient hooks on ``x`` by ``TypedHook``s."""
     both: Any = (x._backward_hooks or {}, x._post_accumulate_grad_hooks or {})
     for hooks in both:
         for key, hook in hooks.items():
@@ -163,7 +163,7 @@ keep_marks_in_parameters()
 
 
 class ContextMode(TorchFunctionMode):
-    """The state of a typed context, which is one thread's."""
+    """The state of a typed context."""
 
     is_noting = False
 
@@ -172,31 +172,29 @@ class ContextMode(TorchFunctionMode):
         self.mesh = mesh
         self.axes = frozenset(mesh.axis_names)
         self.casts = Casts(mesh)
-        self.is_asleep = False  # paused by md.untyped()
-        # By axis, the name of the wrapper that reduces gradients over it behind the backward, and
-        # so needs a loss that varies there.
+        self.is_asleep = False  # Paused by md.untyped().
+        # The name of the wrapper that reduces gradients over an axis after the backward, by axis.
+        # It needs a loss that varies over this axis.
         self.owners: dict[str, str] = {}
-        # A type is settled if operands that all have it give it to their results: then this has
-        # the results' annotation. At debug level DETAIL no type is: there each operation adds its
-        # leaves to those whose gradients are compared, in the order of their first use, which is
-        # the same on all ranks.
+        # The results' annotation by type, for types that operands of only this type pass to their
+        # results. At debug level DETAIL it is empty, because each operation must add its leaves to
+        # ``leaves``, in the order of their first use, which is the same on all ranks.
         self.is_checked = is_checked()
         self.settled: dict[str, Any] = {} if self.is_checked else {INVARIANT: type_alone(INVARIANT)}
         self.leaves: dict[int, torch.Tensor] = {}
-        # By the operands' types, and by linearity where some operand is unreduced.
+        # The keys are the operands' types, and the linearity if an operand is unreduced.
         self.joins: dict[Any, JoinedType] = {}
-        # By name, cast and mesh: what the context knows of functional collectives
-        # (``operation_calls``).
+        # The ``TypedOperation`` of each functional collective, by name, cast and mesh.
         self.operations: dict[Any, Any] = {}
 
     def note(self, result: Any, name: str, operands: Sequence[Any]) -> None:
-        """Note the operation that made ``result``, in contexts with notes; else do nothing."""
+        """Note the operation that made ``result``, in contexts with notes."""
 
     def stop_notes(self) -> None:
-        """End the notes of the mesh's contexts; do nothing in a context without notes."""
+        """End the notes of the mesh's contexts."""
 
     def type_of(self, tensor: torch.Tensor, operation: str) -> str:
-        """Return an operand's type; raise for a tensor subclass, or a non-leaf without a type."""
+        """Return an operand's type; raise for a subclass, or a non-leaf without a type."""
         if type(tensor) not in PLAIN_TENSORS:
             raise of_a_subclass(tensor, operation)
         if tensor._backward_hooks or tensor._post_accumulate_grad_hooks:
@@ -215,7 +213,7 @@ class ContextMode(TorchFunctionMode):
         return text
 
     def check_axes(self, tensor: torch.Tensor, kinds: Any, operation: str) -> None:
-        """Raise AxisTypeError if ``kinds`` of ``tensor`` name an axis that the mesh lacks."""
+        """Raise AxisTypeError if ``kinds`` name an axis that the mesh lacks."""
         for axis in kinds:
             if axis not in self.axes:
                 raise foreign_axis(axis, tensor, operation, self.mesh)
@@ -228,7 +226,7 @@ class ContextMode(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
         added: str = INVARIANT,
     ) -> JoinedType:
-        """Return the joined type of ``operands`` and of ``added``, a type; raise if none exists."""
+        """Return the joined type of ``operands`` and the type ``added``; raise if there is none."""
         name = operation.name
         texts: tuple[str, ...] = tuple([self.type_of(operand, name) for operand in operands])
         if are_transforms_active():
@@ -263,7 +261,7 @@ class ContextMode(TorchFunctionMode):
         return found
 
     def _check_transformed(self, name: str, operands: Sequence[torch.Tensor]) -> None:
-        """Raise, naming ``name``, if an operand in a torch.func transform is not invariant."""
+        """Raise if an operand in a torch.func transform is not invariant."""
         for operand in operands:
             inner = operand
             while is_wrapped(inner) and not type_of(inner):
@@ -293,10 +291,10 @@ class ContextMode(TorchFunctionMode):
         raise rejected_write(operation.name, target, text, operands, self.mesh, why)
 
     def widened(self, target: torch.Tensor, text: str, *, is_out: bool = True) -> str:
-        """Return the type of a target after a write: that before, joined with ``text``.
+        """Return a target's type after a write: its old type, joined with ``text``.
 
         Args:
-            is_out: whether the target is no operand, so that ``text`` lacks its type.
+            is_out: whether ``text`` lacks the target's type, as the target is no operand.
         """
         before = type_of(target)
         if before == text or not is_out or not before:
@@ -305,14 +303,14 @@ class ContextMode(TorchFunctionMode):
         return made.text if isinstance(made, JoinedType) else text
 
     def cast(self, x: torch.Tensor, missing: Mapping[str, str]) -> torch.Tensor:
-        """Return ``x`` cast by ``missing``, kind by axis; ``x`` itself if it needs no gradient."""
+        """Return ``x`` cast by ``missing``, or ``x`` if it needs no gradient."""
         if missing and x.requires_grad and torch.is_grad_enabled():
             return self.casts.cast(x, type_text(missing))
         return x
 
 
 def _linearity(operation: TorchFunction, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """Return in which unreduced operands the function is linear in this call; "" for none."""
+    """Return in which unreduced operands this call is linear; "" for none."""
     numbers = [value for value in args if isinstance(value, (int, float, complex))]
     if (operation.adds_numbers and any(numbers)) or kwargs.get("rounding_mode"):
         return ""
@@ -322,11 +320,10 @@ def _linearity(operation: TorchFunction, args: Sequence[Any], kwargs: Mapping[st
 
 
 def find_context(*, is_awake: bool = True) -> ContextMode | None:
-    """Return the context that sees this thread's calls now; None in collectives, backwards,
-    Functions.
+    """Return the context that sees this thread's calls; None in collectives, backwards, Functions.
 
     Args:
-        is_awake: False takes the context that this thread is inside of, whatever it sees.
+        is_awake: False returns the thread's context even if it sees no calls.
     """
     if is_mode_enabled() or not is_awake:
         for place in range(num_modes() - 1, -1, -1):
@@ -337,7 +334,7 @@ def find_context(*, is_awake: bool = True) -> ContextMode | None:
 
 
 def show_method(name: str) -> None:
-    """Patch a method that torch shows to no mode, so that typed contexts see its calls."""
+    """Patch a method that torch hides from modes, so that typed contexts see its calls."""
     method = getattr(torch.Tensor, name)
 
     @wraps(method)
@@ -356,7 +353,7 @@ show_method("set_")
 
 @contextmanager
 def paused(mode: ContextMode, *, is_asleep: bool = True) -> Iterator[None]:
-    """Pause a context inside the block, or resume a paused context (``is_asleep=False``)."""
+    """Pause a context inside the block, or resume it (``is_asleep=False``)."""
     before = mode.is_asleep
     mode.is_asleep = is_asleep
     try:
@@ -366,6 +363,6 @@ def paused(mode: ContextMode, *, is_asleep: bool = True) -> Iterator[None]:
 
 
 def mark(tree: Any, text: str) -> None:
-    """Set the type of all tensors in nested lists, tuples and dicts to ``text``."""
+    """Set the type of all tensors in nested lists, tuples and dicts."""
     for x in tensors_in(tree):
         set_type(x, text)

@@ -1,10 +1,9 @@
 """Type special calls in a typed context: reads of numbers, lists of tensors, custom Functions.
 
-While a context is open in the process, ``apply`` is overridden in the torch class from which all
-Functions inherit it. So a context also sees an ``apply`` that the program looked up earlier. From
-torch 2.15 on, ``apply`` is a method of torch's core, so the metaclass of Functions returns our
-``apply``. An earlier lookup then calls the core directly, and is rejected when the core looks up
-``forward``.
+While a context is open, ``apply`` is overridden in the torch class from which Functions inherit it,
+so a context also sees an ``apply`` that was looked up earlier. From torch 2.15 on, ``apply`` is in
+torch's core, so the metaclass of Functions returns our ``apply``. An earlier lookup calls the core,
+and raises when the core looks up ``forward``.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ _UNTYPED = "read it in `with md.untyped():`, where it may differ"
 
 
 def warn_of_number(name: str, operands: Sequence[torch.Tensor], mesh: DeviceMesh) -> None:
-    """Warn, once per line of the program, of a number read from varying operands."""
+    """Warn, once per program line, of a number read from varying operands."""
     kinds = {axis: kind for x in operands for axis, kind in kinds_in(type_of(x)).items()}
     varying = sorted(axis for axis, kind in kinds.items() if kind == "V")
     if not varying:
@@ -54,7 +53,7 @@ def warn_of_number(name: str, operands: Sequence[torch.Tensor], mesh: DeviceMesh
     frame = program_frame(sys._getframe(1))
     ways = [f"make it equal first, for example lax.pmean(x, {varying[0]!r}) or lax.pmax", _UNTYPED]
     if any(DTYPES[x.dtype].group in ("integers", "unsigned") for x in operands):
-        ways.reverse()  # sizes and counts are data: the ranks' own, such as tokens of each expert
+        ways.reverse()  # Integers are often counts that may differ, such as tokens of each expert.
     text = explain(
         f"{name} of a value that varies over {shown(varying)} returns a different number on each "
         "rank",
@@ -79,7 +78,7 @@ def run_on_items(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> Any:
-    """Return the result of a ``_foreach_*`` call, typed item by item of its lists."""
+    """Return the result of a ``_foreach_*`` call, typed item by item."""
     given = [*args, *kwargs.values()]
     several = (value for value in given if isinstance(value, (list, tuple)) and value)
     lists = [items for items in several if all(isinstance(x, torch.Tensor) for x in items)]
@@ -106,7 +105,7 @@ def run_on_items(
         args = [_swapped(value, swaps, length) for value in args]
         kwargs = {key: _swapped(value, swaps, length) for key, value in kwargs.items()}
     totals = [x for x in singles if id(x) in written]
-    for total in totals:  # made of all items
+    for total in totals:  # A total depends on all items.
         whole = mode.joined(single, [*totals, *(x for items in lists for x in items)]).text
         mode.check_write(single, total, whole, lists[0])
     result = call(*args, **kwargs)
@@ -126,7 +125,7 @@ def run_on_items(
 
 @cache
 def _written_places(name: str) -> frozenset[int]:
-    """Return the positions of the arguments that a function of this name writes."""
+    """Return the positions of the arguments that a function writes."""
     packet = getattr(torch.ops.aten, name)
     schema = getattr(packet, packet.overloads()[0])._schema
     return frozenset(
@@ -172,8 +171,8 @@ def calls_seen() -> Iterator[None]:
 
 
 def _part_of(cls: Any, name: str) -> Any:
-    """Return attribute ``name`` of a Function class; in a typed context a watched ``apply``."""
-    # torch's core asks for `forward` with a mode enabled only where its own `apply` was called.
+    """Return a Function's attribute; in a typed context a watched ``apply``."""
+    # torch's core looks up `forward` with a mode enabled only if its own `apply` was called.
     found = type.__getattribute__(cls, name)
     if name not in ("apply", "forward") or not is_mode_enabled() or are_transforms_active():
         return found
@@ -211,7 +210,7 @@ def _seen_call(cls: Any, *args: Any, **kwargs: Any) -> Any:
         with HiddenFromModes():
             return call(*args, **kwargs)
 
-    if issubclass(cls, BackwardHookFunction):  # its results are its arguments, place by place
+    if issubclass(cls, BackwardHookFunction):  # It returns its arguments, in order.
         texts = [mode.type_of(x, cls.__name__) for x in args]
         results = unseen(*args, **kwargs)
         for x, text in zip(

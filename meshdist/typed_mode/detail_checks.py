@@ -1,7 +1,7 @@
 """Compare values that are typed as invariant between ranks, at debug level DETAIL.
 
-Types cannot detect wrong annotations, or Python numbers that differ between ranks. So each operand
-that is cast, each loss, and the gradients of leaves are compared.
+Types cannot detect wrong annotations, or Python numbers that differ between ranks. So cast
+operands, losses, and gradients of leaves are compared.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .type_errors import axes_argument, tensor_text, where
 
 
 def is_checked() -> bool:
-    """Return whether the debug level is DETAIL, at which values are compared."""
+    """Return whether the debug level is DETAIL."""
     return get_debug_level() == DebugLevel.DETAIL
 
 
@@ -56,11 +56,11 @@ def check_loss(loss: torch.Tensor, mesh: DeviceMesh) -> None:
 def check_gradient_of(
     leaf: torch.Tensor, grad: torch.Tensor | None, text: str, mesh: DeviceMesh
 ) -> None:
-    """Raise unless ``grad`` is equal along the axes invariant in its type ``text``; collective."""
+    """Raise unless ``grad`` is equal along the invariant axes of ``text``; collective."""
     group = _invariant_group(text, mesh)
     if group is None:
         return
-    # The number behind the values is 1 where there is a gradient: None is not a gradient of zeros.
+    # A flag after the values distinguishes None from a gradient of zeros.
     dense = torch.zeros_like(leaf) if grad is None else grad.detach().to_dense()
     is_there = dense.new_full((1,), grad is not None)
     check_invariant(
@@ -77,8 +77,9 @@ def check_gradient_of(
 
 
 def _differing_axes(mesh: DeviceMesh, group: ProcessGroup, far: Collection[int]) -> str:
-    """Return, as an argument's text, the axes along which ``far`` ranks differ from the first."""
-    # Where ranks 2 and 3 of (dp=2, tp=2) differ from rank 0: 'dp', which alone leads to rank 2.
+    """Return the axes along which ``far`` ranks differ from the first, as an argument."""
+    # If ranks 2 and 3 of (dp=2, tp=2) differ from rank 0, the axis is 'dp', the only axis along
+    # which rank 2 differs.
     first, *others = (mesh.layout.coordinate_of(rank) or () for rank in (group.ranks[0], *far))
     ways = [
         [axis for axis, a, b in zip(mesh.axis_names, first, other, strict=True) if a != b]
@@ -89,7 +90,7 @@ def _differing_axes(mesh: DeviceMesh, group: ProcessGroup, far: Collection[int])
 
 
 def _invariant_group(text: str, mesh: DeviceMesh) -> ProcessGroup | None:
-    """Return the group along the axes over which ``text`` is invariant; None if there are none."""
+    """Return the group along the invariant axes of ``text``, or None."""
     kinds = kinds_in(text)
     axes = tuple(axis for axis in mesh.axis_names if axis not in kinds)
     return resolve_group(mesh[axes]) if axes else None

@@ -1,8 +1,8 @@
-"""The rules of typed contexts for torch's functions: closed tables, by name.
+"""Define the rules of typed contexts for torch's functions: closed tables, by name.
 
-Nearly all functions are ordinary: all their results take the joined type of their operands. The
-tables name the others, and the few that are linear. The rule of a function is found once and kept;
-``torch.add``, ``Tensor.add`` and ``torch.ops.aten.add`` follow the same tables.
+By default, all results of a function have the joined type of its operands. The tables list the
+exceptions and the linear functions. ``torch.add``, ``Tensor.add`` and ``torch.ops.aten.add`` share
+a rule.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class Kind(Enum):
     DRAW = auto()
     """It may draw from a random generator."""
     ITEMS = auto()
-    """It does the same to the items of lists, one by one."""
+    """It treats each item of its lists separately."""
     NORM = auto()
-    """A norm, by which torch clips gradients: of tensors that vary each rank finds its own."""
+    """A norm, by which torch clips gradients: it differs between ranks if the tensors vary."""
     BACKWARD = auto()
     """``Tensor.backward`` and ``torch.autograd.backward``."""
     GRADIENT = auto()
@@ -57,13 +57,13 @@ Place = tuple[int, str]
 
 @dataclass(frozen=True)
 class TorchFunction:
-    """The rule of a function of torch in typed contexts.
+    """The rule of a torch function in typed contexts.
 
     Args:
         linearity: in which unreduced operands it is linear; see ``axis_types.join_types``.
-        adds_numbers: whether a number beside an unreduced operand would be added on every rank.
+        adds_numbers: whether every rank would add a number to its unreduced operand.
         writes: the arguments that it writes.
-        ignores: the arguments of which it reads no more than shape, dtype and device.
+        ignores: the arguments of which it reads only shape, dtype and device.
     """
 
     name: str
@@ -125,7 +125,7 @@ _KINDS = MappingProxyType({name: kind for kind, names in _NAMES.items() for name
 _SUMS = """
     add add_ sub sub_ subtract subtract_ rsub __add__ __radd__ __iadd__ __sub__ __rsub__ __isub__
 """
-# A closed table: a function that it lacks rejects unreduced operands.
+# All other functions reject unreduced operands.
 _LINEAR = {
     "first": """
         H T __deepcopy__ __getitem__ __reversed__ adjoint as_strided as_subclass atleast_1d
@@ -157,7 +157,7 @@ LINEARITY = MappingProxyType(
 )
 _ADDS_NUMBERS = frozenset(_SUMS.split())
 
-# Arguments that are written besides out=, and besides the first of a name that ends in "_".
+# Functions that write arguments other than out= and other than the first of a name with final "_".
 _DROPOUTS = (
     *("dropout", "dropout1d", "dropout2d", "dropout3d"),
     *("alpha_dropout", "feature_alpha_dropout"),
@@ -172,7 +172,7 @@ _WRITES = MappingProxyType(
         "__setitem__": ((0, "self"),),
     }
 )
-# Of these arguments no values are read.
+# The functions read only shape, dtype and device of these arguments.
 _IGNORES = MappingProxyType(
     {
         **dict.fromkeys(
@@ -204,11 +204,11 @@ _CALLS: dict[Any, Kind] = {
 
 
 class _Operations(dict[Any, TorchFunction]):
-    """A dict of rules by function, which makes a rule at its first lookup."""
+    """A dict of rules by function, filled at lookup."""
 
     def __missing__(self, function: Any) -> TorchFunction:
         found = _find_operation(function)
-        # Functions that are made inside of functions are not kept: there may be any number.
+        # Nested functions are not cached, because a program can create any number of them.
         if "<locals>" not in getattr(function, "__qualname__", ""):
             self[function] = found
         return found
@@ -221,7 +221,7 @@ def _find_operation(function: Any) -> TorchFunction:
     schema = getattr(function, "_schema", None)
     if isinstance(function, OverloadPacket) and (overloads := function.overloads()):
         schema = getattr(function, overloads[0])._schema
-    name = name.partition(".")[0]  # of an overload: add.Tensor
+    name = name.partition(".")[0]  # Strip the overload, as of add.Tensor.
     if function in _CALLS:
         return TorchFunction(name, _CALLS[function])
     writes = _find_writes(name, schema)
@@ -239,7 +239,7 @@ def _find_operation(function: Any) -> TorchFunction:
 
 
 def _find_attribute(descriptor: Any, access: str) -> TorchFunction:
-    """Return the rule for a descriptor's ``access``: "__get__", "__set__" or "__delete__"."""
+    """Return the rule for a descriptor's ``access``, such as "__get__"."""
     name = getattr(descriptor, "__name__", "") or getattr(
         getattr(descriptor, "fget", None), "__name__", "an attribute"
     )
@@ -250,7 +250,7 @@ def _find_attribute(descriptor: Any, access: str) -> TorchFunction:
 
 
 def _is_of_torch(function: Any) -> bool:
-    """Return whether ``function`` is torch's own, so that rules by name hold for it."""
+    """Return whether ``function`` is torch's own, so that rules by name apply."""
     namespace = getattr(function, "namespace", None) or getattr(function, "_qualified_op_name", "")
     if namespace:
         return str(namespace).partition("::")[0] in ("aten", "prims")
@@ -282,7 +282,7 @@ OPERATIONS: dict[Any, TorchFunction] = _Operations()
 
 
 def argument(place: Place, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Any:
-    """Return the argument at ``place`` of a call, or None if it is not given.
+    """Return a call's argument at ``place``, or None.
 
     Example:
         >>> argument((1, "running_mean"), ("x", "mean"), None)
@@ -295,17 +295,17 @@ def argument(place: Place, args: Sequence[Any], kwargs: Mapping[str, Any] | None
 
 
 def draws(operation: TorchFunction, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> bool:
-    """Return whether this call draws from a random generator; dropout with p=0 does not."""
+    """Return whether this call draws from a random generator."""
     switches = _DRAWS_IF.get(operation.name, ())
-    if kwargs and "train" in kwargs:  # torch.dropout's name for it
+    if kwargs and "train" in kwargs:  # torch.dropout's name of the argument.
         kwargs = {**kwargs, "training": kwargs["train"]}
     if switches is _RNN and len(args) > 3 and isinstance(args[3], (list, tuple)):
-        args = args[1:]  # of a packed sequence, whose batch sizes stand second
+        args = args[1:]  # The second argument of a packed sequence is its batch sizes.
     return _are_on(switches, args, kwargs)
 
 
 def shape_depends_on_values(operation: TorchFunction, args: Sequence[Any], kwargs: Any) -> bool:
-    """Return whether the shape of this call's result depends on values, as of a bool mask."""
+    """Return whether the result's shape depends on values, as of a bool mask."""
     if operation.name == "where":
         return len(args) + len(kwargs or ()) == 1
     if operation.name != "__getitem__":
@@ -317,7 +317,7 @@ def shape_depends_on_values(operation: TorchFunction, args: Sequence[Any], kwarg
 def written_tensors(
     operation: TorchFunction, args: Sequence[Any], kwargs: Mapping[str, Any] | None
 ) -> list[torch.Tensor]:
-    """Return the tensors that this call writes in place, ``out`` among them."""
+    """Return the tensors that this call writes, including ``out``."""
     written: list[Any] = []
     if operation.writes and _are_on(_WRITES_IF.get(operation.name, ()), args, kwargs):
         written = [argument(place, args, kwargs) for place in operation.writes]
@@ -337,7 +337,7 @@ def _are_on(
     return True
 
 
-# A call draws, or writes, only where all of these arguments are true; each with its default.
+# A call draws, or writes, only if all of these arguments (with their defaults) are true.
 _DROPOUT = (((1, "p"), 0.5), ((2, "training"), True))
 _ALPHA_DROPOUT = (((1, "p"), 0.5), ((2, "training"), False))
 _RNN = (((5, "dropout"), 0.0), ((6, "training"), False))
@@ -368,7 +368,7 @@ _WRITES_IF: MappingProxyType[str, tuple[tuple[Place, Any], ...]] = MappingProxyT
 
 
 def tensors_in(tree: Any) -> list[torch.Tensor]:
-    """Return the tensors in nested lists, tuples and dicts, in their order."""
+    """Return the tensors in nested lists, tuples and dicts, in order."""
     if isinstance(tree, torch.Tensor):
         return [tree]
     if isinstance(tree, dict):

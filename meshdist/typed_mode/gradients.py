@@ -1,4 +1,4 @@
-"""Run backward passes in a typed context: check losses, and set the types of gradients."""
+"""Run backward passes in a typed context: check losses, and type gradients."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from .type_errors import foreign_leaf, owned_loss, rejected_loss, tensor_text, w
 
 
 def gradient_type_of(x: torch.Tensor) -> str:
-    """Return the type that ``x.grad`` has after a backward."""
+    """Return the type of ``x.grad`` after a backward."""
     text = gradient_type(type_of(x))
     owned = find_owner_axes(x)
     return with_kinds(text, dict.fromkeys(owned, "I")) if owned else text
 
 
 def run_backward(mode: ContextMode, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Run ``backward`` and return its result; raise if the type of a loss is not supported."""
+    """Run ``backward``; raise for an unsupported loss."""
     losses = _listed(args[0] if args else kwargs.get("tensors"))
     place = (1, "gradient") if call is torch.Tensor.backward else (1, "grad_tensors")
     args, kwargs = _checked_arguments(mode, "backward", losses, place, args, kwargs)
@@ -128,7 +128,7 @@ def _check_losses(mode: ContextMode, operation: str, losses: Sequence[Any], give
 def _cast_gradient(
     mode: ContextMode, operation: str, loss: torch.Tensor, gradient: torch.Tensor
 ) -> torch.Tensor:
-    """Return ``gradient`` cast to the type that the loss's gradient has; else raise."""
+    """Return ``gradient`` cast to the loss's gradient type; else raise."""
     loss_kinds, kinds = kinds_in(type_of(loss)), kinds_in(mode.type_of(gradient, operation))
     missing = {}
     for axis in sorted({*loss_kinds, *kinds}):
@@ -150,16 +150,16 @@ def _cast_gradient(
 
 
 def find_type_of_grad(x: torch.Tensor, grad: torch.Tensor) -> str:
-    """Return the annotated type of ``grad``, or else the type that a gradient of ``x`` has."""
-    # A gradient keeps a type of its own, unless a wrapper reduces it: a backward that the wrapper
+    """Return the annotated type of ``grad``, else of a gradient of ``x``."""
+    # If a wrapper reduces the gradient, its annotation may be outdated: a backward that the wrapper
     # skips makes a complete gradient incomplete, in the same tensor.
     own = find_type(grad) if find_owner_axes(x) is None else None
     return gradient_type_of(x) if own is None else own
 
 
 def get_grad(x: torch.Tensor, grad: torch.Tensor | None) -> torch.Tensor | None:
-    """Return ``grad``, or None, annotated as the gradient of ``x`` if it has no type."""
-    if grad is not None and (  # read without a call: an optimizer asks four times a parameter
+    """Return ``grad``, typed as the gradient of ``x`` if it has no type."""
+    if grad is not None and (  # Inlined, because an optimizer reads it 4 times per parameter.
         grad.__dict__.get(ANNOTATION, EMPTY)[0] is None
         or x.__dict__.get(ANNOTATION, EMPTY)[2] is not None
     ):
@@ -180,7 +180,7 @@ def set_grad(mode: ContextMode, x: torch.Tensor, grad: torch.Tensor | None) -> N
 
 
 def set_data(mode: ContextMode, x: torch.Tensor, data: torch.Tensor) -> None:
-    """Raise unless ``data``, which becomes ``x.data``, has the type of ``x``."""
+    """Raise unless ``data``, the new ``x.data``, has the type of ``x``."""
     if mode.type_of(data, "setting .data") != type_of(x):
         raise _unequal("data", x, data, type_of(x), mode)
 

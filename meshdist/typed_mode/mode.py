@@ -1,8 +1,7 @@
 """Infer axis types through torch's functions and insert casts: ``md.typed``.
 
-The context is a ``TorchFunctionMode``, which sees every torch function that the program calls. It
-reads the operands' types, casts operands that lack an axis, runs the function without the mode, and
-sets the joined type of the operands on the results.
+A ``TorchFunctionMode`` sees every torch function that the program calls. It casts operands that
+lack an axis, runs the function without the mode, and sets the operands' joined type on the results.
 """
 
 from __future__ import annotations
@@ -61,8 +60,8 @@ __all__ = ["typed", "untyped"]
 _Tensor = torch.Tensor
 _ORDINARY, _FREE, _DRAW = Kind.ORDINARY, Kind.FREE, Kind.DRAW
 _ROWS, _SIZE = Kind.ROWS, Kind.SIZE
-_SHAPE_BY_VALUES = "_shape_by_values"  # marks a tensor whose shape depends on varying values
-_UNCOMMON = "uncommon"  # stands in place of a type
+_SHAPE_BY_VALUES = "_shape_by_values"  # Set on a tensor whose shape depends on varying values.
+_UNCOMMON = "uncommon"  # Means that operands have different types.
 _NO_TENSORS = frozenset(
     {int, float, bool, str, type(None), torch.dtype, torch.device, torch.Size, torch.layout}
 )
@@ -77,7 +76,7 @@ def typed(mesh: DeviceMesh | None = None) -> Iterator[DeviceMesh]:
     rank, as parameters are), *varying*, *reduced* or *unreduced*. Annotate data that differ between
     ranks with ``md.annotate``; every torch function then propagates the types. If an invariant
     value meets a varying value, the context inserts a cast whose backward is a psum, so that
-    gradients equal those of one device that holds all the data.
+    gradients equal the gradients on one device with all the data.
 
     The mesh is the current mesh inside, as in ``with mesh:``. You can nest contexts of the same
     mesh. Contexts are thread-local.
@@ -172,7 +171,7 @@ def untyped() -> Iterator[None]:
 
 
 class _TypedMode(ContextMode):
-    """The torch function mode of ``md.typed``, which types and casts each call."""
+    """The torch function mode of ``md.typed``."""
 
     @untraced
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -190,7 +189,7 @@ class _TypedMode(ContextMode):
             and (kind is not _ROWS or shape_depends_on_values(operation, args, kwargs))
         ) or (operation.ignores and _ignores(operation, args, kwargs)):
             return self._checked(operation, func, args, kwargs or {})
-        # The common case: all operands are of one type. It is decided here, without a call.
+        # The common case, that all operands have one type, is inlined for speed.
         text = None
         for value in args:
             value_type = type(value)
@@ -227,7 +226,7 @@ class _TypedMode(ContextMode):
         if settled is None or are_transforms_active():
             return self._checked(operation, func, args, kwargs or {})
         result = func(*args, **kwargs) if kwargs else func(*args)
-        if type(result) is _Tensor:  # an operand that is given back keeps its own, of this type
+        if type(result) is _Tensor:  # A returned operand already has an equal annotation.
             result.__dict__.setdefault(ANNOTATION, settled)
         else:
             for x in tensors_in(result):
@@ -243,7 +242,7 @@ class _TypedMode(ContextMode):
         args: Sequence[Any],
         kwargs: dict[str, Any] | None,
     ) -> Any:
-        """Return a call's typed result: at once if its operands' types are known to join."""
+        """Return a call's typed result, without checks if its types are known to join."""
         places: list[Any] = list(range(len(args)))
         values = [*args, *kwargs.values()] if kwargs else args
         if kwargs:
@@ -317,7 +316,7 @@ class _TypedMode(ContextMode):
         kwargs: Mapping[str, Any],
         added: str = INVARIANT,
     ) -> Any:
-        """Return ``call``'s result, typed by its operands and ``added``; raise if unfit."""
+        """Return ``call``'s result with the joined type of operands and ``added``; or raise."""
         written = written_tensors(operation, args, kwargs)
         out = kwargs.get("out")
         operands = self._operands(operation, args, kwargs)
@@ -346,16 +345,16 @@ class _TypedMode(ContextMode):
     def _operands(
         self, operation: TorchFunction, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> list[torch.Tensor]:
-        """Return the tensors whose values the operation reads, in the order of its arguments."""
+        """Return the tensors whose values the operation reads, in argument order."""
         ignored = {place for place, _ in operation.ignores}
         names = {name for _, name in operation.ignores} | {"out"}
         read = [value for place, value in enumerate(args) if place not in ignored]
         return tensors_in(read + [value for name, value in kwargs.items() if name not in names])
 
     def _marked(self, result: Any, text: str, operands: Sequence[torch.Tensor]) -> Any:
-        """Set ``result``'s type to ``text`` and return it, as a view if it is itself an operand."""
+        """Return ``result`` with type ``text``, as a view if it is itself an operand."""
         if isinstance(result, _Tensor):
-            # An operand that is given back as it is keeps its own type.
+            # If the function returns an operand, the operand must keep its type.
             if type_of(result) != text and any(result is x for x in operands):
                 result = result.view_as(result)
             set_type(result, text)
@@ -385,7 +384,7 @@ class _TypedMode(ContextMode):
                     x.__dict__[_SHAPE_BY_VALUES] = True
             return result
         if operation.name == "__format__" and args[0].dim():
-            return func(*args)  # the whole tensor is shown, and no number is read
+            return func(*args)  # The call prints the whole tensor and reads no number.
         if kind is Kind.NUMBER:
             operands = self._operands(operation, args, kwargs)
             text = self.joined(operation, operands).text
@@ -420,7 +419,7 @@ class _TypedMode(ContextMode):
 
 
 class _NotingMode(_TypedMode):
-    """The typed mode that notes operations for errors, until the mesh's first backward."""
+    """The typed mode before the mesh's first backward: it notes operations for errors."""
 
     is_noting = True
 
@@ -434,7 +433,7 @@ class _NotingMode(_TypedMode):
     def note(self, result: Any, name: str, operands: Any) -> None:
         notes = self.mesh.caches.of(Notes)
         notes.add(result, name, operands)
-        if notes.count > 100_000:  # no backward begins
+        if notes.count > 100_000:  # The program likely never calls backward.
             self.stop_notes()
 
     def stop_notes(self) -> None:
@@ -462,7 +461,7 @@ def _type_with_items(text: str | None, items: Sequence[Any]) -> str | None:
 
 
 def _is_clipping() -> bool:
-    """Return whether ``torch.nn.utils.clip_grad_norm_`` is on the stack, called by the program."""
+    """Return whether the program is inside ``torch.nn.utils.clip_grad_norm_``."""
     frame = sys._getframe(1)
     while is_between[frame.f_code.co_filename] and frame.f_back is not None:
         if frame.f_code.co_name == "clip_grad_norm_":
@@ -474,19 +473,19 @@ def _is_clipping() -> bool:
 def _ignores(
     operation: TorchFunction, args: Sequence[Any], kwargs: Mapping[str, Any] | None
 ) -> bool:
-    """Return whether a call has a tensor whose values it does not read, as ``x`` in ``y.to(x)``."""
+    """Return whether the call ignores a tensor's values, as of ``x`` in ``y.to(x)``."""
     return any(isinstance(argument(place, args, kwargs), _Tensor) for place in operation.ignores)
 
 
 def _mark_base(target: Any, text: str) -> None:
-    """Set the type of the tensor of which ``target`` is a view, if it has none."""
+    """Set the type of ``target``'s base, if it has none."""
     base = target._base if isinstance(target, _Tensor) else None
     if base is not None and find_type(base) is None:
         set_type(base, text)
 
 
 def _swapped(tree: Any, swaps: Mapping[int, torch.Tensor]) -> Any:
-    """Return ``tree`` with tensors replaced by those in ``swaps``, found by ``id``."""
+    """Return ``tree`` with tensors replaced as in ``swaps``, by ``id``."""
     if isinstance(tree, _Tensor):
         return swaps.get(id(tree), tree)
     if type(tree) in (tuple, list):

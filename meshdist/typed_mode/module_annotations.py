@@ -1,9 +1,9 @@
 """Keep the annotations of a module's parameters and buffers when its tensors are replaced.
 
 ``copy.deepcopy``, ``load_state_dict(assign=True)`` and ``to_empty`` create tensors without
-annotations. So ``md.annotate(module, {...})`` also records the annotations in the module that owns
-each tensor, in a plain dict by name, which is copied and pickled with the module but is not part of
-its ``state_dict``. The owner keeps its tensors in dicts that annotate each new tensor.
+annotations. So ``md.annotate(module, {...})`` also records the annotations by name in each tensor's
+owner, in a dict that is copied and pickled but not in the ``state_dict``. The owner's dicts of
+tensors annotate each new tensor.
 
 Worked example: torch copies a tensor without its annotation; a module annotates the copy.
 
@@ -54,9 +54,9 @@ NOTED_MARKS = "_noted_marks"
 
 
 class AnnotatedTensors(dict[str, Any]):
-    """A module's dict of parameters or buffers that types each tensor set, by its ``notes``."""
+    """A module's dict of parameters or buffers, which types new tensors by ``notes``."""
 
-    # Pickles of modules name this class: where it moves, it must be found under this name, too.
+    # Pickled modules refer to this class: if you move it, keep this name as an alias.
 
     notes: Mapping[str, tuple[str, str]] = MappingProxyType({})
     """The owner's; none as long as a pickle is read, whose tensors have their marks."""
@@ -64,19 +64,18 @@ class AnnotatedTensors(dict[str, Any]):
     def __setitem__(self, leaf: str, tensor: torch.Tensor | None) -> None:
         super().__setitem__(leaf, tensor)
         noted = self.notes.get(leaf)
-        # A compiled ``functional_call`` puts traced tensors in, which have no ``__dict__``.
+        # A compiled ``functional_call`` sets traced tensors, which have no ``__dict__``.
         if noted is None or tensor is None or torch.compiler.is_compiling():
             return
         if type(tensor) not in PLAIN_TENSORS or is_lazy(tensor) or find_type(tensor) is not None:
             return
-        # Another shape is rejected by ``restore_annotations``: here torch may be in the midst of a
-        # load.
+        # ``restore_annotations`` raises for another shape. An error here could interrupt a load.
         if read_spec(*noted, tuple(tensor.shape)) is not None:
             set_spec(tensor, *noted)
 
 
 def annotate_module(module: M, specs: object, mesh: DeviceMesh | None) -> M:
-    """Mark the tensors of ``module`` named by ``specs``, note the marks, return ``module``."""
+    """Annotate the tensors that ``specs`` name, record this, return ``module``."""
     if not isinstance(specs, Mapping) or not all(isinstance(pattern, str) for pattern in specs):
         raise KindError(
             "annotate takes a mapping from names to specs for a module",
@@ -100,7 +99,7 @@ def annotate_module(module: M, specs: object, mesh: DeviceMesh | None) -> M:
                 found=f"{first}: {found[first]!r}; {name}: {spec!r}",
                 fix="give both names the same spec, or leave one of them out",
             )
-    for owner, leaf, tensor in places.values():  # tied tensors have several owners
+    for owner, leaf, tensor in places.values():  # Tied tensors have several owners.
         if (first_name := first_names.get(id(tensor))) is not None:
             set_spec(tensor, *noted[first_name])
             _notes_of(owner)[leaf] = noted[first_name]
@@ -108,12 +107,12 @@ def annotate_module(module: M, specs: object, mesh: DeviceMesh | None) -> M:
 
 
 def _notes_of(owner: nn.Module) -> dict[str, tuple[str, str]]:
-    """Return a module's noted marks, made if needed, by which tensors set later are typed too."""
+    """Return a module's recorded annotations; its dicts then also type new tensors."""
     notes: dict[str, tuple[str, str]] = owner.__dict__.setdefault(NOTED_MARKS, {})
     for name in ("_parameters", "_buffers"):
         tensors = owner.__dict__[name]
-        # Another library's stays, such as a dict that gathers parameters as they are looked up:
-        # then ``restore_annotations`` alone writes the marks.
+        # Another library's dict, which may gather parameters on lookup, stays in use. Then only
+        # ``restore_annotations`` annotates.
         if type(tensors) in (dict, OrderedDict):
             owner.__dict__[name] = tensors = AnnotatedTensors(tensors)
             tensors.notes = notes
@@ -121,7 +120,7 @@ def _notes_of(owner: nn.Module) -> dict[str, tuple[str, str]]:
 
 
 def restore_annotations(module: M) -> M:
-    """Mark tensors that lack their noted marks; return ``module``; raise if shapes changed."""
+    """Restore missing annotations; return ``module``; raise if shapes changed."""
     lost: list[tuple[torch.Tensor, tuple[str, str]]] = []
     for name, (owner, leaf, tensor) in _places(module):
         noted = owner.__dict__.get(NOTED_MARKS, {}).get(leaf)
@@ -147,7 +146,7 @@ def _places(module: nn.Module) -> Iterator[tuple[str, tuple[nn.Module, str, torc
         for tensors in (owner.named_parameters, owner.named_buffers):
             for leaf, tensor in tensors(recurse=False, remove_duplicate=False):
                 yield prefix + leaf, (owner, leaf, tensor)
-        # A parametrization takes the tensor over, under another name; the note is the owner's.
+        # A parametrization stores the tensor under another name; the owner keeps the annotation.
         if is_parametrized(owner):
             lists: Any = owner.parametrizations
             for leaf, parametrizations in lists.items():
@@ -156,7 +155,7 @@ def _places(module: nn.Module) -> Iterator[tuple[str, tuple[nn.Module, str, torc
 
 
 def _patterns_of(names: list[str], specs: Mapping[str, Any]) -> dict[str, str]:
-    """Return {name: its pattern}; raise for a pattern without names, or a name with two."""
+    """Return {name: pattern}; raise for patterns without names or names with two."""
     found: dict[str, str] = {}
     for pattern in specs:
         fitting = [name for name in names if fnmatchcase(name, pattern)]
@@ -184,7 +183,7 @@ def _patterns_of(names: list[str], specs: Mapping[str, Any]) -> dict[str, str]:
 def _checked(
     name: str, tensor: torch.Tensor, given: object, mesh: DeviceMesh | None
 ) -> PartitionSpec:
-    """Return ``given`` as tensor ``name``'s spec; raise if it is unfit, or a wrapper's tensor."""
+    """Return ``given`` as the tensor's spec; raise if invalid, or a wrapper's tensor."""
     if type(tensor) not in PLAIN_TENSORS:
         raise _about(of_a_subclass(tensor, "annotate"), name)
     if annotation_of(tensor).has_owner:
@@ -208,7 +207,7 @@ def _checked(
 
 
 def _about(error: MeshdistError, name: str) -> MeshdistError:
-    """Return a copy of ``error`` whose ``where`` begins with the tensor's ``name``."""
+    """Return a copy of ``error`` whose ``where`` begins with ``name``."""
     where = name if error.where is None else f"{name}\n{error.where}"
     told = type(error)(error.summary, **{**fields_among(vars(error)), "where": where})
     told.__dict__.update({key: value for key, value in vars(error).items() if key != "where"})

@@ -1,17 +1,16 @@
 """Track the operation and the leaf that made a value vary over an axis.
 
-Until a mesh's first typed backward has begun, each autograd node gets a note of the operation that
-created it. If the loss of this backward varies, the error follows the notes from the loss; after
-the first success no notes are taken. An example over 'tp' in which the psum after ``down`` is
+Until a mesh's first typed backward begins, each autograd node gets a note of its operation. If the
+loss varies, the error follows the notes. An example over 'tp' in which the psum after ``down`` is
 missing:
 
     norm(x)  ->  up(x)       ->  gelu(h)     ->  down(h)      ->  x + y        ->  loss
     {V:dp}       {V:dp,tp}       {V:dp,tp}       {V:dp,tp}        {V:dp,tp}        {V:dp,tp}
                  up.weight                       down.weight
 
-Every value from ``up`` to the loss varies over 'tp'. The walk ends at results that do not vary,
-such as ``norm`` and every psum. ``up`` is the first operation that joined the axis, and ``down``
-the last operation with a varying leaf: after it, ranks hold partial sums.
+The walk ends at results that do not vary over 'tp', such as ``norm`` and every psum. ``up`` is the
+first operation that joined the axis, and ``down`` the last operation with a varying leaf: after it,
+ranks hold partial sums.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ _NOTE = "meshdist: where types joined"
 
 @dataclass(frozen=True)
 class _Operand:
-    """A varying operand without a gradient history: a parameter or data."""
+    """A varying parameter or data: an operand without a gradient history."""
 
     tensor: weakref.ref[torch.Tensor]
     axes: tuple[str, ...]
@@ -52,12 +51,11 @@ class _Operand:
 
 @dataclass(frozen=True)
 class _MakingOperation:
-    """The operation that created a value, and the axes over which the value varies.
+    """The operation that created a value, and the value's varying axes.
 
     Args:
-        leaves: the varying leaves among its operands, also through functions of parameters alone.
-        is_of_leaves: whether all operands are parameters, as in ``weight.T``, so that it joins
-            nothing.
+        leaves: its varying leaf operands, also through functions of parameters alone.
+        is_of_leaves: whether all operands are parameters, as in ``weight.T``.
     """
 
     number: int
@@ -71,12 +69,11 @@ class _MakingOperation:
         return f"{self.name} at {show_site(self.site)}"
 
     def leaves_over(self, axis: str) -> list[_Operand]:
-        """Return the noted leaves that vary over ``axis``."""
         return [leaf for leaf in self.leaves if axis in leaf.axes]
 
 
 class Notes:
-    """The notes of a mesh's contexts, recorded until a backward has begun."""
+    """The notes of a mesh's contexts."""
 
     are_taken = True
     count = 0
@@ -84,13 +81,12 @@ class Notes:
     def add(self, result: Any, name: str, operands: Any) -> None:
         """Record the operation on the autograd nodes of its results."""
         for made in tensors_in(result):
-            # A node with a note is that of an operand, which the operation has given back.
+            # If the node has a note, the operation has returned an operand.
             node: Any = made.grad_fn
             if node is not None and _NOTE not in node.metadata:
                 leaves, is_of_leaves = _leaves(tensors_in(operands))
                 if LINEARITY.get(name) == "add" and not is_of_leaves:
-                    # In loss + penalty(shard) the parts are complete before this sum, at the node
-                    # of penalty.
+                    # In loss + penalty(shard), the psum belongs after penalty, not after this sum.
                     leaves = [leaf for leaf in leaves if not leaf.is_trained]
                 frame = program_frame(sys._getframe())
                 node.metadata[_NOTE] = _MakingOperation(
@@ -105,7 +101,7 @@ class Notes:
 
 
 def _leaves(operands: Sequence[torch.Tensor]) -> tuple[list[_Operand], bool]:
-    """Return the varying leaves of operands, and whether all operands derive from parameters."""
+    """Return varying leaves of operands, and whether all operands derive from parameters."""
     leaves: list[_Operand] = []
     is_of_leaves = bool(operands)
     for operand in operands:
@@ -145,10 +141,10 @@ def _find_joins(loss: torch.Tensor, axis: str) -> list[_MakingOperation]:
 def varying_loss(
     loss: torch.Tensor, axes: Sequence[str], mesh: DeviceMesh, operation: str, *, is_noted: bool
 ) -> AxisTypeError:
-    """Return the error of a backward from a varying loss, with operations if recorded."""
-    mesh.caches.of(Notes).are_taken = True  # by the next context
-    # If the axis comes from data, the fix is a mean of the loss. If it comes from parameters, a
-    # mean would train another model: a psum is missing after the last varying parameter.
+    """Return the error of a varying loss, with operations if recorded."""
+    mesh.caches.of(Notes).are_taken = True  # The next context takes notes.
+    # If data vary over the axis, the fix is a mean of the loss. If parameters vary, a mean would
+    # train another model: a psum is missing after the last varying parameter.
     found, fixes, means = [f"loss: {tensor_text(loss)}"], [], []
     for axis in axes:
         joins = _find_joins(loss, axis) if is_noted else []

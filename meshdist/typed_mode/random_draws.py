@@ -1,9 +1,8 @@
-"""Seed random generators (``md.seed``), and infer the types of random values in typed contexts.
+"""Seed random generators (``md.seed``), and infer the types of random values.
 
-Random values differ between ranks if the states of the generators differ, which a rank cannot
-derive from its own state. So ``md.seed`` records the axes along which it made the states differ.
-The record is valid while the generator's ``initial_seed()`` is unchanged: every other way of
-seeding changes this number, while restoring a state from a checkpoint does not.
+A rank cannot know whether its generator's state differs from other ranks'. So ``md.seed`` records
+the axes along which seeds differ. The record is valid while ``initial_seed()`` is unchanged: every
+other seeding changes it, while restoring a state from a checkpoint does not.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ _NUMPY_WORD = 1 << 32
 
 @dataclass(frozen=True)
 class _Seeding:
-    """A generator's seed, and the axes of ``layout`` along which ranks' seeds differ."""
+    """A generator's seed, and the axes of ``layout`` along which seeds differ."""
 
     number: int
     axes: tuple[str, ...] = ()
@@ -56,9 +55,9 @@ def seed(
 ) -> None:
     """Seed the random generators equally on all ranks, or differently along some mesh axes.
 
-    Ranks with equal coordinates along the axes of ``differ_over`` draw the same numbers. Without
-    these axes, all ranks draw the numbers of ``torch.manual_seed(seed)``. Call it on every rank
-    with the same arguments; nothing is sent.
+    Ranks with equal coordinates along ``differ_over`` draw the same numbers. Without these axes,
+    all ranks draw the numbers of ``torch.manual_seed(seed)``. Call it on every rank with the same
+    arguments; nothing is sent.
 
     Inside ``md.typed``, random values vary over the axes of the operands and of ``differ_over``. An
     operation that draws from a generator without such a seed raises ``AxisTypeError``, unless its
@@ -114,7 +113,7 @@ def seed(
 
 
 def find_seeded_axes() -> tuple[str, ...] | None:
-    """Return the axes along which ``md.seed`` gave unequal seeds; None if it did not seed last."""
+    """Return the axes along which ``md.seed`` last gave unequal seeds; None after other seeding."""
     seeding = seed_notes().get(torch.default_generator)
     if seeding is None or seeding.number != torch.initial_seed() % _WORD:
         return None
@@ -122,18 +121,13 @@ def find_seeded_axes() -> tuple[str, ...] | None:
 
 
 def note_seeding(axes: tuple[str, ...], layout: Layout | None) -> None:
-    """Record that the restored seeds of torch's generator differ along ``axes`` of ``layout``."""
+    """Record that restored seeds of torch's generator differ along ``axes``."""
     number = torch.initial_seed() % _WORD
     seed_notes()[torch.default_generator] = _Seeding(number, axes, layout)
 
 
 def _find_mesh_and_axes(differ_over: Any, mesh: Any) -> tuple[DeviceMesh | None, tuple[str, ...]]:
-    """Return the mesh and its axes that ``differ_over`` names, (None, ()) if none; or raise.
-
-    Args:
-        differ_over: an axis's name, or a tuple or list of names.
-        mesh: None takes the mesh in force, if there are names.
-    """
+    """Return the mesh and its axes that ``differ_over`` names, or (None, ())."""
     names = (differ_over,) if isinstance(differ_over, str) else differ_over
     if not isinstance(names, (tuple, list)) or not all(isinstance(name, str) for name in names):
         raise KindError(
@@ -147,7 +141,7 @@ def _find_mesh_and_axes(differ_over: Any, mesh: Any) -> tuple[DeviceMesh | None,
         return None, ()
     given_mesh, mesh = mesh, mesh or mesh_in_force("md.seed")
     try:
-        mesh.layout.axis_indices(tuple(names))  # raises unless they are different axes of this mesh
+        mesh.layout.axis_indices(tuple(names))  # Raises for unknown or repeated axes.
     except AxisError as error:
         raise with_hidden_mesh(error, given_mesh) from None
     coordinate_in(mesh, "md.seed")
@@ -171,7 +165,7 @@ def type_of_draw(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> str:
-    """Return the type of a random draw; raise if md.seed did not set the generator's state."""
+    """Return a random draw's type; raise if md.seed did not set the generator's state."""
     values = (*args, *kwargs.values())
     given = next((value for value in values if isinstance(value, torch.Generator)), None)
     noted = seed_notes().get(given or torch.default_generator)
@@ -202,8 +196,8 @@ _LOADERS = frozenset(
 
 
 def _is_of_a_loader() -> bool:
-    """Return whether the draw comes from torch's DataLoader or samplers."""
-    # Its draws are indices; the batches get types where they enter, by md.annotate.
+    """Return whether torch's DataLoader or a sampler draws."""
+    # A loader draws indices, which need no type; md.annotate types the batches.
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and is_between[frame.f_code.co_filename]:
         if frame.f_globals.get("__name__") in _LOADERS:
@@ -224,7 +218,7 @@ def varying_axes(
     """Return the axes of ``layout`` along which seeds differ, or None if a rank has no seed.
 
     Args:
-        axes: those of ``seeded`` along which seeds differ; without a layout none do.
+        axes: the axes of ``seeded`` along which seeds differ; without a layout, none do.
     """
     if seeded is None:
         return ()
@@ -245,7 +239,7 @@ def varying_axes(
 
 
 def _own_generator(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Generator:
-    """Return torch's default generator for the device of a call."""
+    """Return torch's default generator for a call's device."""
     if not torch.cuda.is_initialized():
         return torch.default_generator
     device = kwargs.get("device")

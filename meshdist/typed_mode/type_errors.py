@@ -1,4 +1,4 @@
-"""Build the errors of ``md.typed``, one function for each error, and format types in them."""
+"""Build the errors of ``md.typed``, and format types in them."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from ..mesh.device_mesh import DeviceMesh
 
 
 def tensor_text(tensor: torch.Tensor, text: str | None = None) -> str:
-    """Return a tensor as messages and ``md.typeof`` show it: ``float32[8, 4]{V:dp}``.
+    """Return a tensor as messages show it: ``float32[8, 4]{V:dp}``.
 
     Args:
-        text: the type in braces; "" omits the braces, and None uses the tensor's own type.
+        text: the type; "" omits the braces, and None uses the tensor's type.
     """
     text = type_of(tensor) if text is None else text
     return type_as_text(tensor.dtype, ", ".join(map(str, tensor.shape)), text)
 
 
 def type_as_text(dtype: object, dims: str, kinds: str) -> str:
-    """Return a dtype, dims and kinds as types are shown: ``float32[8@dp, 4]{U:tp}``."""
+    """Return a dtype, dims and kinds as ``float32[8@dp, 4]{U:tp}``."""
     return f"{dtype_name(dtype)}[{dims}]" + (f"{{{kinds}}}" if kinds else "")
 
 
 def mesh_text(mesh: DeviceMesh) -> str:
-    """Return a mesh with its axes and sizes: ``DeviceMesh(dp=2, tp=2)``."""
+    """Return a mesh as ``DeviceMesh(dp=2, tp=2)``."""
     return f"DeviceMesh({mesh.layout.axis_text()})"
 
 
 def where(mesh: DeviceMesh, axes: Sequence[str] = ()) -> str:
-    """Return a text of this rank, of ``axes`` with their sizes, and of the program's line."""
+    """Return a text of this rank, of ``axes`` with sizes, and of the program's line."""
     rank, sizes = mesh.world.rank, mesh.axis_sizes
     place = f"rank {rank} ({mesh.layout.coordinate_text(rank)}) of {mesh_text(mesh)}"
     each = ", ".join(f"{axis!r} (size {sizes.get(axis, '?')})" for axis in axes)
@@ -46,7 +46,7 @@ def where(mesh: DeviceMesh, axes: Sequence[str] = ()) -> str:
 
 
 def operands_text(operands: Sequence[torch.Tensor]) -> str:
-    """Return the operands of an operation with their types, each on a line."""
+    """Return the operands with their types, a line each."""
     return "\n".join(f"operand {place}: {tensor_text(x)}" for place, x in enumerate(operands))
 
 
@@ -58,7 +58,7 @@ def rejected_operation(
     taken: Sequence[str],
     argument: str,
 ) -> AxisTypeError:
-    """Return the error of ``operation`` on ``x``, whose type over ``axis`` is not in ``taken``."""
+    """Return the error of an operand whose type over ``axis`` is not in ``taken``."""
     kind = kinds_in(type_of(x)).get(axis, "I")
     words = " or ".join(map(KINDS.__getitem__, taken)) or "no value at all"
     fixes = {
@@ -89,7 +89,7 @@ def rejected_sharding(
     spec: str,
     name: str = "x",
 ) -> AxisTypeError:
-    """Return the error of ``x`` whose type over ``axis`` is not ``wanted``, as in ``spec``."""
+    """Return the error of a type over ``axis`` that is not ``wanted``, as in ``spec``."""
     kind = kinds_in(type_of(x)).get(axis, "I")
     fixes = {
         "V": f"write the axis at the dimension that it shards, as in 'n@{axis}'; or make the value "
@@ -115,7 +115,7 @@ def rejected_sharding(
 def unmarked_shard(
     operation: str, x: torch.Tensor, axis: str, mesh: DeviceMesh, spec: str
 ) -> AxisTypeError:
-    """Return the error of an invariant value that its pattern or spec shards over ``axis``."""
+    """Return the error of an invariant value that its spec shards over ``axis``."""
     if x.is_leaf:
         name = name_of(x, "w")
         found = f"{name}: {tensor_text(x)}, a leaf without an annotation"
@@ -142,14 +142,14 @@ def unmarked_shard(
 
 
 def name_of(tensor: torch.Tensor, default: str) -> str:
-    """Return the variable's name for ``tensor`` in the calling program, or ``default``."""
+    """Return the program's variable name for ``tensor``, or ``default``."""
     return names_of([tensor], program_frame(sys._getframe())).get(id(tensor), default)
 
 
 def foreign_mesh(
     operation: str, axes: Sequence[str], mesh: DeviceMesh, given: DeviceMesh
 ) -> AxisTypeError:
-    """Return the error of ``operation`` over axes of ``given`` that the context's mesh lacks."""
+    """Return the error of ``operation`` over axes that the context's mesh lacks."""
     return AxisTypeError(
         f"{operation} cannot use {shown(axes)} of a mesh that is not part of the md.typed mesh",
         where=where(mesh),
@@ -160,7 +160,7 @@ def foreign_mesh(
 
 
 def _fix_of_equal_values(operation: str, axis: str, argument: str) -> str:
-    """Return the fix for ``operation`` on a value that is equal on all ranks."""
+    """Return the fix for ``operation`` on a value equal on all ranks."""
     if operation == "psum":
         return (
             f"multiply it by lax.axis_size({axis!r}), or cast it first: "
@@ -174,7 +174,7 @@ def _fix_of_equal_values(operation: str, axis: str, argument: str) -> str:
 def rejected_join(
     name: str, operands: Sequence[torch.Tensor], axis: str, operand: int, mesh: DeviceMesh
 ) -> AxisTypeError:
-    """Return the error of ``name``, not linear in ``operand``, which is unreduced over ``axis``."""
+    """Return the error of ``name``, not linear in an operand unreduced over ``axis``."""
     target = operands[0]
     if operand and name.endswith("_") and target.is_leaf and "U" not in type_of(target):
         return AxisTypeError(
@@ -198,7 +198,7 @@ def rejected_join(
 def rejected_loss(
     loss: torch.Tensor, axes: Sequence[str], mesh: DeviceMesh, operation: str
 ) -> AxisTypeError:
-    """Return the error of a backward from a loss whose type is reduced over ``axes``."""
+    """Return the error of a loss that is reduced over ``axes``."""
     return AxisTypeError(
         f"{operation} cannot start from a loss that is reduced over {shown(axes)}",
         where=where(mesh, axes),
@@ -213,7 +213,7 @@ def rejected_loss(
 def owned_loss(
     loss: torch.Tensor, axis: str, owner: str, mesh: DeviceMesh, operation: str
 ) -> AxisTypeError:
-    """Return the error of a loss that is equal over an axis over which ``owner`` averages."""
+    """Return the error of a loss that is equal over an axis that ``owner`` averages."""
     kind = kinds_in(type_of(loss)).get(axis, "I")
     return AxisTypeError(
         f"{operation} cannot start from a loss that is {KINDS[kind]} over {axis!r}: {owner} "
@@ -228,7 +228,7 @@ def owned_loss(
 def foreign_leaf(
     leaf: torch.Tensor, owners: Mapping[str, str], mesh: DeviceMesh, operation: str
 ) -> AxisTypeError:
-    """Return the error of a leaf outside the wrapper that ``owners`` names for each axis."""
+    """Return the error of a leaf outside the wrapper of each axis."""
     axes, owner = list(owners), next(iter(owners.values()))
     return AxisTypeError(
         f"{operation} cannot reach a leaf outside {owner}, which averages gradients over "
@@ -243,7 +243,7 @@ def foreign_leaf(
 
 
 def axes_argument(axes: Sequence[str]) -> str:
-    """Return axes as a collective's argument in source code: ``'dp'``, or ``('dp', 'tp')``."""
+    """Return axes as a code argument: ``'dp'``, or ``('dp', 'tp')``."""
     return repr(axes[0]) if len(axes) == 1 else repr(tuple(axes))
 
 
@@ -255,11 +255,11 @@ def rejected_write(
     mesh: DeviceMesh,
     why: str,
 ) -> AxisTypeError:
-    """Return the error of an in-place write that would change a type that must stay.
+    """Return the error of an in-place write that would change a type.
 
     Args:
-        text: the type of the value that is written.
-        why: the reason why the target must keep its type.
+        text: the type of the written value.
+        why: why the target must keep its type.
     """
     before, after = kinds_in(type_of(target)), kinds_in(text)
     changes = {
@@ -296,7 +296,7 @@ def rejected_write(
 
 
 def own_norm(operands: Sequence[torch.Tensor], mesh: DeviceMesh) -> AxisTypeError:
-    """Return the error of torch's ``clip_grad_norm_`` on gradients that vary."""
+    """Return the error of torch's ``clip_grad_norm_`` on varying gradients."""
     axes = sorted({axis for x in operands for axis in axes_of_kind(type_of(x), "V")})
     return AxisTypeError(
         f"clip_grad_norm_ cannot clip gradients that vary over {shown(axes)}: each rank would "
@@ -309,7 +309,7 @@ def own_norm(operands: Sequence[torch.Tensor], mesh: DeviceMesh) -> AxisTypeErro
 
 
 def unseen_expectations(tensor: torch.Tensor, operation: str, mesh: DeviceMesh) -> AxisTypeError:
-    """Return the error of a tensor with a gradient function and no type."""
+    """Return the error of a tensor with a gradient function but no type."""
     made = type(tensor.grad_fn).__name__ if tensor.grad_fn is not None else "an unknown function"
     return AxisTypeError(
         f"{operation} cannot infer the type of an operand: md.typed did not see how it was "
@@ -332,11 +332,11 @@ def unseeded_draw(
     *,
     is_own: bool,
 ) -> AxisTypeError:
-    """Return the error of a draw from a generator that ``md.seed`` did not seed.
+    """Return the error of a draw that ``md.seed`` did not seed.
 
     Args:
         axes: the axes over which no operand varies.
-        is_own: whether it is torch's default generator.
+        is_own: whether the generator is torch's default.
     """
     source = "torch's default generator" if is_own else "the generator in generator="
     given = "" if is_own else ", generator=g"
@@ -357,7 +357,7 @@ def unseeded_draw(
 def foreign_axis(
     axis: str, tensor: torch.Tensor, operation: str, mesh: DeviceMesh
 ) -> AxisTypeError:
-    """Return the error of a tensor whose type names an axis that the context's mesh lacks."""
+    """Return the error of a type with an axis that the context's mesh lacks."""
     return AxisTypeError(
         f"axis {axis!r} of an operand of {operation} is not in mesh ({mesh.layout.axis_text()})",
         where=where(mesh),
@@ -368,7 +368,7 @@ def foreign_axis(
 
 
 def transformed(operation: str, tensor: torch.Tensor, mesh: DeviceMesh) -> AxisTypeError:
-    """Return the error of an operand that is not invariant inside a torch.func transform."""
+    """Return the error of a non-invariant operand in a torch.func transform."""
     return AxisTypeError(
         f"{operation} cannot take an operand that is not invariant inside a torch.func transform",
         where=where(mesh),
@@ -380,7 +380,7 @@ def transformed(operation: str, tensor: torch.Tensor, mesh: DeviceMesh) -> AxisT
 
 
 def of_a_subclass(tensor: torch.Tensor, operation: str) -> KindError:
-    """Return the error of an operand of a Tensor subclass, whose type a context cannot track."""
+    """Return the error of a Tensor subclass, which a context cannot type."""
     return KindError(
         f"{operation} cannot take an operand of type {type(tensor).__name__}, a subclass of Tensor",
         expected="plain tensors and parameters",
@@ -416,10 +416,9 @@ _variants: dict[type, type] = {}
 
 
 def as_no_type_error(error: MeshdistError) -> MeshdistError:
-    """Change the class of ``error`` to a variant that is not a TypeError; return ``error``."""
-    # `x + y` on tensors treats any TypeError as "unsupported operands" and drops it: `+` then
-    # raises a TypeError without our text, and `==` silently returns False. Unpickling restores the
-    # original class.
+    """Return ``error``, its class changed to a variant that is not a TypeError."""
+    # An operator on tensors treats any TypeError as "unsupported operands": `+` then raises a
+    # TypeError without our text, and `==` silently returns False.
     kind = type(error)
     if kind not in _variants:
 
@@ -437,7 +436,7 @@ def as_no_type_error(error: MeshdistError) -> MeshdistError:
 
 
 class _Remade:
-    """A callable with which pickle restores an error of its original class."""
+    """A callable with which pickle restores an error's original class."""
 
     def __init__(self, kind: type[MeshdistError], fields: dict[str, Any]) -> None:
         self._kind = kind

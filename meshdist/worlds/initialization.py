@@ -63,9 +63,9 @@ def init_process_group(
 ) -> None:
     """Initialize the default process group; return when all ranks have called this.
 
-    On a simulated rank, this uses the simulated world and ignores the other arguments. If
-    torch.distributed is initialized, meshdist reuses its ranks, store and backends. If meshdist
-    already initialized itself at the first collective or mesh, the arguments must match.
+    A simulated rank uses the simulated world and ignores the other arguments. If torch.distributed
+    is initialized, meshdist reuses its ranks, store and backends. If meshdist already initialized
+    itself at the first collective or mesh, the arguments must match.
 
     Args:
         backend: "gloo", "nccl", another registered name, or pairs such as "cpu:gloo,cuda:nccl".
@@ -77,17 +77,16 @@ def init_process_group(
         world_size: The number of ranks; overrides WORLD_SIZE.
         rank: This process's rank; overrides RANK. Optional with tcp:// and file://, which number
             ranks in order of arrival.
-        store: A store that all ranks share; needs ``rank`` and ``world_size``.
-        group_name: Lets process groups with different names initialize at the same address.
+        store: A shared store; needs ``rank`` and ``world_size``.
+        group_name: Separates several process groups at the same address.
         pg_options: Options of the backend.
-        device_id: The device of this rank; NCCL then connects immediately.
+        device_id: This rank's device; NCCL then connects immediately.
 
     Raises:
         ArgumentError, KindError: An argument is invalid or contradicts another; nothing was sent.
         BackendError: The backend is unknown or unusable on this machine; nothing was sent.
         RendezvousError: The ranks did not find each other; the text names the missing ranks.
-        WorldError: The process group is already initialized, or was initialized lazily with
-            different arguments.
+        WorldError: Already initialized, or initialized lazily with different arguments.
     """
     check_timeout(timeout)
     backends = parse_backends(backend)
@@ -112,7 +111,7 @@ def init_process_group(
     if found is not None:
         found.check_usable()
         if not found.first_touch:
-            install_world(found)  # raises: there is one
+            install_world(found)  # raises because a world exists
         take_over(
             found,
             None if backend is None else backends,
@@ -154,11 +153,10 @@ def destroy_process_group(group: GroupLike = None) -> None:
     """Destroy ``group``, or all process groups, on this rank.
 
     Does not wait for other ranks, except up to two seconds if hosts compare their last calls. You
-    can initialize again afterwards, at the same address, too.
+    can initialize again afterwards, also at the same address.
 
     Args:
-        group: The group to destroy; None means the world and all groups. Does nothing for
-            ``GroupMember.NON_GROUP_MEMBER``.
+        group: None for the world and all groups. ``GroupMember.NON_GROUP_MEMBER`` does nothing.
 
     Raises:
         MismatchError: The last calls of two hosts differ; the group is closed.
@@ -196,7 +194,7 @@ def world(*args: Any, **kwargs: Any) -> Iterator[None]:
         args, kwargs: The arguments of ``init_process_group``.
 
     Raises:
-        Exception: What ``init_process_group`` or the block raises.
+        Exception: Any exception of ``init_process_group`` or the block.
 
     Example:
         >>> import meshdist as md
@@ -232,7 +230,7 @@ def _end(world: World) -> None:
 
 
 def end_orphan() -> None:
-    """Close this process's world if it reuses a torch world that has ended."""
+    """Close this process's world if it reuses an ended torch world."""
     world = find_world()
     if world is not None and world.is_orphan and not world.is_closed:
         _end(world)

@@ -24,7 +24,7 @@ def take_over(
     options: Any,
     device: torch.device | None,
 ) -> None:
-    """Accept the lazily initialized ``world`` for these arguments; raise if they differ.
+    """Accept the lazily initialized ``world``; raise if the arguments differ.
 
     Args:
         timeout: Replaces the timeout of ``init_arguments``; None if the program passed none.

@@ -49,11 +49,11 @@ def is_initialized() -> bool:
 def get_rank(group: GroupLike = None) -> int:
     """Return this process's rank in ``group``, or -1 if it is not a member.
 
-    Works in forked children, too. Before initialization, the rank comes from torch.distributed or
+    Works in forked children, too. Before initialization, reads the rank from torch.distributed or
     the launcher's variables, without communication.
 
     Args:
-        group: The group; None means the world.
+        group: None means the world.
 
     Raises:
         NotInitializedError: Nothing is initialized and no launcher started this process.
@@ -73,11 +73,10 @@ def get_rank(group: GroupLike = None) -> int:
 def get_world_size(group: GroupLike = None) -> int:
     """Return the number of ranks in ``group``, or -1 if this process is not a member.
 
-    Works in forked children, too. Before initialization, the size comes from torch.distributed or
-    the launcher's variables, without communication.
+    Works in forked children and before initialization, as ``get_rank``.
 
     Args:
-        group: The group; None means the world.
+        group: None means the world.
 
     Raises:
         NotInitializedError: Nothing is initialized and no launcher started this process.
@@ -91,11 +90,11 @@ def get_world_size(group: GroupLike = None) -> int:
 def get_backend(group: GroupLike = None) -> Backend:
     """Return the name of the backend of ``group``.
 
-    If the group has different backends for different device types, return the backend
-    that AxisOptions named, else the accelerator's if the backends are defaults, else the pairs.
+    If backends differ between device types, return the backend that AxisOptions named, else the
+    accelerator's if the backends are defaults, else the pairs.
 
     Args:
-        group: The group; None means the world.
+        group: None means the world.
 
     Raises:
         GroupClosedError: The group was destroyed.
@@ -146,9 +145,7 @@ def get_default_backend_for_device(device: str | torch.device) -> str:
 
 
 def get_node_local_rank(fallback_rank: int | None = None) -> int:
-    """Return this process's rank on its host.
-
-    The value comes from LOCAL_RANK, else ``fallback_rank``, else the world.
+    """Return this process's rank on its host: LOCAL_RANK, else ``fallback_rank``, else the world's.
 
     Raises:
         WorldError: None of the three is available.
@@ -171,33 +168,33 @@ def get_node_local_rank(fallback_rank: int | None = None) -> int:
 
 
 def is_backend_available(backend: str) -> bool:
-    """Return whether this machine can use every backend that ``backend`` names."""
+    """Return whether this machine can use every backend in ``backend``."""
     found_types = [find_backend(name) for name in set(parse_backends(backend).values())]
     return all(found is not None and found.is_available() for found in found_types)
 
 
 def is_gloo_available() -> bool:
-    """Return whether the backend "gloo" can be used on this machine."""
+    """Return whether this machine can use the backend "gloo"."""
     return is_backend_available("gloo")
 
 
 def is_nccl_available() -> bool:
-    """Return whether the backend "nccl" can be used on this machine."""
+    """Return whether this machine can use the backend "nccl"."""
     return is_backend_available("nccl")
 
 
 def is_mpi_available() -> bool:
-    """Return whether the backend "mpi" can be used on this machine."""
+    """Return whether this machine can use the backend "mpi"."""
     return is_backend_available("mpi")
 
 
 def is_ucc_available() -> bool:
-    """Return whether the backend "ucc" can be used on this machine."""
+    """Return whether this machine can use the backend "ucc"."""
     return is_backend_available("ucc")
 
 
 def is_xccl_available() -> bool:
-    """Return whether the backend "xccl" can be used on this machine."""
+    """Return whether this machine can use the backend "xccl"."""
     return is_backend_available("xccl")
 
 
@@ -207,5 +204,4 @@ def is_torchelastic_launched() -> bool:
 
 
 def is_outsider(group: object) -> bool:
-    """Return whether ``group`` is ``NON_GROUP_MEMBER``."""
     return isinstance(group, int) and group == NON_GROUP_MEMBER

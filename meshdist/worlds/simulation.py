@@ -40,20 +40,19 @@ def simulate(
 
     A rank runs until it waits in a collective or on the store; then the next runnable rank, in rank
     order, continues. Each rank has its own random generators (torch's, NumPy's global and
-    ``random``'s), which start as after ``torch.manual_seed(rank)``, ``numpy.random.seed(rank)`` and
-    ``random.seed(rank)``, and its own default dtype, which starts as the caller's. Runs repeat
-    exactly. The caller's generators and default dtype do not change. Timeouts never expire; if no
-    rank can continue, every rank raises DeadlockError, which lists what each rank waits for.
+    ``random``'s), seeded with its rank, and its own default dtype, initially the caller's. Runs
+    repeat exactly, and do not change the caller's generators and default dtype. Timeouts never
+    expire; if no rank can continue, every rank raises DeadlockError, which lists the call that each
+    rank waits for.
 
     Args:
         fn: The program of one rank. All ranks share its globals and closure.
         ranks: The number of ranks, or the shape of the mesh that they fill.
         args: Positional arguments. Each rank gets a deep copy, tensors included.
-        kwargs: Keyword arguments, copied in the same way.
+        kwargs: Keyword arguments, also copied.
 
     Returns:
-        The results of ``fn`` by rank; None for a rank that called ``sys.exit()`` or
-        ``sys.exit(0)``.
+        The results of ``fn`` by rank; None after ``sys.exit()`` or ``sys.exit(0)``.
 
     Raises:
         ArgumentError, KindError: An argument is invalid; no rank has started.
@@ -108,7 +107,7 @@ def simulate(
                 result = fn(*own_args, **own_kwargs)
                 scheduler.ranks[rank].complete_watched()  # futures that nothing waited for
             except BaseException:
-                with suppress(Exception):  # the rank's own exception is the one to raise
+                with suppress(Exception):  # raise the rank's own exception instead
                     _close(world)
                 raise
             finally:
@@ -191,7 +190,7 @@ def _one_profiler() -> Iterator[None]:
 
 
 def _close(world: World) -> None:
-    """Close the world of a simulated rank, or the world that the program made instead."""
+    """Close a simulated rank's world, or the program's own world instead."""
     try:
         end_torch_world()
     finally:

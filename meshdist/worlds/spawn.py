@@ -1,9 +1,8 @@
 """Run a function in a new process for each rank and return the results.
 
-Each rank is a new interpreter with the environment of ``meshdist run``. Like multiprocessing's
-"spawn", it imports the main module under a name other than ``__main__``, so that a script's
-functions and classes resolve in every process. cloudpickle sends definitions without a file, such
-as notebook cells. A pipe returns the result or the exception.
+Like multiprocessing's "spawn", a rank's interpreter imports the main module under a name other than
+``__main__``, so that a script's functions and classes resolve. cloudpickle sends definitions
+without a file, such as notebook cells. A pipe returns the result or exception.
 """
 
 from __future__ import annotations
@@ -88,7 +87,7 @@ def spawn(
         RankFailedError: A rank raised or its process exited. ``rank`` is the first such rank, the
             cause is its exception, and the text contains its traceback.
         CollectiveTimeoutError: Some ranks did not return in time.
-        WorldError: A spawned process called this while it imported the main module.
+        WorldError: A spawned process called this while importing the main module.
 
     Example:
         >>> import meshdist as md
@@ -144,11 +143,11 @@ def _check(fn: object, args: object, timeout: object) -> None:
     check_timeout(timeout)
 
 
-# -- what a rank gets ---------------------------------------------------------------------------
+# -- a rank's input -----------------------------------------------------------------------------
 
 
 def _preparation() -> dict[str, Any]:
-    """Return the data with which multiprocessing finds the program's modules in a new process."""
+    """Return multiprocessing's data for finding the program's modules in a new process."""
     main = sys.modules["__main__"]
     data: dict[str, Any] = {
         "sys_path": [path or os.getcwd() for path in sys.path],
@@ -159,7 +158,7 @@ def _preparation() -> dict[str, Any]:
     name = getattr(getattr(main, "__spec__", None), "name", None)  # pdb's has none
     path = getattr(main, "__file__", None)
     if name is not None:
-        # What runs by `python -m package` is not imported again: its file is named __main__.
+        # Do not import a program of `python -m package` again: its file has the name __main__.
         if name.rpartition(".")[2] != "__main__":
             data["init_main_from_name"] = name
     elif path is not None and os.path.isfile(path):
@@ -183,7 +182,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
 
 def _call_file(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """Return an unnamed open file with the call, which every rank reads."""
+    """Return an unnamed file with the call, for every rank."""
     data = _preparation()
     has_main = "init_main_from_name" in data or "init_main_from_path" in data
     buffer = io.BytesIO()
@@ -209,7 +208,7 @@ def _call_file(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
 
 
 class _RankResult:
-    """The message that one rank sends through its pipe."""
+    """A rank's message through its pipe."""
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
@@ -225,11 +224,11 @@ class _RankResult:
 
     @property
     def is_missing(self) -> bool:
-        """Return whether the rank closed its pipe without an answer."""
+        """Return whether the rank exited without an answer."""
         return self.is_whole and not self._data
 
     def find(self) -> tuple[str, Any]:
-        """Return the kind and the value of the answer; the kind is "none" until it is complete."""
+        """Return the answer's kind and value; the kind is "none" until it is complete."""
         if not self.is_whole or not self._data:
             return "none", None
         try:
@@ -241,8 +240,6 @@ class _RankResult:
 
 
 class _Team:
-    """The ranks of one spawn() call."""
-
     def __init__(self, launch: Launch) -> None:
         self._launch = launch
         self._answers: dict[int, _RankResult] = {}
@@ -251,7 +248,7 @@ class _Team:
     def start(
         self, rank: int, environment: dict[str, str], call: int, listener: socket.socket | None
     ) -> None:
-        """Start a rank that inherits ``listener`` and reads the call from descriptor ``call``."""
+        """Start a rank that inherits ``listener`` and reads the call from ``call``."""
         reader, writer = os.pipe()
         answer = self._answers[rank] = _RankResult(reader)
         # The interpreter with its options, as multiprocessing would call it.
@@ -270,7 +267,7 @@ class _Team:
         self._launch.attend(reader, answer.read)
 
     def results(self, timeout: timedelta | None) -> list[Any]:
-        """Wait for all ranks and return their results by rank; raise at a failure or a timeout."""
+        """Wait for all ranks and return their results; raise at a failure or a timeout."""
         deadline = Deadline(timeout)
         try:
             while self._launch.running and not self._launch.failed and self._find_mute() is None:
@@ -291,7 +288,7 @@ class _Team:
         return [self._result(rank) for rank in sorted(self._answers)]
 
     def _show_places(self) -> None:
-        """Print the stacks of the ranks and interrupt them."""
+        """Print the ranks' stacks and interrupt them."""
         places = self._launch.ask_where()
         self._launch.stop(((signal.SIGINT, 1.0), (signal.SIGTERM, 1.0)))
         for rank, answer in self._answers.items():  # a rank without a world has its traceback
@@ -301,7 +298,6 @@ class _Team:
         show(sys.stderr, places_text(places))
 
     def _find_mute(self) -> int | None:
-        """Return the first rank that exited without an answer, or None."""
         mute = (rank for rank in self._endings if self._answers[rank].is_missing)
         return next(mute, None)
 
@@ -310,7 +306,7 @@ class _Team:
             self._endings[ending.rank] = ending
 
     def _collect_followers(self) -> None:
-        """Briefly read further answers and record other ranks that exit."""
+        """Briefly read further answers and record other exits."""
         grace = Deadline(_FOLLOWERS_S)
         while not grace.is_over:
             are_whole = all(answer.is_whole for answer in self._answers.values())
@@ -338,14 +334,14 @@ class _Team:
         found = {rank: answer.find() for rank, answer in self._answers.items()}
         raised = {rank: value for rank, (kind, value) in found.items() if kind == "failure"}
         silent = (end for end in self._endings.values() if end.code and end.rank not in raised)
-        # A process that died can be the cause of what others raise, not the reverse.
+        # A process that died can cause errors on other ranks, but no such error kills a process.
         if first := next(silent, None):
             summary = f"rank {first.rank} (process {first.pid}) {first}"
             self._raise_failure(first.rank, None, summary, "")
         rank = min(raised, key=lambda rank: (raised[rank][0], rank))
         _, exception, text, is_loading = raised[rank]
         if is_loading and isinstance(exception, WorldError):
-            raise exception  # the main module is not guarded: that is all there is to say
+            raise exception  # the main module is not guarded; the traceback adds nothing
         lines = text.strip().splitlines()
         summary = f"rank {rank} raised {lines[-1] if lines else 'an exception'}"
         if isinstance(exception, BaseException):
@@ -378,7 +374,6 @@ class _Team:
         raise error from exception
 
     def close(self) -> None:
-        """Stop every process and close its pipe."""
         self._launch.stop(((signal.SIGTERM, 1.0),))
         for answer in self._answers.values():
             os.close(answer.descriptor)

@@ -1,9 +1,8 @@
-"""Run operations on torch's c10d process groups, as the common base of Gloo and NCCL.
+"""Run operations on torch's c10d process groups, the base of Gloo and NCCL.
 
-The process groups are constructed directly, without torch.distributed's default group: only the
-members take part, in the mesh's rank order. A missing collective is composed of others, and a
-missing reduction runs on another dtype (``dtype_fallbacks``). Data of dtypes that c10d does not
-know are sent as bytes.
+The process groups need no default group: only the members take part, in the mesh's rank order.
+Missing collectives are composed of others, and missing reductions run on another dtype
+(``dtype_fallbacks``). Data of dtypes unknown to c10d are sent as bytes.
 """
 
 from __future__ import annotations
@@ -71,12 +70,12 @@ CLOSED = _Closed()
 
 
 class _MissingOperation(BackendFailure):
-    """Failure because torch's class lacks the collective; nothing has been sent."""
+    """Failure because torch's class lacks the collective; no data were sent."""
 
 
 @dataclass(eq=False, slots=True)
 class C10dRequest(Request):
-    """A collective that the communicator has started in c10d, with c10d's work."""
+    """A collective in flight in c10d, with c10d's work."""
 
     communicator: C10dCommunicator
     work: Any
@@ -104,7 +103,7 @@ class C10dRequest(Request):
 
 @dataclass(eq=False, slots=True)
 class C10dTransfer(C10dRequest):
-    """A send to, or receive from, member ``peer``; None for a receive from any member."""
+    """A send to or receive from member ``peer`` (None: any)."""
 
     peer: int | None
 
@@ -113,7 +112,7 @@ class C10dTransfer(C10dRequest):
 
 
 class C10dCommunicator(Communicator):
-    """A group's connection over an existing process group of torch's (c10d)."""
+    """A group's connection over a torch process group (c10d)."""
 
     arithmetic: ClassVar[Arithmetic | None] = None
     """The ops and dtypes that the class reduces correctly; None if unknown."""
@@ -276,7 +275,7 @@ class C10dCommunicator(Communicator):
         return started or self.build(prepared)
 
     def _meet(self, prepared: OperationArgs, nothing: torch.Tensor) -> Request:
-        """Start an all-reduce of ``nothing``, an empty tensor, so that each waits for all."""
+        """Start an all-reduce of the empty tensor ``nothing``, as a barrier."""
         empty = [movable(nothing)]
         return self.start(prepared.by("all_reduce", empty, empty, ReduceOp.MAX))
 
@@ -334,7 +333,7 @@ class C10dCommunicator(Communicator):
             self._end_batch(transfers)
 
     def finish_work(self, work: Any, timeout: timedelta) -> None:
-        """Wait until c10d's ``work`` is done; raise BackendFailure if it fails."""
+        """Wait for c10d's ``work``; raise BackendFailure if it fails."""
         try:
             work.wait()
         except RuntimeError as error:
@@ -343,18 +342,18 @@ class C10dCommunicator(Communicator):
             raise self.failure(error) from None
 
     def bound_work(self, work: Any, timeout: timedelta) -> None:
-        """Set a timeout after which ``work`` fails, if the class watches its works."""
+        """Set a timeout of ``work``, if the class watches its works."""
 
     def has_ended(self, work: Any) -> bool:
-        """Return whether ``work`` is known to be done or failed, without querying a device."""
+        """Return whether ``work`` is over, as far as known without a device query."""
         return bool(work.is_completed())
 
     def own_timeout(self, timeout: timedelta) -> timedelta:
-        """Return the timeout for c10d: ``timeout``, or longer if the backend itself waits."""
+        """Return c10d's timeout: ``timeout``, or longer if the backend itself waits."""
         return timeout
 
     def failure(self, error: RuntimeError) -> BackendFailure:
-        """Convert an error from c10d to a BackendFailure."""
+        """Convert a c10d error to a BackendFailure."""
         return BackendAborted(plain_text(error)) if self.is_aborted else failure_of(error)
 
     def abort(self) -> None:
@@ -368,13 +367,13 @@ class C10dCommunicator(Communicator):
 
     @classmethod
     def find_substitute(cls, op: ReduceKind, dtype: torch.dtype) -> DtypeFallback | None:
-        """Return the reduction that the class runs for ``op`` on ``dtype``, or None."""
+        """Return the class's substitute for ``op`` on ``dtype``, or None."""
         if cls.arithmetic is None:
             return None if is_whole_mean(op, dtype) else DtypeFallback(op, dtype, True)
         return cls.arithmetic.find(op, dtype)
 
     def _view(self, prepared: OperationArgs, dtype: torch.dtype) -> DtypeFallback | None:
-        """Return a fallback that reads the tensor's own bits as another dtype, or None."""
+        """Return a fallback that reads the tensor's bits as another dtype, or None."""
         op = prepared.op
         assert op is not None
         found = None if prepared.way in self.lacking else self.find_substitute(op, dtype)
@@ -394,7 +393,7 @@ class C10dCommunicator(Communicator):
         return all_reduce_widened(self, prepared, substitute.dtype)
 
     def _all_reduce_alike(self, prepared: OperationArgs, tensors: Tensors) -> Request:
-        """Start an all-reduce of ``tensors`` of equal dtype, in a single c10d call if possible."""
+        """All-reduce ``tensors`` of equal dtype, in a single c10d call if possible."""
         substitute = self._view(prepared, tensors[0].dtype)
         if len(tensors) > 1 and substitute is not None:
             options = self.options_for(c10d.AllreduceCoalescedOptions, prepared, substitute.op)
@@ -408,7 +407,7 @@ class C10dCommunicator(Communicator):
         return self.build(alike)
 
     def options_for(self, kind: Any, prepared: OperationArgs, op: ReduceKind | None = None) -> Any:
-        """Return c10d's options of class ``kind`` for a call, cached for equal calls."""
+        """Return c10d's options of class ``kind``, cached for equal calls."""
         root = prepared.root if prepared.way in ROOTED_OPERATIONS else None
         timeout = prepared.timeout
         key = kind, prepared.way, root, op, prepared.waits
@@ -429,24 +428,23 @@ class C10dCommunicator(Communicator):
         return options
 
     def _is_async(self, prepared: OperationArgs) -> bool:
-        """Return whether c10d must return a work for the call."""
+        """Return whether c10d must return a work."""
         return True
 
     def _start_own(
         self, prepared: OperationArgs, operation: str, *arguments: Any
     ) -> Request | None:
-        """Start the class's method ``operation``; return None if the class lacks the collective."""
+        """Start the class's method ``operation``; return None if the class lacks it."""
         try:
             return self._request(prepared, self._call(operation, *arguments))
         except _MissingOperation:
             return None
 
     def _request(self, prepared: OperationArgs, work: Any, note: int | None = None) -> Request:
-        """Return the request of a collective, finished if the caller waits.
+        """Return a collective's request, finished if the caller waits.
 
         Args:
-            work: c10d's work.
-            note: the record's number of a fast-path call.
+            note: the record number of a fast-path call.
         """
         started = self._started(work, prepared)
         if prepared.waits:
@@ -455,11 +453,11 @@ class C10dCommunicator(Communicator):
         return C10dRequest(self, started)
 
     def _started(self, work: Any, prepared: OperationArgs) -> Any:
-        """Return the argument of ``finish_work`` for c10d's ``work``: here the work itself."""
+        """Return ``finish_work``'s argument for c10d's ``work``: the work itself."""
         return work
 
     def _call(self, operation: str, *arguments: Any) -> Any:
-        """Call a method of the c10d process group; raise its error as a BackendFailure."""
+        """Call a method of the c10d group; raise its error as a BackendFailure."""
         try:
             return getattr(self.torch_group, operation)(*arguments)
         except RuntimeError as error:
@@ -469,7 +467,7 @@ class C10dCommunicator(Communicator):
 
     @contextmanager
     def _explained(self, explain: Explain) -> Iterator[None]:
-        """Convert a RuntimeError of the body with ``explain``."""
+        """Convert RuntimeErrors of the block with ``explain``."""
         try:
             yield
         except RuntimeError as error:
@@ -483,12 +481,12 @@ class C10dCommunicator(Communicator):
         return transfer
 
     def _end_batch(self, transfers: list[tuple[C10dTransfer, OperationArgs]]) -> None:
-        """Send the batch, and set its work in each transfer."""
+        """Send the batch; set its work in each transfer."""
         self._batch = None
         work = self.torch_group._end_coalescing()
         for transfer, prepared in transfers:
             transfer.work = self._started(work, prepared)
 
     def _slot(self, tag: int, tensor: torch.Tensor) -> int:
-        """Return the backend's own tag for a message of ``tensor`` under ``tag``."""
+        """Return the backend's tag for a message of ``tensor`` under ``tag``."""
         return tag

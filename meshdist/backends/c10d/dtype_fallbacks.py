@@ -1,12 +1,12 @@
-"""Find the op and dtype with which a backend can do a reduction that it lacks.
+"""Find an op and dtype that replace a reduction that a backend lacks.
 
-If the same bits, read as another dtype, give the same result, nothing is copied: sums of uint32 are
-sums of int32, bitwise ops of int16 are those of bytes, the OR of bool is its maximum. If a wider
-dtype holds all values, a copy is reduced and rounded once. MIN and MAX of floats run on integers of
-the same order, because in c10d the rank that holds a NaN decides whether the result is NaN.
-All else (bitwise ops over NCCL, the order of uint64) is gathered and reduced in this process.
-A mean of integers is a sum, which wraps in its dtype, and a division. Data of dtypes that no class
-knows are moved as bytes.
+If the same bits, read as another dtype, give the same result, nothing is copied: uint32 is summed
+as int32, int16 is combined bitwise as bytes, the OR of bool is its maximum. Else, if a wider dtype
+holds all values, a copy is reduced and rounded once. MIN and MAX of floats run on integers of the
+same order, because in c10d the rank that holds a NaN decides whether the result is NaN. All else
+(bitwise ops over NCCL, the order of uint64) is gathered and reduced in this process. A mean of
+integers is a sum, which wraps in its dtype, and a division. Data of unknown dtypes are moved as
+bytes.
 """
 
 from __future__ import annotations
@@ -31,13 +31,11 @@ _OF_BYTES = {ReduceOp.BOR: _MAX, ReduceOp.BAND: _MIN}
 
 @dataclass(frozen=True)
 class DtypeFallback:
-    """Op and dtype with which a backend can do a reduction that it lacks.
+    """Op and dtype that replace a reduction that a backend lacks.
 
     Args:
-        op: the op that the backend runs.
-        dtype: the dtype that the backend reduces.
-        is_view: whether the tensor's bits are read as ``dtype``; else its values are converted,
-            floats to integers of the same order, and the result is converted back.
+        is_view: whether the bits are read as ``dtype``; else values are converted, and the result
+            back (floats to integers of the same order).
     """
 
     op: ReduceKind
@@ -53,11 +51,11 @@ class Arithmetic:
         self.find = cache(self._find)
 
     def has(self, op: ReduceKind, dtype: torch.dtype) -> bool:
-        """Return whether the backend reduces ``dtype`` with ``op`` directly."""
+        """Return whether the backend itself reduces ``dtype`` with ``op``."""
         return op in self._ops.get(dtype, ())
 
     def _find(self, op: ReduceKind, dtype: torch.dtype) -> DtypeFallback | None:
-        """Return the first fallback for ``op`` on ``dtype`` that the backend supports, or None."""
+        """Return the first supported fallback for ``op`` on ``dtype``, or None."""
         for candidate in _candidates(op, dtype):
             if self.has(candidate.op, candidate.dtype):
                 return candidate
@@ -83,7 +81,7 @@ def _candidates(op: ReduceKind, dtype: torch.dtype) -> Iterator[DtypeFallback]:
 
 
 def read_as(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the memory of a contiguous tensor as a flat tensor of ``dtype``."""
+    """View the memory of a contiguous tensor as a flat tensor of ``dtype``."""
     if dtype is tensor.dtype:
         return tensor if tensor.dim() == 1 else tensor.view(-1)
     # A tensor of at most one element is contiguous with any stride, but cannot be viewed as bytes.
@@ -91,14 +89,13 @@ def read_as(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def movable(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a contiguous tensor's memory, flat; as bytes if c10d cannot move its dtype."""
+    """Return contiguous memory, flat; as bytes if c10d cannot move its dtype."""
     if tensor.dtype not in _MOVED:
         return read_as(tensor, torch.uint8)
     return tensor if tensor.dim() == 1 else tensor.view(-1)
 
 
 def all_movable(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return a list of ``tensors``, each as ``movable`` returns it."""
     return [movable(tensor) for tensor in tensors]
 
 

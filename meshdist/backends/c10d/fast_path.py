@@ -1,15 +1,14 @@
-"""Describe torch's process groups to the native core, which runs fast-path calls on them.
+"""Describe torch's process groups to the native core for fast-path calls.
 
-A *shortcut* consists of the method that runs a kind of call, c10d's options for it, a function that
-prepares its arguments, or None, and the most bytes of such a call. ``prepare`` gets the arguments
-of the method, on the caller's memory, and returns the arguments to use instead and a function that
-completes the result:
+A *shortcut* consists of a method, c10d's options, a function ``prepare`` or None, and the most
+bytes of a call. ``prepare`` gets the method's arguments, on the caller's memory, and returns their
+replacements and a function that completes the result:
 
     all_reduce MAX of float32    allreduce of int32: a copy in the order of the floats, turned back
     reduce_scatter over Gloo     alltoall_base into new memory, whose parts are reduced
 
-Members on the fast path and in Python make the same calls of the class, with bitwise equal results:
-the compositions are those of ``composed_collectives``.
+Members on the fast path and in Python make the same calls, with bitwise equal results, composed as
+in ``composed_collectives``.
 """
 
 from __future__ import annotations
@@ -50,13 +49,13 @@ _DTYPES = {code: dtype for dtype, code in DTYPE_CODES.items()}
 
 
 class _Carried(NamedTuple):
-    """The method and options of torch's class that run an operation of the native core.
+    """The method and options of torch's class for an operation of the native core.
 
     Args:
-        way, method: the communicator's operation, and the method of the class.
-        options: the class of c10d's options for the method.
+        way, method: the communicator's operation and the class's method.
+        options: c10d's class of options for the method.
         needs_data: whether some classes reject empty tensors.
-        is_substituted: whether a missing reduction is composed of others here.
+        is_substituted: whether missing reductions are composed here.
     """
 
     way: str
@@ -84,7 +83,7 @@ _CARRIED = {
 
 
 class FastPathCommunicator(ComposingCommunicator, Protocol):
-    """The attributes and methods of a communicator that its shortcuts use."""
+    """The attributes and methods of a communicator that shortcuts use."""
 
     lacking: ClassVar[frozenset[str]]
     spoils_others: ClassVar[bool]
@@ -98,12 +97,11 @@ class FastPathCommunicator(ComposingCommunicator, Protocol):
 
 
 class _CallsAlike(NamedTuple):
-    """Fields that are equal in all calls of the same shortcut.
+    """Fields that are equal in all calls of a shortcut.
 
     Args:
         operation, dtype: as the core names them; ``op`` and ``root`` are numbers, -1 for none.
-        is_list: whether an all-to-all takes lists of tensors.
-        is_empty: whether the tensors are empty.
+        is_list: whether an all-to-all takes lists.
     """
 
     operation: str
@@ -122,10 +120,10 @@ def open_fast_path(
     timeout: timedelta,
     works: tuple[Any, ...],
 ) -> FastPath | None:
-    """Return the native object that runs a communicator's fast-path calls, or None.
+    """Return the native object for a communicator's fast-path calls, or None.
 
     Args:
-        finish: finishes a call, given its arguments, its work and its record's number.
+        finish: finishes a call, given its arguments, work and record number.
         entry, explain, timeout, works: as ``Communicator.fast_path`` takes them.
     """
     kind: Callable[..., Any] | None = backend.operation_kind
@@ -144,11 +142,11 @@ def open_fast_path(
 
 
 def _find_shortcut(backend: FastPathCommunicator, like: OperationArgs, *of: Any) -> Shortcut | None:
-    """Return the method and options of torch's class for equal calls; None: use Python.
+    """Return the shortcut of equal calls; None: use Python.
 
     Args:
-        like: holds their timeout, and whether the caller waits.
-        of: the fields of a ``_CallsAlike``.
+        like: has their timeout, and whether the caller waits.
+        of: ``_CallsAlike`` fields.
     """
     kind = _CallsAlike(*of)
     row, dtype = _CARRIED[kind.operation], _DTYPES[kind.dtype]
@@ -204,7 +202,7 @@ def _divided(size: int, tensors: Tensors) -> Prepared:
 
 
 def _copy_to_overwrite(backend: FastPathCommunicator, tensors: Tensors) -> Prepared:
-    """Return a copy that the class may overwrite, and a function that frees it, None if small."""
+    """Return a copy to overwrite, and a function that frees it (None if small)."""
     if tensors[0].nbytes <= _SMALL_BYTES:
         return ([tensors[0].clone()],), None
     target = backend.scratch.take(tensors[0].numel(), tensors[0])
@@ -213,7 +211,7 @@ def _copy_to_overwrite(backend: FastPathCommunicator, tensors: Tensors) -> Prepa
 
 
 def _gathered(size: int, op: ReduceKind, tensors: Tensors) -> Prepared:
-    """Return an all-gather's arguments on ``size`` members, and a function to reduce the result."""
+    """Return an all-gather's arguments, and a function to reduce the result."""
     tensor = tensors[0].view(-1)
     whole = tensor.new_empty(size * tensor.numel())
     return (whole, tensor), partial(reduce_parts, tensor, whole, size, op)
@@ -222,7 +220,7 @@ def _gathered(size: int, op: ReduceKind, tensors: Tensors) -> Prepared:
 def _exchange(
     backend: FastPathCommunicator, op: ReduceKind, output: torch.Tensor, tensor: torch.Tensor
 ) -> Prepared:
-    """Return the arguments of an all-to-all, and a function that reduces the received parts."""
+    """Return an all-to-all's arguments, and a function to reduce the received parts."""
     sizes = [output.numel()] * backend.size
     if tensor.nbytes <= _SMALL_BYTES:
         mine = torch.empty_like(tensor)
@@ -232,7 +230,7 @@ def _exchange(
 
 
 def _pack(outputs: Tensors, inputs: Tensors) -> Prepared:
-    """Return the arguments of an all-to-all on packed tensors, and a function that unpacks."""
+    """Return an all-to-all's arguments on packed tensors, and a function to unpack."""
     together = torch.cat(inputs)  # type: ignore[arg-type]
     gives = list(map(torch.Tensor.numel, inputs))
     takes = list(map(torch.Tensor.numel, outputs))

@@ -1,16 +1,16 @@
-"""Run operations over Gloo among the members of one group.
+"""Run a group's operations over Gloo.
 
-On torch 2.13, an expired wait on a collective changes nothing and can be repeated, so collectives
-are waited for in short slices that detect an abort and Ctrl-C. An expired wait on a send or receive
-closes all connections of its communicator, which releases all waiting threads: ``abort`` uses this,
-since Gloo's own abort releases no thread.
+On torch 2.13, an expired wait on a collective can be repeated, so collectives are waited for in
+short slices that detect an abort and Ctrl-C. An expired wait on a send or receive closes all
+connections of its communicator and so releases all waiting threads: ``abort`` uses this, since
+Gloo's own abort releases none.
 
-This module enforces timeouts, with slices or a timer: Gloo's own timeout is almost infinite, so
-that its errors are always failures, never timeouts.
+Slices or a timer enforce timeouts. Gloo's own timeout is almost infinite, so its errors are never
+timeouts.
 
-Gloo rounds narrow floats at every step. They are reduced here instead: members exchange parts, each
-member reduces its part in float32 in group order, and all share the results (``_reduce_shared``).
-This moves as many bytes as Gloo's ring, and the results equal those of shared memory bitwise.
+Gloo rounds narrow floats at every step. So members exchange parts, each reduces its part in float32
+in group order, and all share the results (``_reduce_shared``). This moves as many bytes as Gloo's
+ring, and is bitwise equal to shared memory.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ _AT_ONCE = timedelta(milliseconds=10)
 _ALMOST_FOR_EVER = timedelta(days=3650)
 _EXPIRED_SLICE = "Operation timed out!"
 _GATHERED_BYTES = 1 << 20
-"""Narrow floats of all members that are gathered as a whole: one step in place of two."""
+"""Narrow floats of all members that are gathered as a whole: one step instead of two."""
 _LONG_BYTES = 1 << 16
 """The size from which a message is waited for in another thread, which costs 0.05 ms."""
 _LARGE_TAG = 1 << 13
@@ -77,7 +77,7 @@ _OF_HOST_MEMORY = frozenset({"all_reduce_list", "send", "recv"})
 
 
 class GlooRequest(C10dRequest):
-    """A fast-path collective in Gloo; ``then`` completes the result once Gloo is done."""
+    """A fast-path collective in Gloo; ``then`` completes the result at the end."""
 
     communicator: GlooCommunicator
     is_plain = True
@@ -95,7 +95,7 @@ class GlooRequest(C10dRequest):
         self.communicator, self.work, self.then = communicator, work, then
 
     def wait(self, seconds: float) -> int:
-        """Wait half a second, whatever ``seconds``; return 0 if done, 1 for ``finish`` to go on."""
+        """Wait half a second, whatever ``seconds``; return 0 if done, else 1, for ``finish``."""
         try:
             self.work.wait(_SLICE)
         except RuntimeError as error:
@@ -126,9 +126,8 @@ class GlooCommunicator(C10dCommunicator):
     """Communicator over Gloo, whose waits detect an abort, a timeout and Ctrl-C.
 
     Args:
-        backend, rank, size, process_group: as ``C10dCommunicator`` takes them.
-        store: the store in which members number large tags.
-        spins: whether waits may spin at first, since no other rank needs the core.
+        store: members number large tags in it.
+        spins: whether waits may spin first, since no other rank needs the core.
     """
 
     arithmetic = GLOO
@@ -214,15 +213,15 @@ class GlooCommunicator(C10dCommunicator):
         return timeout if self._is_lazy else _ALMOST_FOR_EVER
 
     def failure(self, error: RuntimeError) -> BackendFailure:
-        # Gloo raises from C++. An error raised in Python code comes from a signal handler, which
-        # Python runs when a Gloo call returns: it does not change the collective.
+        # Gloo raises from C++. If an error was raised in Python code, its source is a signal
+        # handler, which Python runs when a Gloo call returns: it does not change the collective.
         if is_of_handler(error):
             raise error
         return super().failure(error)
 
     @property
     def is_closed(self) -> bool:
-        """Return whether the communicator has been closed."""
+        """Return whether the communicator is closed."""
         return self.torch_group is CLOSED
 
     def disconnect(self) -> None:
@@ -250,7 +249,7 @@ class GlooCommunicator(C10dCommunicator):
         has_waiting_threads = self.dropped.close()
         if self._is_lazy:
             return
-        # The group's destructor waits for all operations, and other members may never make one.
+        # The group's destructor waits for all operations, and other members may never call theirs.
         messages = [start_expiring(group, peer) for peer in self._peers()]
         if has_waiting_threads:
             expire(messages)
@@ -266,7 +265,7 @@ class GlooCommunicator(C10dCommunicator):
         self.close()
 
     def find_lost(self) -> MemberLost | None:
-        """Return the failure of a receive from any member; None as long as a member may send."""
+        """Return the failure of a receive from any member; None while a member may send."""
         group, peers = self.torch_group, self._peers()
         if group is CLOSED or self._is_lazy:  # the check would connect
             return None
@@ -318,7 +317,7 @@ class GlooCommunicator(C10dCommunicator):
         return self._reduce_shared(prepared, tensor.view(-1))
 
     def _reduce_shared(self, prepared: OperationArgs, tensor: torch.Tensor) -> Request:
-        """Start an exchange that reduces part j on member j; a job then sends all parts to all."""
+        """Exchange and reduce part j on member j; a job then sends all parts to all."""
         # The exchange starts here, since Gloo matches collectives by order. A thread then shares
         # the results by messages, so that other collectives can start before it finishes.
         sizes, timeout = cuts(tensor.numel(), self.size), prepared.timeout
@@ -357,7 +356,7 @@ class GlooCommunicator(C10dCommunicator):
         return GlooTransfer(self, work, prepared.root, prepared.timeout, is_long)
 
     def finish_slowly(self, work: Any, timeout: timedelta) -> None:
-        """Wait for ``work`` in slices, up to ``timeout``; raise BackendFailure, also if aborted."""
+        """Wait for ``work`` in slices up to ``timeout``; raise BackendFailure, also if aborted."""
         deadline = Deadline(timeout - _SLICE)  # the first slice has passed
         while True:
             try:
@@ -413,7 +412,7 @@ class GlooTransfer(C10dTransfer):
             self.communicator.dropped.add(self.work, is_from_anyone=self.peer is None)
 
     def _finish_closed(self) -> None:
-        """Finish a message that ended before the close; raise BackendFailure for any other."""
+        """Finish a message that ended before the close; raise BackendFailure for others."""
         try:
             self.work.wait(_AT_ONCE)
         except RuntimeError:
@@ -449,10 +448,10 @@ class GlooTransfer(C10dTransfer):
             raise self.communicator.failure(self._error) from None
 
     def _join(self, seconds: float) -> bool:
-        """Start a thread that waits for the work; return whether it ended, is late or lost.
+        """Wait for the work in a thread; return whether it ended, is late or lost.
 
         Args:
-            seconds: how long to wait for the thread.
+            seconds: the longest wait for the thread.
         """
         # Close all connections if it is late. That does not end a receive from any member, so check
         # whether a member that may send is left.
@@ -489,7 +488,7 @@ def _disconnect(alive: weakref.ref[GlooCommunicator]) -> None:
 
 
 def _spin_until(condition: Callable[[], bool]) -> None:
-    """Poll ``condition`` without sleeping, for half a millisecond at most."""
+    """Poll ``condition`` without sleeping, for at most half a millisecond."""
     # Waking an idle core takes longer than a small message. By yielding, this thread leaves the
     # core to Gloo's threads whenever one can run.
     end = time.perf_counter() + _SPIN_S
@@ -499,13 +498,13 @@ def _spin_until(condition: Callable[[], bool]) -> None:
 
 @lru_cache(1024)
 def _code(numel: int, dtype: torch.dtype) -> int:
-    """Return a 28-bit hash of a tensor's number of elements and dtype."""
+    """Return a 28-bit hash of a number of elements and a dtype."""
     digest = hashlib.blake2b(f"{numel} {dtype}".encode(), digest_size=4).digest()
     return int.from_bytes(digest, "little") & _NUMBERED_SLOT - 1
 
 
 def _close_all() -> None:
-    """Close all open Gloo communicators at exit, while other threads can still run."""
+    """Close all open Gloo communicators at exit, while other threads still run."""
     for communicator in tuple(_open):
         communicator.close()
     await_calls_elsewhere(_LAST_S)

@@ -1,13 +1,12 @@
-"""Manage Gloo's devices and listeners, messages whose Work was dropped, and closing connections.
+"""Manage Gloo's devices and listeners, dropped messages, and closing connections.
 
-A Gloo device accepts every connection to its port while the process runs. It never closes
-connections of other processes, and ends the process when descriptors run out (torch 2.13). Once a
-group is open, all of its members have connected: until the next group opens, a socket filter drops
-all packets to the port. It does not affect existing connections.
+A Gloo device accepts every connection to its port, never closes other processes' connections, and
+ends the process when descriptors run out (torch 2.13). So while no group opens, a socket filter
+drops all packets to the port. It does not affect existing connections.
 
-Gloo cancels a message whose Work is destroyed too early. If the peer has started its side, no later
-message between the two arrives. Such a message is therefore kept until it is done, which Gloo
-detects only while a thread waits for it.
+Gloo cancels a message whose Work is destroyed early. If the peer has started its side, no later
+message between the two arrives. So such messages are kept until done, which Gloo detects only while
+a thread waits.
 """
 
 from __future__ import annotations
@@ -51,12 +50,12 @@ _MOST_THREADS = 8  # as many messages that never come hold up no other
 
 
 class Devices:
-    """Gloo devices whose listening sockets drop all packets while no group opens.
+    """Gloo devices whose sockets drop new connections while no group opens.
 
     Args:
         make: makes the devices.
-        interfaces: their interfaces or address; () for the address of the host's name.
-        are_deaf: whether the sockets drop packets at all.
+        interfaces: their interfaces or address; () for the host name's address.
+        are_deaf: whether sockets drop packets at all.
     """
 
     def __init__(
@@ -75,7 +74,7 @@ class Devices:
 
     @contextmanager
     def hearing(self) -> Iterator[None]:
-        """Accept connections in the context, in which a group opens."""
+        """Accept connections in the block, in which a group opens."""
         with self._changing:
             self._num_opening += 1
             self._change(is_deaf=False)
@@ -88,8 +87,8 @@ class Devices:
 
     def _change(self, *, is_deaf: bool) -> None:
         for descriptor in self.listeners:
-            # Where the system forbids filters there is none to be taken away, either.
-            # A copy, since closing a socket closes its descriptor, and this one is Gloo's.
+            # If the system forbids filters, there is no filter to remove.
+            # Closing a socket closes its descriptor. This descriptor belongs to Gloo, so copy it.
             with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as listener:
                 if is_deaf:
                     listener.setsockopt(socket.SOL_SOCKET, _ATTACH_FILTER, _DROP_ALL)
@@ -98,7 +97,7 @@ class Devices:
 
 
 def _listeners() -> dict[int, int]:
-    """Return the descriptors of this process's listening TCP sockets, by inode, on Linux."""
+    """Return the descriptors of this process's listening TCP sockets by inode (Linux)."""
     listeners = {}
     for descriptor, copy in own_sockets():
         is_tcp = copy.family in (socket.AF_INET, socket.AF_INET6)
@@ -108,12 +107,12 @@ def _listeners() -> dict[int, int]:
 
 
 def connects_late() -> bool:
-    """Return whether TORCH_GLOO_LAZY_INIT makes Gloo groups connect on demand."""
+    """Return whether TORCH_GLOO_LAZY_INIT defers Gloo's connections."""
     return os.environ.get("TORCH_GLOO_LAZY_INIT", "").lower() in _YES
 
 
 def gloo_interfaces(is_one_host: bool) -> tuple[str, ...]:
-    """Return the interfaces that GLOO_SOCKET_IFNAME lists, or loopback on a single host, or ()."""
+    """Return GLOO_SOCKET_IFNAME's interfaces, or loopback on a single host, or ()."""
     named = os.environ.get("GLOO_SOCKET_IFNAME", "")
     if named:
         return tuple(name.strip() for name in named.split(",") if name.strip())
@@ -121,14 +120,14 @@ def gloo_interfaces(is_one_host: bool) -> tuple[str, ...]:
 
 
 def agreed_devices(opening: Opening) -> Devices:
-    """Return Gloo's devices for this host's interfaces; store their number for other members.
+    """Return Gloo's devices on this host; store their number for other members.
 
     Raises:
         BackendUnsupported: a member lacks a listed interface, or the numbers differ.
     """
-    # Each member stores its number of interfaces; members with GLOO_SOCKET_IFNAME wait for the
-    # numbers of the others. Between ``lo,lo`` and ``lo`` Gloo would open two connections on one
-    # side and one on the other, and the first side would wait forever.
+    # Each member stores its number of interfaces, and members with GLOO_SOCKET_IFNAME wait for the
+    # other members' numbers. With ``lo,lo`` on one side and ``lo`` on the other, Gloo would open
+    # two connections against a single connection, and the first side would wait forever.
     names, named = gloo_interfaces(opening.is_one_host), os.environ.get("GLOO_SOCKET_IFNAME")
     if not opening.is_one_host and (address := _address_between_hosts(opening)) and not names:
         names = (address,)
@@ -146,7 +145,7 @@ def agreed_devices(opening: Opening) -> Devices:
 
 
 def reach_fix(devices: Devices | None) -> str:
-    """Return the fix for a group that cannot connect between hosts, with Gloo's interfaces."""
+    """Return the fix for failed connections between hosts, with Gloo's interfaces."""
     used = ", ".join(devices.interfaces if devices else ()) or socket.gethostname()
     return (
         f"check that all of these ranks make this call, and that the other hosts can reach {used}, "
@@ -156,7 +155,7 @@ def reach_fix(devices: Devices | None) -> str:
 
 
 def _address_between_hosts(opening: Opening) -> str:
-    """Return the address of this host that members on other hosts reach; "" if unknown."""
+    """Return this host's address for members on other hosts; "" if unknown."""
     # A host's name may resolve to loopback, as on Debian, or to nothing. Use the local address of
     # the connection to the store. A process that reaches the store by loopback uses the address
     # from which it reaches a member on another host.
@@ -177,7 +176,7 @@ def _address_between_hosts(opening: Opening) -> str:
 
 
 def check_interfaces(opening: Opening, patience: timedelta) -> None:
-    """Raise BackendUnsupported if members store unequal interface counts within ``patience``."""
+    """Raise BackendUnsupported if members store unequal interface counts in time."""
     keys = [f"interfaces/{member}" for member in range(len(opening.ranks))]
     if not wait_until(lambda: opening.store.check(keys), Deadline(patience)):
         return
@@ -190,7 +189,7 @@ def check_interfaces(opening: Opening, patience: timedelta) -> None:
 
 
 def gloo_devices(interfaces: tuple[str, ...]) -> Devices:
-    """Return a Gloo device per interface, shared by all groups of the process."""
+    """Return a Gloo device per interface, shared by the process's groups."""
     # If TORCH_GLOO_LAZY_INIT makes groups connect on demand, each group needs its own device:
     # groups that share a device would mix up their connections and hang (torch 2.13).
     if connects_late():
@@ -238,12 +237,12 @@ class DroppedMessages:
         self._counting = threading.Lock()
 
     def add(self, work: Any, *, is_from_anyone: bool) -> None:
-        """Keep a dropped message's ``work``; a thread waits for it unless it is from anyone."""
+        """Keep a dropped message's ``work``; wait in a thread unless it is from anyone."""
         # No thread waits for a receive from any member, since closing the group cannot release it.
         (self._from_anyone if is_from_anyone else self._unfinished).append(work)
 
     def look(self) -> None:
-        """Start a thread that waits for dropped messages, if any are left and few threads wait."""
+        """Start a thread that waits for dropped messages, if any remain and few threads wait."""
         with self._counting:
             if not self._unfinished or self._num_waiting >= _MOST_THREADS:
                 return
@@ -255,7 +254,7 @@ class DroppedMessages:
             raise
 
     def close(self) -> bool:
-        """Drop all messages; return whether threads still wait for some of them."""
+        """Drop all messages; return whether threads still wait."""
         self._unfinished.clear()
         self._from_anyone.clear()
         return self._num_waiting > 0
@@ -277,7 +276,7 @@ class DroppedMessages:
 
 
 def start_expiring(group: Any, peer: int) -> Any:
-    """Start a receive from ``peer`` that no member sends; return it, None if ``peer`` is lost."""
+    """Start a receive from ``peer`` that never arrives; return None if ``peer`` is lost."""
     try:
         return group.recv([torch.zeros(1, device="cpu")], peer, _ABORT_TAG)
     except RuntimeError:
@@ -285,7 +284,7 @@ def start_expiring(group: Any, peer: int) -> Any:
 
 
 def expire(messages: Iterable[Any]) -> None:
-    """Wait for one of ``messages`` to time out, so that Gloo closes all connections."""
+    """Wait until a message times out, so that Gloo closes all connections."""
     for message in messages:
         if message is None:
             continue
@@ -298,7 +297,7 @@ def expire(messages: Iterable[Any]) -> None:
 
 
 def drop_within(limit: timedelta, last_references: list[Any]) -> None:
-    """Destroy a group by clearing ``last_references`` in a thread; wait up to ``limit``."""
+    """Destroy a group in a thread by clearing ``last_references``; wait up to ``limit``."""
     # On torch 2.13, a Gloo send may stay in flight forever if its connection is lost.
     has_ended = threading.Event()
 

@@ -1,16 +1,16 @@
-"""Run collectives as kernels on device streams: NCCL, and XCCL, which has the same interface.
+"""Run collectives as kernels on device streams: NCCL, and XCCL with the same interface.
 
-A start returns once the kernel is enqueued, and a wait blocks the current stream, not the host. So
-no wait detects a member that never calls: a thread checks all works (``watch``) ten times a second,
-and aborts the communicator of a call that failed or is late. It uses c10d's state and never queries
-a device, because a query would invalidate the CUDA graph capture of another thread. NCCL ends the
-kernels of an aborted communicator as if they were done, so success must be recorded before.
+A start enqueues the kernel, and a wait blocks the current stream, not the host. So no wait detects
+a member that never calls: a thread checks all works (``watch``) ten times a second, and aborts the
+communicator of a failed or late call. It uses c10d's state, because a device query would invalidate
+another thread's CUDA graph capture. NCCL ends the kernels of an aborted communicator as if done, so
+success must be recorded before.
 
-A collective whose caller waits immediately runs on the current stream without a work (c10d's
-``asyncOp=False``), without another stream or events. For these calls the thread asks c10d's own
-watchdog, which sees every kernel and is configured to end nothing itself.
+If the caller waits immediately, the collective runs on the current stream without a work (c10d's
+``asyncOp=False``) or events. For these calls the thread asks c10d's watchdog, which sees every
+kernel and is configured to end nothing.
 
-Source of facts on c10d: ProcessGroupNCCL.cpp and ProcessGroupNCCL.hpp of pytorch 2.8 to 2.13.
+Source on c10d: ProcessGroupNCCL.cpp and .hpp of pytorch 2.8 to 2.13.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ is_capturing: Callable[[], bool] = getattr(
 
 
 class DeviceResult:
-    """Outcome of a work on a device, which does not keep the tensors alive."""
+    """Outcome of a work on a device; does not keep tensors alive."""
 
     # It does not hold the work, which keeps the tensors' memory.
 
@@ -82,19 +82,19 @@ class DeviceResult:
     """Its timeout, which the watchdog counts from its first check."""
     note: int | None
     """The number of the call's record."""
-    # Of most works these are as they stand here, which costs a call nothing.
+    # Most works keep these class attributes, which cost a call nothing.
     deadline: Deadline | None = None
     is_good: bool = False
-    """Whether it has ended well."""
+    """Whether it has succeeded."""
     error: MeshdistError | None = None
-    """Why it has not, explained, where it was the first to fail."""
+    """The error that explains why it failed, if it was the first to fail."""
 
     def bound(self, limit: timedelta) -> None:
-        """Set a new timeout, which counts from the next ``look``."""
+        """Set a new timeout, which starts at the next ``look``."""
         self.limit, self.deadline = limit, None
 
     def look(self) -> BackendFailure | None:
-        """Update ``is_good``; return the failure of a work that failed or is late, else None."""
+        """Update ``is_good``; return the failure of a failed or late work, else None."""
         if self.result.done():
             result = WorkResult(self.result.value())
             if result == WorkResult.SUCCESS:
@@ -108,14 +108,13 @@ class DeviceResult:
 
 
 class EnqueuedWork(Request):
-    """Request for c10d's ``work`` on a device's stream, whose end ``outcome`` records.
+    """Request for c10d's ``work`` on a stream; ``outcome`` records its end.
 
     Args:
-        communicator: watches for its end, unless a CUDA graph is captured.
+        communicator: watches it, unless a CUDA graph is captured.
         limit: its timeout.
-        work: c10d's work.
-        then: enqueues, after the work, the operations that complete the result.
-        note: the number of the call's record.
+        then: enqueues the operations that complete the result.
+        note: the call's record number.
     """
 
     __slots__ = ("adds_to_stream", "communicator", "outcome", "then", "work")
@@ -146,7 +145,7 @@ class EnqueuedWork(Request):
             communicator.outcomes.add(outcome)
 
     def wait(self, seconds: float) -> int:
-        """Make the current stream wait (``seconds`` is ignored); return 0, or 1 if that fails."""
+        """Make the current stream wait, whatever ``seconds``; return 0, or 1 if that fails."""
         communicator = self.communicator
         if communicator.is_aborted or communicator.explaining.locked():
             return 1
@@ -180,7 +179,7 @@ class EnqueuedWork(Request):
         self.outcome.bound(timeout)
 
     def is_completed(self) -> bool:
-        """Return whether the work is done on the device, or has failed; queries the device."""
+        """Query the device; return whether the work is done or failed."""
         return self.outcome.is_good or self.communicator.is_aborted or self.work.is_completed()
 
     def _source_rank(self) -> int:
@@ -188,7 +187,7 @@ class EnqueuedWork(Request):
 
 
 class EnqueueingCommunicator(C10dCommunicator):
-    """Communicator over NCCL or XCCL; the group's ``timeout`` bounds connecting and closing."""
+    """Communicator over NCCL or XCCL; ``timeout`` bounds connecting and closing."""
 
     arithmetic = NCCL
     gathers_uneven = True
@@ -323,7 +322,7 @@ class EnqueueingCommunicator(C10dCommunicator):
         self.is_aborted = True  # operations that have not ended by now never will
 
     def _shut_down(self) -> None:
-        """Run c10d's shutdown once; wait up to the timeout for kernels to end."""
+        """Run c10d's shutdown once; wait for kernels up to the timeout."""
         if self._last_call is not None:
             return
         self._last_call = TimeoutCall(self.torch_group.shutdown, "shutdown")
@@ -345,7 +344,7 @@ class EnqueueingCommunicator(C10dCommunicator):
         return True
 
     def _cut_off(self) -> Any:
-        """Mark as aborted, so that waits fail; return c10d's group, None if marked before."""
+        """Mark as aborted, so that waits fail; return c10d's group, None if already marked."""
         group = self.torch_group
         if self.is_aborted or group is CLOSED:
             return None
@@ -359,7 +358,7 @@ class EnqueueingCommunicator(C10dCommunicator):
     def _fail(
         self, failure: BackendFailure, limit: timedelta, outcome: DeviceResult | None = None
     ) -> None:
-        """Log the error of ``failure`` in work ``outcome``, keep it for waits, and abort."""
+        """Log the error of ``failure`` in ``outcome``'s work, keep it for waits, and abort."""
         failure.limit, error = limit, None
         with self.explaining:
             try:
@@ -374,7 +373,7 @@ class EnqueueingCommunicator(C10dCommunicator):
         _log.error("%s", error)
 
     def _find_failure(self, group: Any) -> BackendFailure | None:
-        """Return the failure that c10d's own watchdog has found, or None."""
+        """Return the failure that c10d's watchdog has found, or None."""
         found = group.get_error().name
         if found == "SUCCESS":
             return None
@@ -383,7 +382,7 @@ class EnqueueingCommunicator(C10dCommunicator):
         return BackendFailure(f"{self.backend.upper()} reports {found}")
 
     def _check_outcome(self, outcome: DeviceResult) -> None:
-        """Raise the error of a work that an abort interrupted; ignore other works."""
+        """Raise the error of a work that an abort interrupted."""
         if outcome.is_good or not (self.is_aborted or self.explaining.locked()):
             return
         with self.explaining:  # the watchdog may be about to say why
@@ -419,7 +418,7 @@ class EnqueueingCommunicator(C10dCommunicator):
 
 @dataclass(eq=False, slots=True)
 class _PolledResult:
-    """Result of a work without a c10d future: ``done`` polls the device."""
+    """Result of a work without a c10d future; ``done`` polls the device."""
 
     work: Any
 
@@ -431,7 +430,7 @@ class _PolledResult:
 
 
 def _tells_errors(group: Any) -> bool:
-    """Return whether c10d's own watchdog reports the errors that it finds."""
+    """Return whether c10d's watchdog reports its errors."""
     try:
         group.get_error()
     except (AttributeError, RuntimeError):  # XCCL, or an older torch

@@ -1,4 +1,4 @@
-"""Open groups on Gloo, NCCL, UCC, XCCL, and backends that were written for torch."""
+"""Open groups on Gloo, NCCL, UCC, XCCL and torch plug-ins' backends."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ from .gloo import GlooCommunicator
 from .gloo_connections import agreed_devices, check_interfaces, connects_late, reach_fix
 from .stream_backends import ENDS_LATER, EnqueueingCommunicator
 
-_GIVING_UP = timedelta(seconds=5)  # later than Gloo, whose error names what is missing
+_GIVING_UP = timedelta(seconds=5)  # longer than Gloo, whose error names the cause
 _CONNECT_TIMEOUTS = 5  # Gloo waits up to this many timeouts for connections (torch 2.13)
 
 
 @dataclass(eq=False)
 class RegisteredBackend(BackendType):
-    """A backend whose communicators a function makes, with either of torch's two signatures.
+    """A backend made by a function with either of torch's two signatures.
 
     Args:
-        make: called as ``make(store, rank, size, timeout)``, or with extended_api as
-            ``make(options, backend_options)``; returns a torch process group.
+        make: returns a torch process group; called as ``make(store, rank, size, timeout)`` or, with
+            extended_api, as ``make(options, backend_options)``.
     """
 
     # The class is unknown until the function is called: each collective is tried, and composed of
@@ -133,7 +133,7 @@ class GlooBackend(BackendType):
 
 
 def adopt_torch_backends() -> None:
-    """Register a backend for each backend that a torch plug-in has registered."""
+    """Register all backends of torch plug-ins."""
     backends: Any = distributed_c10d.Backend
     for upper, plugin in tuple(backends._plugins.items()):
         name = upper.lower()
@@ -150,7 +150,7 @@ class UccCommunicator(C10dCommunicator):
 
 @dataclass(eq=False)
 class C10dBackend(BackendType):
-    """Backend on torch's class ``class_name``; ``build`` is the fix if torch lacks it."""
+    """Backend on torch's ``class_name``; ``build`` is the fix if torch lacks it."""
 
     name: str
     class_name: str
@@ -172,7 +172,7 @@ class C10dBackend(BackendType):
 
     @abstractmethod
     def _open(self, kind: Any, opening: Opening) -> Communicator:
-        """Return a communicator over a new process group of torch's class ``kind``."""
+        """Open a communicator over torch's class ``kind``."""
 
 
 class UccBackend(C10dBackend):
@@ -187,7 +187,7 @@ class UccBackend(C10dBackend):
 
 
 class XcclBackend(C10dBackend):
-    """XCCL for Intel GPUs, and the base of NCCL: members connect in ``connect``, not ``open``."""
+    """XCCL for Intel GPUs, and NCCL's base: members connect in ``connect``, not ``open``."""
 
     communicator_kind = EnqueueingCommunicator
     device_type = "xpu"
@@ -242,7 +242,7 @@ _LEFT_TO_US = {
 
 @contextmanager
 def _failures_left_to_us() -> Iterator[None]:
-    """Keep a ProcessGroupNCCL made in the context from ending collectives or the process."""
+    """Keep a ProcessGroupNCCL of the block from ending collectives or the process."""
     # meshdist raises failures in the waiting call. The settings are restored afterwards, so that
     # the program's own torch groups keep their failure handling.
     with _changing.current:
@@ -263,7 +263,7 @@ def _failures_left_to_us() -> Iterator[None]:
 
 
 def _options(kind: Any, opening: Opening) -> Any:
-    """Return new options of class ``kind`` for a group, with the program's fields."""
+    """Return options of class ``kind`` with the program's fields."""
     options = kind()
     given = opening.options
     if isinstance(given, kind):

@@ -1,7 +1,7 @@
-"""Run operations over MPI through mpi4py, among the ranks that mpiexec has started.
+"""Run operations over MPI through mpi4py.
 
-A collective is one nonblocking MPI call, which advances while it is polled. Reductions that MPI
-lacks run in another dtype (``datatypes``).
+A collective is a nonblocking MPI call, which advances in polls. Reductions that MPI lacks run in
+another dtype (``datatypes``).
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class MpiCommunicator(Communicator):
         return path
 
     def _find_shortcut(self, timeout: timedelta, operation: str, op: int, *_: Any) -> Any:
-        """Return the shortcut of calls that the native core checks; None for all others."""
+        """Return the shortcut of calls that the native core checks, else None."""
         if operation not in _AWAITING_ALL:
             return None
         return (
@@ -113,7 +113,7 @@ class MpiCommunicator(Communicator):
         )
 
     def _start_checked(self, operation: str, op: ReduceKind | None, *given: Any) -> Request | None:
-        """Start a call on checked tensors, with its timeout; return None if it is over."""
+        """Start a call on checked tensors with its timeout; return None if it is over."""
         *tensors, timeout = given
         if len(tensors) == 1:  # a list, which is read and written
             (outputs,), (inputs,) = tensors, tensors
@@ -171,7 +171,7 @@ class MpiCommunicator(Communicator):
     def _reduce_blocks(
         self, prepared: OperationArgs, whole: torch.Tensor, sizes: list[int] | None
     ) -> Request:
-        """Start a reduce-scatter of ``whole`` in blocks of ``sizes``; None: equal blocks."""
+        """Reduce-scatter ``whole`` in blocks of ``sizes`` (None: equal)."""
         (output,), kind = prepared.outputs, prepared.op
         assert kind is not None
         plan = find_plan(kind, whole.dtype)
@@ -349,10 +349,10 @@ class MpiCommunicator(Communicator):
         then: Callable[[], None] | None,
         *buffers: Any,
     ) -> Request:
-        """Start a collective by mpi4py's method ``name``, and finish it if the caller waits.
+        """Start mpi4py's method ``name``; finish it if the caller waits.
 
         Args:
-            kept: the tensors that it uses, kept while it runs.
+            kept: tensors to keep alive while it runs.
             then: copies the result back.
         """
         if self._is_cuda and kept is not None:
@@ -379,11 +379,11 @@ class MpiCommunicator(Communicator):
         others: list[int],
         *taken: Any,
     ) -> Request:
-        """Start a message by ``call``, mpi4py's Isend or Irecv, and return its request.
+        """Start a message by mpi4py's Isend or Irecv.
 
         Args:
             others: the possible peers.
-            taken: for a receive, MPI's status and the number of bytes.
+            taken: a receive's MPI status and number of bytes.
         """
         link = self._link
         if self._is_cuda:
@@ -398,7 +398,7 @@ class MpiCommunicator(Communicator):
         return link.start(MpiRequest(link, native_request, tensor, [others], None, *taken))
 
     def _tag(self, tag: int, dtype: torch.dtype) -> int:
-        """Return MPI's tag for a program's ``tag``, or its number if it is large, and ``dtype``."""
+        """Return MPI's tag for ``dtype`` and a program's ``tag``, or the large tag's number."""
         # MPI sends bytes: the dtype in the tag keeps a receive from any member from interpreting
         # them as another dtype.
         num_tags, link = (self._largest_tag + 1) // len(_CODES), self._link
@@ -423,7 +423,7 @@ class StagedMpiCommunicator(MpiCommunicator):
     """Communicator for CUDA tensors over an MPI that is not CUDA-aware."""
 
     def start(self, prepared: OperationArgs) -> Request:
-        """Start ``prepared``, and the collectives that compose it, on copies in host memory."""
+        """Start ``prepared``, and its composing collectives, on copies in host memory."""
         inputs, outputs = prepared.inputs, prepared.outputs
         if not any(x.is_cuda for x in (*inputs, *outputs)):
             return super().start(prepared)
@@ -435,7 +435,7 @@ class StagedMpiCommunicator(MpiCommunicator):
 
 
 class MpiBackend(BackendType):
-    """MPI through mpi4py: CPU tensors, and CUDA tensors directly or through host memory."""
+    """MPI through mpi4py: CPU tensors, and CUDA tensors directly or staged."""
 
     name = "mpi"
     device_types = frozenset({"cpu", "cuda"})
@@ -444,12 +444,12 @@ class MpiBackend(BackendType):
     def support(
         self, operation: str, device_type: str, dtype: torch.dtype, op: ReduceKind | None = None
     ) -> str:
-        """Return the support; CUDA tensors are "built", since they may be staged."""
+        """Return the support; "built" for CUDA tensors, which may be staged."""
         found = super().support(operation, device_type, dtype, op)
         return "built" if found and device_type != "cpu" else found
 
     def connection_for(self, device_type: str) -> str:
-        """Return the connection's name: the backend's, and the device type if not "cpu"."""
+        """Return the backend's name, with the device type if not "cpu"."""
         return self.name if device_type == "cpu" else f"{self.name}-{device_type}"
 
     def is_available(self) -> bool:
@@ -459,7 +459,7 @@ class MpiBackend(BackendType):
         return find_mpi_problem() or super().why_unavailable()
 
     def open(self, opening: Opening) -> Communicator:
-        """Open the group with only its members; the first group of a process starts MPI."""
+        """Open the group with only its members; a process's first group starts MPI."""
         link = open_link(opening)
         is_staged = opening.device_type == "cuda" and not is_cuda_aware()
         return (StagedMpiCommunicator if is_staged else MpiCommunicator)(opening, link)

@@ -1,4 +1,4 @@
-"""Connect the members of a group over MPI: through the store, then through MPI."""
+"""Connect a group's members over MPI: through the store, then through MPI."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ FindProcessInfos = Callable[[], Sequence[ProcessInfo | None]]
 
 @contextmanager
 def limited(opening: Opening, find_process_infos: FindProcessInfos) -> Iterator[None]:
-    """End the process if MPI's calls in the context, which open a group, take too long.
+    """End the process if MPI's calls in the block, which open a group, take too long.
 
     Args:
-        find_process_infos: returns each member's process info for the error, None if missing.
+        find_process_infos: returns each member's process info, or None, for the error.
     """
     timer = Timer(opening.timeout, partial(_end_opening, opening, find_process_infos))
     try:
@@ -76,7 +76,7 @@ _openings = itertools.count()
 
 
 def open_link(opening: Opening) -> MpiConnection:
-    """Open a group on MPI with calls of its members only."""
+    """Open a group on MPI; only its members call."""
     mine: dict[str, Any] = {"process_info": my_process_info().to_json()}
     try:
         MPI = _started(opening)
@@ -111,7 +111,7 @@ def open_link(opening: Opening) -> MpiConnection:
 
 
 def _started(opening: Opening) -> Any:
-    """Start MPI together with all ranks of its world, within the timeout; return mpi4py.MPI."""
+    """Start MPI with all ranks of its world, within the timeout; return mpi4py.MPI."""
     if load_mpi().Is_initialized():
         return start_mpi()
     store, keys = opening.store, [f"mpi starts/{member}" for member in range(len(opening.ranks))]
@@ -128,7 +128,7 @@ def _started(opening: Opening) -> Any:
 
 
 def _exchanged(opening: Opening, mine: dict[str, Any]) -> list[dict[str, Any]]:
-    """Store this member's entry ``mine``; return the entries of all members in group order."""
+    """Store this member's entry ``mine``; return all entries in group order."""
     store = opening.store
     store.set(f"mpi/{opening.rank}", json.dumps(mine))
     keys = [f"mpi/{member}" for member in range(len(opening.ranks))]
@@ -141,7 +141,7 @@ def _exchanged(opening: Opening, mine: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def parse_member(value: Any) -> dict[str, Any]:
-    """Return a member's entry, read from JSON, as checked values; raise if it is malformed."""
+    """Parse a member's JSON entry; raise if it is malformed."""
     found: dict[str, Any] = {"process_info": ProcessInfo.from_json(value["process_info"])}
     if "problem" in value:
         summary = str(value["problem"]["summary"])

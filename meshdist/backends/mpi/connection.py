@@ -1,8 +1,7 @@
-"""Track and wait for the operations in flight in a group over MPI.
+"""Track and wait for a group's operations in flight over MPI.
 
-Neither an abort nor a timeout can end MPI's own waits. So operations are started, and tested until
-they are done. If mpiexec ends this rank because another died, MPI raises nothing: a signal handler
-prints a last report.
+Neither an abort nor a timeout can end MPI's own waits, so operations are tested until done. If
+mpiexec ends this rank because another died, MPI raises nothing: a signal handler prints a report.
 """
 
 from __future__ import annotations
@@ -34,10 +33,10 @@ from ..requests import (
     given_up_for,
 )
 
-# As long as every rank of the host has a core of its own, spinning takes no core from a rank that
-# could work; to yield would leave the core to other programs for whole time slices.
+# If each rank of the host has a core to itself, spinning delays no other rank; to yield would leave
+# the core to other programs for whole time slices.
 _SPIN_S = 0.00015
-# MPI moves data while it is polled: a rank that sleeps early slows down what is under way.
+# MPI moves data while it is polled: a rank that sleeps early slows down operations in flight.
 _AWAKE_S = 0.02
 _LONGEST_PAUSE_S = 0.0002
 _LATE_S = 1.0
@@ -48,7 +47,7 @@ _LOOKS_PER_QUERY = 10  # a query to the store costs more than a look at a proces
 
 @dataclass(eq=False, slots=True)
 class MpiRequest(Request):
-    """A collective or message in flight, with the tensors whose memory it uses."""
+    """A collective or message in flight, with the tensors that it uses."""
 
     link: MpiConnection
     request: Any
@@ -82,7 +81,7 @@ class MpiRequest(Request):
         return Request.source(self) if self.status is None else int(self.status.Get_source())
 
     def test(self) -> bool:
-        """Test MPI's request, unless another thread tests it; return whether it is done."""
+        """Test MPI's request, unless another thread does; return whether it is done."""
         if not self.is_done and self.polling.acquire(blocking=False):
             try:
                 if not self.is_done:  # a second test after the end gets an empty status
@@ -92,7 +91,7 @@ class MpiRequest(Request):
         return self.is_done
 
     def test_quietly(self) -> bool:
-        """Return ``test()``, or True if it raises MPI's error, which ``finish`` raises again."""
+        """Return ``test()``, or True on MPI's error, which ``finish`` raises again."""
         try:
             return self.test()
         except self.link.MPI.Exception:
@@ -101,7 +100,7 @@ class MpiRequest(Request):
 
 @dataclass(eq=False)
 class MpiConnection:
-    """Connection of a member to a group over MPI, with its operations in flight."""
+    """A member's connection to a group over MPI, with its operations in flight."""
 
     MPI: Any
     comm: Any
@@ -120,11 +119,11 @@ class MpiConnection:
 
     @property
     def is_forked(self) -> bool:
-        """Return whether this process is a fork of the process that made the connection."""
+        """Return whether this is a forked child of the connection's process."""
         return self._process_id != os.getpid()
 
     def find_dead(self) -> list[int]:
-        """Return the group ranks of members whose processes have exited."""
+        """Return the group ranks whose processes have exited."""
         return [
             member
             for member, process_info in enumerate(self.process_infos)
@@ -132,7 +131,7 @@ class MpiConnection:
         ]
 
     def start(self, request: MpiRequest) -> MpiRequest:
-        """Keep a request while it is in flight, even if its Work is dropped; return it."""
+        """Keep a request in flight, even if its Work is dropped."""
         in_flight = self.in_flight
         with self.keeping:
             for _ in range(2):  # so that operations whose Work was dropped are freed in time
@@ -163,15 +162,15 @@ class MpiConnection:
             raise given_up_for(error, self.start(request).test_quietly) from None
 
     def forget(self, request: MpiRequest) -> None:
-        """Drop the reference to a request that is no longer in flight."""
+        """Drop the reference to a request that is over."""
         with self.keeping:
             self.in_flight.pop(request, None)
 
     def wait(self, request: MpiRequest, timeout: timedelta) -> None:
-        """Test ``request`` until it is done, yielding, then sleeping.
+        """Test ``request`` until done, yielding, then sleeping.
 
         Raises:
-            BackendFailure: it is late, aborted or closed, or a member that it awaits has exited.
+            BackendFailure: it is late, aborted or closed, or an awaited member has exited.
         """
         deadline, is_over = Deadline(timeout), partial(self._check_done, request.test)
         look, early = self._looks(request), Deadline(min(_LATE_S, deadline.left_s))
@@ -188,7 +187,7 @@ class MpiConnection:
             self.opening.store.set(left_key(self.opening.rank), "")
 
     def close(self) -> None:
-        """Free MPI's communicator, or keep it until the process ends if calls are in flight."""
+        """Free MPI's communicator, or keep it to the end if calls are in flight."""
         if self.is_closed:
             return
         self.is_closed = True
@@ -204,7 +203,7 @@ class MpiConnection:
         self.comm.Free()
 
     def check_size(self, count: int, num_bytes: int) -> None:
-        """Raise MessageMismatch unless ``count``, the received bytes, equals ``num_bytes``."""
+        """Raise MessageMismatch unless ``count`` received bytes equal ``num_bytes``."""
         if count != num_bytes:
             raise MessageMismatch(
                 f"a message of {count} bytes arrived for a receive of {num_bytes} bytes"
@@ -218,7 +217,7 @@ class MpiConnection:
         return BackendAborted(text) if self.is_aborted else BackendFailure(text)
 
     def _check_done(self, is_done: Callable[[], bool]) -> bool:
-        """Return ``is_done()``; raise if the communicator is closed, or aborted before then."""
+        """Return ``is_done()``; raise if closed, or aborted before."""
         if self.is_closed:  # maybe by another thread; MPI must not be polled any more
             raise BackendFailure("the communicator was closed")
         if is_done():
@@ -228,7 +227,7 @@ class MpiConnection:
         return False
 
     def _looks(self, request: MpiRequest) -> Callable[[], None]:
-        """Return a function to call often, which periodically checks whether a member is lost."""
+        """Return a function that, called often, checks periodically for lost members."""
         next_look, num_looks = time.perf_counter() + _LOOK_S, 0
 
         def look() -> None:
@@ -251,7 +250,7 @@ class MpiConnection:
             raise MemberLost(text, lost[0])
 
     def _find_left(self, awaited: Sequence[list[int]]) -> list[int]:
-        """Return the first set of members of which all have left, [] if there is none."""
+        """Return the first set of members that have all left, else []."""
         with suppress(RuntimeError):  # the store is lost
             check = self.opening.store.check
             return next((some for some in awaited if check([left_key(k) for k in some])), [])
@@ -264,7 +263,7 @@ _abandoned: list[Any] = []
 
 
 def _all_links() -> tuple[MpiConnection, ...]:
-    """Return this process's connections, also closed; () while another thread opens a group."""
+    """Return this process's connections; () while another thread opens a group."""
     try:
         return tuple(_links)
     except RuntimeError:
@@ -272,12 +271,12 @@ def _all_links() -> tuple[MpiConnection, ...]:
 
 
 def left_key(member: int) -> str:
-    """Return the store key that a member sets when it leaves."""
+    """Return the store key that a leaving member sets."""
     return f"left/{member}"
 
 
 def report_dead_ranks_at_the_end() -> None:
-    """Install a SIGTERM handler that prints which ranks died when mpiexec ends this rank."""
+    """Install a SIGTERM handler that prints the dead ranks when mpiexec ends this rank."""
     is_main = threading.current_thread() is threading.main_thread()
     if is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, _report)

@@ -1,15 +1,13 @@
 """Map tensors and reductions to MPI datatypes and operations.
 
-MPI calls take memory as an address, a count and a datatype. Before version 4, counts have 32 bits.
-There a larger message is sent as one element of a datatype of its size, and reductions are split
-into several calls.
+Before MPI 4, counts have 32 bits: a larger message is sent as one element of a datatype of its
+size, and reductions are split into several calls.
 
-MPI reduces integers, float32, float64 and their complex dtypes. Other reductions are converted.
-Narrower floats are widened, and rounded once at the end; so are sums of 8- and 16-bit integers,
-because Open MPI 5 saturates instead of wrapping. A bool is reduced with bitwise ops on its byte.
-MIN and MAX of floats run on integers of the same order: otherwise each step of an algorithm may
-order NaN and 1, or 0 and -0, differently, and members get different results (seen with Open MPI 5
-and MPICH 5).
+MPI reduces integers, float32, float64 and their complex dtypes. Narrower floats are widened, and
+rounded once at the end; so are sums of 8- and 16-bit integers, because Open MPI 5 saturates instead
+of wrapping. A bool is reduced bitwise. MIN and MAX of floats run on integers of the same order:
+otherwise an algorithm's steps may order NaN and 1, or 0 and -0, differently, and members' results
+differ (seen with Open MPI 5 and MPICH 5).
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ _PIECE = 1 << 30
 
 
 class MpiBuffers:
-    """Builder of MPI call arguments for tensors; ``most`` is a call's largest count."""
+    """Builder of MPI call arguments; ``most`` is a call's largest count."""
 
     def __init__(self, MPI: Any) -> None:
         self.most = _MOST if MPI.Get_version() >= (4, 0) else _MOST_BEFORE_4
@@ -46,7 +44,7 @@ class MpiBuffers:
         self.large_type = lru_cache(256)(self._new_large_type)
 
     def numbers(self, x: torch.Tensor, kind: Any, num_blocks: int = 1) -> tuple[Any, int, Any]:
-        """Return MPI's argument to reduce elements of ``x``: memory, count per block, ``kind``."""
+        """Return MPI's argument to reduce ``x``: memory, count per block, ``kind``."""
         count = x.numel()
         return self._at(x.data_ptr(), count * x.itemsize), count // num_blocks, kind
 
@@ -78,7 +76,7 @@ class MpiBuffers:
 
 
 def view_or_pack(tensors: Tensors, scratch: Scratch) -> tuple[torch.Tensor, Afterwards]:
-    """Return a flat tensor of all ``tensors``, and a function that frees it; None for a view."""
+    """Return all ``tensors`` in a flat tensor, and a function to free it (None: a view)."""
     whole = _in_a_row(tensors)
     if whole is not None:
         return whole, None
@@ -88,7 +86,7 @@ def view_or_pack(tensors: Tensors, scratch: Scratch) -> tuple[torch.Tensor, Afte
 
 
 def view_or_unpack(outputs: Tensors, scratch: Scratch) -> tuple[torch.Tensor, Afterwards]:
-    """Return a view of ``outputs`` and None; or a buffer and a function to copy it to them."""
+    """Return a view of ``outputs`` and None, or a buffer and a function to unpack it."""
     whole = _in_a_row(outputs)
     if whole is not None:
         return whole, None
@@ -102,7 +100,7 @@ def view_or_unpack(outputs: Tensors, scratch: Scratch) -> tuple[torch.Tensor, Af
 
 
 def _in_a_row(tensors: Tensors) -> torch.Tensor | None:
-    """Return a flat view of tensors that are consecutive in one storage; else None."""
+    """Return a flat view of tensors that are consecutive in one storage, else None."""
     first = next((x for x in tensors if x.numel()), tensors[0])
     item, start = first.itemsize, first.data_ptr()
     end = start
@@ -120,13 +118,12 @@ def _in_a_row(tensors: Tensors) -> torch.Tensor | None:
 
 @dataclass(frozen=True)
 class MpiReduction:
-    """Plan for one reduction of one dtype.
+    """Plan for an op on a dtype.
 
     Args:
-        op: the reduction that MPI runs.
-        wide: the dtype to which the elements are converted before MPI reduces them, or None.
-        in_order: the integer dtype to which floats are mapped in their order for MIN or MAX, or
-            None.
+        op: MPI's op.
+        wide: the dtype in which MPI reduces, or None for the own dtype.
+        in_order: the integer dtype that orders floats for MIN or MAX, or None.
         divides: whether the result is divided by the number of members.
     """
 
@@ -137,11 +134,11 @@ class MpiReduction:
 
     @cached_property
     def is_plain(self) -> bool:
-        """Return whether MPI reduces the tensor's own memory, without conversion."""
+        """Return whether MPI reduces the tensor's own memory."""
         return self.wide is None and self.in_order is None and not self.divides
 
     def encode(self, x: torch.Tensor, scratch: Scratch) -> torch.Tensor:
-        """Return the flat array that MPI reduces for ``x``: a view, a copy, or ``scratch``."""
+        """Return the flat array that MPI reduces for ``x``: a view, a copy or ``scratch``."""
         x = x.detach().view(-1)
         if self.wide is not None:
             narrow, x = x, scratch.take(x.numel(), x.new_empty(0, dtype=self.wide))
@@ -152,11 +149,11 @@ class MpiReduction:
 
     @property
     def is_in_place(self) -> bool:
-        """Return whether ``encode`` returns a view of the tensor's own memory."""
+        """Return whether ``encode`` returns a view."""
         return self.wide is None and self.in_order is None
 
     def decode(self, result: torch.Tensor, output: torch.Tensor, size: int) -> None:
-        """Write MPI's reduction into ``output`` in its dtype; for a mean, divided by ``size``."""
+        """Write MPI's reduction into ``output`` in its dtype, for a mean divided by ``size``."""
         with writing():
             if self.in_order is not None:
                 result = flip(result).view(self.wide or output.dtype)
@@ -171,7 +168,7 @@ class MpiReduction:
 
 @cache
 def find_plan(op: ReduceKind, dtype: torch.dtype) -> MpiReduction:
-    """Return the plan to reduce ``dtype`` with ``op``; raise DtypeError if there is none."""
+    """Return the plan for ``op`` on ``dtype``, or raise DtypeError."""
     check_reducible("mpi", op, dtype)
     if dtype is torch.bool:
         return MpiReduction(ON_BOOL[op])
@@ -188,18 +185,18 @@ def find_plan(op: ReduceKind, dtype: torch.dtype) -> MpiReduction:
 
 @cache
 def plain_sums(MPI: Any) -> dict[torch.dtype, Any]:
-    """Return MPI's datatypes for the dtypes that it sums itself."""
+    """Return MPI's datatypes of the dtypes that it sums."""
     kinds = [dtype for dtype in DTYPES if find_plan(ReduceOp.SUM, dtype).is_plain]
     return {dtype: mpi_type(MPI, dtype) for dtype in kinds if dtype is not torch.bool}
 
 
 @cache
 def mpi_type(MPI: Any, dtype: torch.dtype) -> Any:
-    """Return MPI's datatype for a dtype that it computes in."""
+    """Return MPI's datatype for computing in ``dtype``."""
     return getattr(MPI, DTYPES[dtype].mpi)
 
 
 @cache
 def mpi_op(MPI: Any, op: ReduceKind) -> Any:
-    """Return MPI's predefined operation for ``op``."""
+    """Return MPI's predefined ``op``."""
     return getattr(MPI, "PROD" if op == ReduceOp.PRODUCT else op.name)

@@ -1,10 +1,10 @@
-"""Set up memory that the processes of one host share, on all members or on none.
+"""Set up memory that a host's processes share, on all members or none.
 
-The first member creates the memory and an abstract Unix socket (``listener``), and writes the
-socket's address to the store. Each member connects and sends a pidfd, a handle to its process. When
-all have connected, each gets the memory and all pidfds, and confirms that it has mapped them. A
-member that fails writes its reason to the store, which keeps the first reason, and disconnects: in
-the end all members share the memory, or all raise the same reason.
+The first member creates the memory and an abstract Unix socket (``listener``), whose address it
+writes to the store. Each member connects and sends its pidfd, a process handle. When all have
+connected, each gets the memory and all pidfds, and confirms the mapping. A member that fails writes
+its reason to the store, which keeps the first reason, and disconnects: all members share the
+memory, or all raise the same reason.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ _GRACE_S = 1.0  # others wait longer than the first member, which knows which me
 
 @dataclass(frozen=True)
 class Shared:
-    """Open descriptors that the member closes: the memory, and each process (-1: its own)."""
+    """Open descriptors that the member closes: memory, and processes (-1: its own)."""
 
     memory: int
     processes: tuple[int, ...]
 
 
 class _Trouble(Exception):
-    """Reason why sharing fails: one of ``_KINDS``, and a text."""
+    """Reason of a failure: one of ``_KINDS``, and a text."""
 
     def __init__(self, kind: str, text: str) -> None:
         super().__init__(text)
@@ -57,16 +57,14 @@ def share(
     timeout_s: float,
     find_lost: Callable[[], str] = str,
 ) -> None:
-    """Share memory among the members of one group; return when all have attached to it.
+    """Share memory among a group's members; return when all have attached.
 
     Args:
-        store: a store for the keys of this group only.
-        rank: this member's group rank.
-        ranks: the members' global ranks, for messages.
-        make_memory: makes the memory and returns its open file; called on the first member.
-        attach: maps the memory; called on every member. Raises OSError, MemoryError or
-            RuntimeError if it fails.
-        find_lost: returns a text that names members that have exited, "" for none.
+        store: for keys of this group only.
+        ranks: global ranks, for messages.
+        make_memory: called on the first member; returns the memory's open file.
+        attach: maps the memory; raises OSError, MemoryError or RuntimeError.
+        find_lost: returns text about exited members, or "".
     """
     try:
         with ExitStack() as stack:  # closes open descriptors once all members know the reason
@@ -87,7 +85,7 @@ def share(
 
 @dataclass
 class _Member:
-    """A member's part in sharing the memory, with the arguments of ``share`` as fields."""
+    """A member's part, with the arguments of ``share`` as fields."""
 
     store: Store
     rank: int
@@ -100,7 +98,7 @@ class _Member:
     next_look: Deadline = field(default_factory=lambda: Deadline(_SLICE_S))  # into the store
 
     def lead(self) -> None:
-        """Create the memory, as the first member, and send it to the others."""
+        """Create the memory on the first member, and send it to the others."""
         held: list[int] = []
         self.stack.callback(close_all, held)
         try:
@@ -145,7 +143,7 @@ class _Member:
                 send(connection, 0, [], self.deadline)
 
     def _await_confirmations(self, connections: Mapping[socket.socket, int]) -> None:
-        """Wait until every other member has confirmed that it uses the memory."""
+        """Wait until every other member has confirmed the mapping."""
         left = dict(connections)
         while left:
             for socket_ in self._ready(left, set(left.values())):
@@ -153,7 +151,7 @@ class _Member:
                     receive(socket_, self.deadline)
 
     def follow(self) -> None:
-        """Receive the memory from the first member, attach to it, and confirm that."""
+        """Receive the memory from the first member, attach, and confirm that."""
         address = self._await_address()
         with _as_trouble(self.ranks[self.rank], f"rank {self.ranks[0]}"):
             connection = self.stack.enter_context(socket.socket(socket.AF_UNIX))
@@ -179,10 +177,10 @@ class _Member:
     def _ready(
         self, sockets: Iterable[socket.socket], awaited: Iterable[int]
     ) -> list[socket.socket]:
-        """Poll for readable sockets; raise _Trouble if a member failed or is late.
+        """Wait for readable sockets; raise _Trouble if a member failed or is late.
 
         Args:
-            awaited: the group ranks of the members that are late at the deadline.
+            awaited: group ranks that are late at the deadline.
         """
         with selectors.PollSelector() as selector:
             for socket_ in sockets:
@@ -214,7 +212,7 @@ class _Member:
 
 @contextmanager
 def _as_trouble(rank: int, other: str) -> Iterator[None]:
-    """Convert errors of the body to a _Trouble that names ``rank`` and its peer ``other``."""
+    """Convert the block's errors to a _Trouble of ``rank`` and its peer ``other``."""
     try:
         yield
     except ConnectionRefusedError as error:
@@ -229,13 +227,13 @@ def _as_trouble(rank: int, other: str) -> Iterator[None]:
 
 
 def _first_trouble(store: Store, trouble: _Trouble) -> tuple[str, str]:
-    """Store ``trouble`` if it is the first; return kind and text of the stored trouble."""
+    """Store ``trouble`` if it is the first; return kind and text of the first."""
     mine = json.dumps([trouble.kind, str(trouble)])
     return _read_trouble(store.compare_set(_TROUBLE, "", mine))
 
 
 def _read_trouble(found: bytes) -> tuple[str, str]:
-    """Return kind and text of a trouble from the store; kind "left" if it is malformed."""
+    """Parse kind and text of a trouble in the store; kind "left" if malformed."""
     with suppress(ValueError, TypeError, RecursionError):
         kind, text = json.loads(found)
         if kind in _KINDS:

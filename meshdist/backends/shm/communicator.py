@@ -1,8 +1,8 @@
-"""Run operations through shared memory, among the ranks of one host.
+"""Run operations in shared memory among one host's ranks.
 
-The native core (``native/``) does the work; it takes addresses, counts and codes. It compares every
-call with the other members' before it returns a result, detects exited members by their pidfds, and
-ends waits at an abort. ``attach`` connects the members.
+The native core (``native/``) takes addresses, counts and codes. It compares every call with the
+other members' before it returns a result, detects exited members by their pidfds, and ends waits at
+an abort.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ Places = Sequence[tuple[int, int]]
 
 
 class ShmCommunicator(Communicator):
-    """Communicator in shared memory, over the native communicator ``core``."""
+    """Communicator over the native communicator ``core``."""
 
     ways: ClassVar[Mapping[str, str]] = dict.fromkeys(BACKEND_OPERATIONS, "start")
     averages_at_once = True
@@ -148,7 +148,7 @@ class ShmCommunicator(Communicator):
         return DONE
 
     def _message(self, prepared: OperationArgs) -> Request:
-        """Run a send or receive if the caller waits, else start it; return its request."""
+        """Run a send or receive if the caller waits, else start it."""
         is_send, peer = not prepared.outputs, prepared.root
         (tensor,) = prepared.inputs or prepared.outputs
         message = is_send, -1 if peer is None else peer, prepared.tag
@@ -227,7 +227,7 @@ class ShmBackend(BackendType):
         )
 
     def open(self, opening: Opening) -> Communicator:
-        """Open the group's memory; if a member cannot, raise BackendUnsupported on all members."""
+        """Open the group's memory; raise BackendUnsupported on all members if one cannot."""
         if not opening.is_one_host:
             raise BackendUnsupported("its ranks run on several hosts")
         core = _share(
@@ -242,10 +242,10 @@ class ShmBackend(BackendType):
 
 
 def _make_segment(size: int, is_crowded: bool) -> int:
-    """Create the shared memory of a group of ``size``; return its file descriptor.
+    """Create the memory of a group of ``size``; return its file descriptor.
 
     Args:
-        is_crowded: whether the host has more ranks than cores, so that waits do not spin.
+        is_crowded: whether ranks outnumber the host's cores: then waits do not spin.
     """
     slot, ring = next((s, r) for most, s, r in _MEMORY if most is None or size <= most)
     _check_room(_core.segment_bytes(size, slot, ring))
@@ -259,14 +259,14 @@ def _make_memory(num_bytes: int) -> int:
 
 
 def _check_room(num_bytes: int) -> None:
-    """Raise MemoryError if the system has fewer than ``num_bytes`` of free memory."""
+    """Raise MemoryError if the system has fewer than ``num_bytes`` free."""
     free = free_bytes()
     if num_bytes > free:
         raise MemoryError(f"{num_bytes:,} bytes are needed, but only {free:,.0f} are free")
 
 
 def _attach_memory(shared: Shared) -> Any:
-    """Map and return memory for buffers; close the unneeded process handles."""
+    """Map memory for buffers; close the unneeded process handles."""
     for pidfd in shared.processes:
         if pidfd >= 0:
             os.close(pidfd)
@@ -274,7 +274,7 @@ def _attach_memory(shared: Shared) -> Any:
 
 
 def _share(opening: Opening, make: Callable[[], int], attach: Callable[[Shared], Any]) -> Any:
-    """Return the result of ``attach`` on memory that ``make`` has opened on the first member."""
+    """Return ``attach``'s result on memory that ``make`` opened on the first member."""
     made: list[Any] = []
 
     def attach_and_close(shared: Shared) -> None:
@@ -298,7 +298,7 @@ _BYTES = (DTYPE_CODES.get(torch.uint8, 0), 0)
 
 @cache
 def _reductions() -> list[tuple[ReduceKind, int, dict[torch.dtype, int]]]:
-    """Return the native core's reductions: op, its number, and its code for each dtype."""
+    """Return the core's reductions: op, number, and code by dtype."""
     codes = [(number, dtype, code) for (dtype, number), (_, code) in REDUCTION_CODES.items()]
     return [
         (op, op.value, {dtype: code for number, dtype, code in codes if number == op.value})
@@ -307,7 +307,7 @@ def _reductions() -> list[tuple[ReduceKind, int, dict[torch.dtype, int]]]:
 
 
 def _core_operations() -> dict[str, tuple[int, TensorLayout, TensorLayout]]:
-    """Return each operation's number in the core, and the layouts of its tensors."""
+    """Return each operation's number in the core and its tensor layouts."""
     found = {}
     for way, operation in BACKEND_OPERATIONS.items():
         name, forms = way.removesuffix("_single"), [operation.takes, operation.gives]
@@ -334,11 +334,11 @@ _NOWHERE: tuple[int, int, Places] = (0, 0, ())
 def _placed(
     form: TensorLayout, tensors: Tensors, sizes: Sizes, scale: int
 ) -> tuple[int, int, Places]:
-    """Return ``(address, count, ())`` of a single tensor; else ``(0, 0, [(address, count), ...])``.
+    """Return ``(address, count, ())`` of a tensor, ``(0, 0, [(address, count), ...])`` of several.
 
     Args:
-        sizes: the elements of each part, if a single tensor is sent in parts.
-        scale: the core's elements for each element: 1, or its bytes.
+        sizes: the elements of each part, if a tensor is sent in parts.
+        scale: the core's elements per element: 1, or its bytes.
     """
     if form is _ONE:
         tensor = tensors[0]
@@ -371,11 +371,11 @@ def failure_of(
     number: int | None = None,
     message: tuple[bool, int, int] | None = None,
 ) -> BackendFailure:
-    """Return the BackendFailure for a ``status`` of the native core and its record ``failure``.
+    """Return the BackendFailure for the native core's ``status`` and record ``failure``.
 
     Args:
-        number: the number of the call or message, for RanksMismatch.
-        message: whether it is a send, the peer and the tag.
+        number: the call's or message's, for RanksMismatch.
+        message: (is_send, peer, tag).
     """
     known = _core.STATUSES
     cause = failure.status if status == known["ABORTED"] else status
@@ -402,13 +402,13 @@ def failure_of(
 
 
 def _gone(failure: Any) -> list[int]:
-    """Return the members that have exited or closed, according to the core's ``failure``."""
+    """Return the members that have exited or closed, by the core's ``failure``."""
     pairs = zip(failure.has_exited, failure.was_closed, strict=True)
     return [member for member, seen in enumerate(pairs) if any(seen)]
 
 
 def _lost(failure: Any, message: tuple[bool, int, int] | None) -> MemberLost:
-    """Return MemberLost for the peer in ``message`` if it is gone, else for another member."""
+    """Return MemberLost for ``message``'s peer if gone, else for another member."""
     member, gone = failure.culprit, _gone(failure)
     if message is not None and message[1] in gone:
         member = message[1]

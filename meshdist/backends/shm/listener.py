@@ -1,10 +1,9 @@
 """Admit only the members of a group to its shared memory.
 
-Any process of the host can connect to a Unix socket. The first member therefore creates a secret,
-which the other members read from the store and send in their first message. Connections that send
-anything else are dropped, and silent connections do not block members. A process of another user
-gets an answer, since it may be a member. This does not exclude a process of the same user that can
-read the store.
+Any process of the host can connect to a Unix socket. So the first member creates a secret, which
+the other members read from the store and send first. Connections that send anything else are
+dropped, and silent connections do not block members. Another user's process gets an answer, since
+it may be a member. This does not exclude processes of the same user that can read the store.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _SHORTEST_S = 0.05
 
 
 def send(connection: socket.socket, number: int, files: Sequence[int], deadline: Deadline) -> None:
-    """Send a number and open files, the files in as many messages as they need; see ``receive``."""
+    """Send a number and open files, in as many messages as needed; see ``receive``."""
     limit(connection, deadline)
     connection.sendall(_HEAD.pack(number, len(files)))
     for start in range(0, len(files), MOST_FILES):
@@ -39,7 +38,7 @@ def send(connection: socket.socket, number: int, files: Sequence[int], deadline:
 def receive(
     connection: socket.socket, deadline: Deadline, most_files: int = 0
 ) -> tuple[int, list[int]]:
-    """Return number and files, ``most_files`` at most, from ``send``; the caller closes these."""
+    """Return number and files from ``send``, ``most_files`` at most; the caller closes these."""
     data = b""
     while len(data) < _HEAD.size:
         limit(connection, deadline)
@@ -77,7 +76,7 @@ def limit(connection: socket.socket, deadline: Deadline) -> None:
 def send_part(
     connection: socket.socket, data: bytes, files: Sequence[int], deadline: Deadline
 ) -> None:
-    """Send a few bytes and open files in a single message, for ``receive_part``."""
+    """Send a few bytes and open files in one message, for ``receive_part``."""
     if not wait_until(partial(_try_to_send, connection, data, files), deadline):
         raise OSError(errno.ETOOMANYREFS, os.strerror(errno.ETOOMANYREFS))
 
@@ -85,7 +84,7 @@ def send_part(
 def receive_part(
     connection: socket.socket, num_bytes: int, most_files: int
 ) -> tuple[bytes, list[int], bool]:
-    """Receive a message with ``most_files`` at most; return bytes, files, and whether all came."""
+    """Receive a message with ``most_files`` at most; return bytes, files, and completeness."""
     # socket.recv_fds would let child programs inherit the descriptors.
     room = socket.CMSG_SPACE(most_files * _FILE_BYTES)
     data, more, flags, _ = connection.recvmsg(num_bytes, room, socket.MSG_CMSG_CLOEXEC)
@@ -103,7 +102,7 @@ def close_all(files: list[int]) -> None:
 
 
 def _try_to_send(connection: socket.socket, data: bytes, files: Sequence[int]) -> bool:
-    """Send ``data`` with open files; return False while too many of this user are in flight."""
+    """Send ``data`` with open files; return False while this user has too many in flight."""
     try:
         connection.sendmsg(
             [data], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files))]
@@ -125,7 +124,7 @@ _SILENT_S = 1.0  # how long each may stay silent while others wait to connect
 
 
 class Listener:
-    """The first member's listening socket, and connections that have not sent a greeting."""
+    """The first member's listening socket, and connections without a greeting."""
 
     def __init__(self, size: int) -> None:
         name = f"meshdist-{secrets.token_hex(16)}"
@@ -142,20 +141,20 @@ class Listener:
             raise
 
     def close(self) -> None:
-        """Close the socket, and the connections that have not sent a greeting."""
+        """Close the socket and the connections without a greeting."""
         for connection in (self._listener, *self._silent):
             connection.close()
         self._silent.clear()
 
     def watched(self) -> list[socket.socket]:
-        """Return the sockets that ``look`` takes once readable: the listener, new connections."""
+        """Return the sockets to ``look`` at once readable: the listener, new connections."""
         is_full = (
             len(self._silent) >= _MOST_SILENT and not next(iter(self._silent.values())).is_over
         )
         return [*self._silent] if is_full else [self._listener, *self._silent]
 
     def look(self, connection: socket.socket) -> tuple[int, socket.socket, int] | None:
-        """Read from a watched socket; return a new member's (place, connection, file) or None."""
+        """Read a watched socket; return a new member's (place, connection, file) or None."""
         if connection is self._listener:
             self._accept()
         if self._silent.pop(connection, None) is None:
@@ -201,7 +200,7 @@ class Listener:
 def enter(
     connection: socket.socket, address: str, place: int, pidfd: int, deadline: Deadline
 ) -> bool:
-    """Send ``place`` and a ``pidfd`` to the listener; return False if it is another user's."""
+    """Send ``place`` and ``pidfd`` to the listener; return False if it is another user's."""
     try:
         name, secret = address.split()
         greeting = _GREETING.pack(bytes.fromhex(secret), place)
@@ -217,14 +216,14 @@ def enter(
 
 
 def _peer_user(connection: socket.socket) -> int:
-    """Return the id of the user whose process is at the connection's other end."""
+    """Return the user id of the process at the connection's other end."""
     size = struct.calcsize("3i")
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
     return int(struct.unpack("3i", credentials)[1])
 
 
 def _try_to_connect(connection: socket.socket, name: str) -> bool:
-    """Connect; return False while too many others wait to be accepted."""
+    """Connect; return False while too many others wait."""
     try:
         connection.connect(f"\0{name}")
     except BlockingIOError:

@@ -1,7 +1,7 @@
-"""Run operations among simulated ranks, the threads of one process.
+"""Run operations among simulated ranks.
 
-All members share a process, so every call is compared before any data moves, and deadlocks raise
-immediately. Timeouts are accepted and never expire: simulated ranks have no clock.
+Members share a process, so every call is compared before data moves, and deadlocks raise
+immediately. Timeouts never expire: simulated ranks have no clock.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class SimulatedCommunicator(Communicator):
         return super().support(operation, device_type, dtype, op)
 
     def _collective(self, prepared: OperationArgs) -> Request:
-        """Start a collective; the last member that starts it moves the data."""
+        """Start a collective; the last member to start moves the data."""
         self._check_usable()
         way, op, root, sizes = prepared.way, prepared.op, prepared.root, prepared.sizes
         inputs, outputs = prepared.inputs, prepared.outputs
@@ -94,7 +94,7 @@ class SimulatedCommunicator(Communicator):
         return DONE
 
     def _recv(self, prepared: OperationArgs) -> Request:
-        """Start a receive from a member, or any; it gets the message that was sent first."""
+        """Start a receive from a member, or any, of the message sent first."""
         self._check_usable()
         (tensor,), peer, tag = prepared.outputs, prepared.root, prepared.tag
         synchronize(tensor)
@@ -120,15 +120,15 @@ class SimulatedCommunicator(Communicator):
             raise BackendFailure("the communicator was closed")
 
     def _noted(self, prepared: OperationArgs) -> CallRecord:
-        """Return the record of a call, with this group's number and name."""
+        """Return a call's record, with this group's number and name."""
         recorder = prepared.recorder
-        assert recorder is not None  # a backend's own calls are those of other backends
+        assert recorder is not None  # other backends make internal calls
         note = recorder.find_note(prepared.number)
         assert note is not None
         return CallRecord(self._started, self._group, *note[2:])
 
     def _sizes(self, tensors: Tensors) -> tuple[int, ...]:
-        """Return the number of elements for each member, equal if there is a single tensor."""
+        """Return the number of elements per member, equal for a single tensor."""
         counts = tuple(tensor.numel() for tensor in tensors)
         return counts * self.size if len(counts) == 1 else counts
 
@@ -145,7 +145,7 @@ class SimulatedBackend(BackendType):
         return True
 
     def open(self, opening: Opening) -> Communicator:
-        """Return this member's communicator; never wait, since the members share a process."""
+        """Return this member's communicator without waiting."""
         rank = find_rank_here()
         if rank is None:
             raise BackendFailure(

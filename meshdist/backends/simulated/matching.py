@@ -1,10 +1,10 @@
 """Match and execute the collectives and messages of simulated ranks.
 
-Each call is compared when it starts; the last member of a collective moves its data. A message
-waits for its receive, or a receive for its message.
+Each call is compared when it starts. A collective's last member moves its data. A message waits for
+its receive, or a receive for its message.
 
-``_writes`` reads all inputs of a collective and returns the writes; ``move`` executes them. Results
-are bitwise equal on every member, since each result is computed once.
+``_writes`` reads a collective's inputs and returns the writes; ``move`` executes them. Each result
+is computed once, so members' results are bitwise equal.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ Writes: TypeAlias = list[tuple[torch.Tensor, torch.Tensor]]
 
 @dataclass
 class MemberData:
-    """The members' parts in one collective, in group order.
+    """The members' data in a collective, in group order.
 
     Args:
         inputs: each member's tensor, tensors for each member, or list.
         outputs: the tensors for each member's results.
-        root: the source or destination of a rooted collective.
+        root: a rooted collective's.
     """
 
     inputs: Sequence[Tensors]
@@ -53,11 +53,11 @@ class MemberData:
 
 
 def move(operation: BackendOperation, round_: MemberData) -> None:
-    """Move a collective's data: read all inputs, then write each member's outputs."""
+    """Read all inputs of a collective, then write each member's outputs."""
     # ``writing`` allows writes to parameters and to tensors of inference mode.
     with writing():
         writes = _writes(operation, round_)
-        # A total has memory of its own.
+        # A total is a new tensor.
         written = () if operation.reduces else {x.untyped_storage().data_ptr() for x, _ in writes}
         ready = []
         for output, data in writes:
@@ -73,14 +73,14 @@ def move(operation: BackendOperation, round_: MemberData) -> None:
 
 
 def write(tensor: torch.Tensor, data: torch.Tensor) -> None:
-    """Copy ``data`` into ``tensor``, of any shape with as many elements."""
+    """Copy ``data`` into ``tensor``, whose shape may differ."""
     with writing():
         tensor.copy_(data.reshape(tensor.shape))
     synchronize(tensor)
 
 
 def synchronize(tensor: torch.Tensor) -> None:
-    """Wait for the current stream of the tensor's device, if that is CUDA or XPU."""
+    """Wait for the current stream of a CUDA or XPU tensor's device."""
     if tensor.device.type in ("cuda", "xpu"):
         torch.accelerator.current_stream(tensor.device).synchronize()
 
@@ -90,8 +90,8 @@ _first, _sizes, _paired = itemgetter(0), attrgetter("sizes"), partial(zip, stric
 
 
 def _writes(operation: BackendOperation, round_: MemberData) -> Writes:
-    """Return pairs of an output and the data to write there, as ``operation`` moves the inputs."""
-    # All members' tensors form columns; a member gets one column, all, or a part of one:
+    """Return pairs of an output and its data, as ``operation`` moves the inputs."""
+    # All members' tensors form columns; a member gets a column, all columns, or a part of a column:
     #
     #     scatter from member 1, of x0 x1 x2     columns (x0) (x1) (x2)      member 2: x2
     #     all_gather of a, b, c                  column (a b c) as one       all: abc
@@ -128,7 +128,7 @@ _THEN = f"; {UNUSABLE_GROUP}"
 
 @dataclass(eq=False)
 class PendingCall(Request):
-    """An operation of one member that other simulated ranks can end."""
+    """A member's operation that other simulated ranks can end."""
 
     matching: Matching
     member: int
@@ -138,7 +138,7 @@ class PendingCall(Request):
     failure: Exception | None = field(default=None, init=False)
 
     def finish(self, timeout: timedelta) -> None:
-        """Wait, without a timeout, while other ranks run; raise the operation's failure."""
+        """Wait while other ranks run, without a timeout; raise the operation's failure."""
         if self.is_done:
             self.rank.check_here()
         else:
@@ -147,7 +147,7 @@ class PendingCall(Request):
             raise copy.copy(self.failure)
 
     def poll(self) -> bool:
-        """Return whether the operation is done or failed; if not, let other ranks run first."""
+        """Return whether the operation is over; if not, let other ranks run first."""
         if not self.is_done and find_rank_here() is self.rank:
             self.rank.poll(self)
         return self.is_done
@@ -160,7 +160,7 @@ class PendingCall(Request):
         """Describe the operation and its wait."""
 
     def end(self, failure: Exception | None = None) -> None:
-        """Mark the operation as done, with the ``failure`` that ``finish`` raises, if any."""
+        """End the operation, with the ``failure`` for ``finish``, if any."""
         self.failure = failure
         self.is_done = True
 
@@ -175,7 +175,7 @@ class PendingCollective(PendingCall):
     op: ReduceKind | None  # of ``way``: the call's own may be done in several steps
 
     def describe(self) -> str:
-        """Describe the call and the members that it waits for."""
+        """Describe the call and the awaited members."""
         note, matching = self.note, self.matching
         there = matching.rounds[note.sequence]
         missing: dict[int, list[int]] = {}
@@ -190,7 +190,7 @@ class PendingCollective(PendingCall):
         )
 
     def end(self, failure: Exception | None = None) -> None:
-        """Mark the collective as done, with its ``failure``, if any; drop its tensors."""
+        """End the collective, with its ``failure``, if any; drop its tensors."""
         self.failure, self.inputs, self.outputs = failure, (), ()
         self.is_done = True
 
@@ -248,14 +248,14 @@ class PendingReceive(PendingCall):
         return "\n".join(lines)
 
     def end(self, failure: Exception | None = None) -> None:
-        """Mark the receive as done, with its ``failure``, if any; drop its tensor."""
+        """End the receive, with its ``failure``, if any; drop its tensor."""
         super().end(failure)
         self.tensor = None
 
 
 @dataclass
 class SentMessage:
-    """A message that a member has sent, with its record."""
+    """A sent message with its record."""
 
     source: int
     tag: int
@@ -264,7 +264,7 @@ class SentMessage:
 
 
 class Matching:
-    """State that the members of one communicator share; messages use ``name``, if not ""."""
+    """State that a communicator's members share; messages use a nonempty ``name``."""
 
     def __init__(self, ranks: tuple[int, ...], name: str) -> None:
         self.ranks = ranks
@@ -279,7 +279,7 @@ class Matching:
         """The mismatch of members, if any; all later operations fail with it."""
 
     def enter(self, started: PendingCollective) -> None:
-        """Add a member's call to its round; move the data once all members have called."""
+        """Add a member's call to its round; the last member moves the data."""
         number = started.note.sequence
         there = self.rounds.setdefault(number, {})
         there[started.member] = started
@@ -305,7 +305,7 @@ class Matching:
     def _find_disagreement(
         self, started: PendingCollective, there: Mapping[int, PendingCollective]
     ) -> MismatchError | None:
-        """Return an error if ``started`` does not match the calls ``there`` of its round."""
+        """Return an error if ``started`` does not match its round's calls ``there``."""
         first = next(iter(there.values()))
         fits = (started.way, started.note.call.header) == (first.way, first.note.call.header)
         notes = {member: call.note for member, call in there.items()}
@@ -356,12 +356,12 @@ class Matching:
         self.receives[receive.member].append(receive)
 
     def fail(self, failure: MismatchError) -> None:
-        """Fail all unfinished and all later operations with ``failure``."""
+        """Fail all unfinished and later operations with ``failure``."""
         self.failure = failure
         self._end(failure)
 
     def abort(self) -> None:
-        """Fail all unfinished and all later operations with BackendAborted."""
+        """Fail all unfinished and later operations with BackendAborted."""
         self.is_aborted = True
         self._end(BackendAborted("the communicator was aborted"))
 
@@ -379,7 +379,7 @@ class Matching:
 
 
 def find_mismatch(member: int, notes: Mapping[int, CallRecord], ranks: Sequence[int]) -> str | None:
-    """Describe a size in which ``member``'s new call differs from another's, or return None."""
+    """Describe a size that differs between ``member``'s call and another's, or return None."""
     sizes = {other: note.sizes or _even_sizes(note) for other, note in notes.items()}
     for other in sorted(notes):
         for source, target in ((member, other), (other, member)):
@@ -392,13 +392,13 @@ def find_mismatch(member: int, notes: Mapping[int, CallRecord], ranks: Sequence[
 
 
 def _even_sizes(note: CallRecord) -> Sequence[Sequence[int]]:
-    """Return (sent, received) for every member: the number of elements of the call's tensor."""
+    """Return (sent, received) for every member: the call's number of elements."""
     shape, _ = note.call.data or ((0,), None)
     return ((prod(shape),) * len(note.group.ranks),) * 2
 
 
 def _attempt(action: Callable[[], None]) -> Exception | None:
-    """Run ``action``; return None, or the exception that it raised as a BackendFailure."""
+    """Run ``action``; return None, or its exception as a BackendFailure."""
     try:
         action()
     except Exception as failure:

@@ -1,8 +1,7 @@
 """Schedule simulated ranks: threads of one process, of which exactly one runs at a time.
 
-A rank runs until it waits; then the next runnable rank, in rank order, runs. The scheduler switches
-random generators and the default dtype with it. So a run is deterministic, and a deadlock is
-detected immediately.
+A rank runs until it waits; then the next runnable rank, in rank order, runs. Random generators and
+the default dtype switch with it. So runs are deterministic, and deadlocks are detected immediately.
 """
 
 from __future__ import annotations
@@ -33,20 +32,20 @@ class RankReleased(BaseException):  # not caught by ``except Exception`` in the 
 
 
 class Waiting(Protocol):
-    """An event that a rank waits for."""
+    """An event that a rank awaits."""
 
     def is_ready(self) -> bool:
-        """Return whether the rank can run again; fast and without side effects."""
+        """Return whether the rank can continue; fast, without side effects."""
 
     def describe(self) -> str:
-        """Return a text that completes the sentence "rank 0 waits in"."""
+        """Return the end of the sentence "rank 0 waits in"."""
 
 
 _MOST_VAIN_POLLS = 100_000
 
 
 class Rank:
-    """Simulated rank: a thread, and its wait while it does not run."""
+    """Simulated rank: a thread, and its wait while stopped."""
 
     def __init__(self, index: int, scheduler: Scheduler[Any]) -> None:
         self.index = index
@@ -67,7 +66,7 @@ class Rank:
         return f"<simulated rank {self.index} of {self.scheduler.size}>"
 
     def check_here(self) -> None:
-        """Raise unless called by this rank's own thread, while the run continues."""
+        """Raise unless called by this rank's thread during the run."""
         if threading.get_ident() != self.thread_id:
             raise WorldError(
                 f"simulated rank {self.index} was used from another thread",
@@ -82,7 +81,7 @@ class Rank:
             raise RankReleased
 
     def wait(self, waiting: Waiting) -> None:
-        """Let other ranks run until ``waiting`` is ready; raise DeadlockError if it cannot be."""
+        """Let other ranks run until ``waiting`` is ready, or raise DeadlockError."""
         self.check_here()
         self.num_vain_polls = 0
         if waiting.is_ready():
@@ -108,7 +107,7 @@ class Rank:
             self.complete_watched()
 
     def watch(self, poll: Callable[[], bool], complete: Callable[[], None]) -> None:
-        """Call ``complete`` after one of this rank's waits, as soon as ``poll()`` is true."""
+        """Call ``complete`` after one of this rank's waits, once ``poll()`` is true."""
         self._watched.append((poll, complete))
 
     def complete_watched(self) -> None:
@@ -135,12 +134,12 @@ _here = threading.local()
 
 
 def find_rank_here() -> Rank | None:
-    """Return the simulated rank whose thread this is, or None."""
+    """Return this thread's simulated rank, or None."""
     return getattr(_here, "rank", None)
 
 
 class Scheduler(Generic[T]):
-    """Runner of ``size`` ranks, of which exactly one runs at any time."""
+    """Runner of ``size`` ranks, of which exactly one rank runs at any time."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -160,10 +159,10 @@ class Scheduler(Generic[T]):
     def run(
         self, body: Callable[[int], T], interrupted: Callable[[], object] = lambda: None
     ) -> list[T]:
-        """Call ``body(rank)`` on every rank; return results by rank, or raise the first failure.
+        """Call ``body(rank)`` on every rank; return the results, or raise the first failure.
 
         Args:
-            interrupted: called at Ctrl-C, while the ranks are stopped.
+            interrupted: called at Ctrl-C while ranks are stopped.
         """
         callers = ProcessState()
         threads = [
@@ -216,7 +215,7 @@ class Scheduler(Generic[T]):
                 thread.join()
 
     def call_outside(self, function: Callable[[], object]) -> None:
-        """Run ``function`` on the thread that called ``run``; wait until it returns."""
+        """Run ``function`` on the thread that called ``run``, and wait."""
         is_done = threading.Event()
         self._asked.put(function)
         self._asked.put(is_done.set)
@@ -224,13 +223,13 @@ class Scheduler(Generic[T]):
             pass
 
     def _serve(self, seconds: float) -> bool:
-        """Wait ``seconds`` for a rank's request, and run it; return whether all ranks are over."""
+        """Run a rank's request within ``seconds``; return whether all ranks are over."""
         with suppress(Empty):
             self._asked.get(timeout=seconds)()
         return self._is_all_over
 
     def _stop(self, started: list[threading.Thread]) -> None:
-        """End all ranks by RankReleased, the running rank at its next line of Python."""
+        """End all ranks by RankReleased, the running rank at its next Python line."""
         for rank in self.ranks[len(started) :]:
             rank.is_over = True
         if not started:
@@ -286,7 +285,7 @@ class Scheduler(Generic[T]):
                 self._failure = (rank, error)
 
     def switch_from(self, rank: Rank) -> None:
-        """Let the next runnable rank run; return when ``rank`` runs again."""
+        """Let the next runnable rank run; return when ``rank`` continues."""
         with self._switching:
             _let_pending_exceptions_out()
             chosen = self._choose(rank.index)
@@ -334,7 +333,7 @@ class Scheduler(Generic[T]):
         return stuck[0]
 
     def _report(self) -> str:
-        """Describe the wait or end of each rank; group equal texts."""
+        """Describe each rank's wait or end; group equal texts."""
         return grouped_text(
             (
                 rank.index,
@@ -344,7 +343,7 @@ class Scheduler(Generic[T]):
         )
 
     def _release_all(self) -> None:
-        """Let every rank end at its next wait; a deadlock is raised first, if there is any."""
+        """Let every rank end at its next wait; raise a deadlock first, if any."""
         for rank in self.ranks:
             if not rank.is_over and not rank.is_released:
                 rank.is_released = True
@@ -353,7 +352,7 @@ class Scheduler(Generic[T]):
 
 
 def _call_hidden_from_modes(function: Callable[[], T]) -> T:
-    """Return ``function()``, whose torch operators are hidden from dispatch modes."""
+    """Return ``function()``, hiding its torch operators from dispatch modes."""
     if not torch._C._len_torch_dispatch_stack():
         return function()
     with _disable_current_modes():
@@ -361,11 +360,11 @@ def _call_hidden_from_modes(function: Callable[[], T]) -> T:
 
 
 def _let_pending_exceptions_out() -> None:
-    """Do nothing, so that an exception sent to this thread is raised here, before any change."""
+    """Raise any exception sent to this thread here, before a change."""
 
 
 def _with_rank(error: BaseException, rank: int, size: int) -> BaseException:
-    """Return ``error`` with its rank, and a traceback that begins in the program's code."""
+    """Return ``error`` with its rank, and a traceback from the program's code on."""
     text = f"raised on simulated rank {rank} of {size}"
     error.rank = rank  # type: ignore[attr-defined]
     if sys.version_info >= (3, 11):

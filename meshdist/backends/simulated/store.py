@@ -1,4 +1,4 @@
-"""Provide the store of simulated ranks: a rank that waits on it lets other ranks run."""
+"""Provide the store of simulated ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .scheduler import find_rank_here
 
 @dataclass
 class CallWait:
-    """A simulated rank's wait in ``call``, until ``is_ready()``; ``show_more`` adds to its text."""
+    """A rank's wait in ``call`` until ``is_ready()``; ``show_more`` adds to its text."""
 
     call: str
     site: Site
@@ -28,7 +28,7 @@ class CallWait:
 
 
 class SimulatedStore(Store):
-    """The store of simulated ranks: waiting on it lets other ranks run."""
+    """The store of simulated ranks: a wait lets other ranks run."""
 
     # Implements every store method that torch documents, with the semantics of HashStore, and works
     # under torch's PrefixStore, except ``list_keys`` and the queues, which torch does not forward
@@ -49,7 +49,7 @@ class SimulatedStore(Store):
         return self._values[key]
 
     def add(self, key: str, amount: int) -> int:
-        """Add to the number under ``key``, 0 at first, and return the sum."""
+        """Add to the number under ``key``, initially 0; return the sum."""
         if amount == 0:  # a program that only reads may be polling
             before = self._values.get(key)
             self._poll(lambda: self._values.get(key) != before, f"store.add({key!r}, 0)")
@@ -70,19 +70,19 @@ class SimulatedStore(Store):
         self._values[key] = self._values.get(key, b"") + _to_bytes(value)
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Return whether all ``keys`` are set; if not, let the other ranks run first."""
+        """Return whether all ``keys`` are set; if not, let other ranks run first."""
         return self._poll(lambda: self._has(keys), f"store.check({list(keys)!r})")
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Wait until all ``keys`` are set; ``timeout`` never expires."""
+        """Wait for all ``keys``; ``timeout`` never expires."""
         self._wait_for(keys, f"store.wait({list(keys)!r})")
 
     def peek(self, key: str) -> bytes | None:
-        """Return the value of ``key``, None where it is not set, while no other rank runs."""
+        """Return the value of ``key``, or None, without running other ranks."""
         return self._values.get(key)
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        """Set ``key`` to ``desired`` if it holds ``expected``; return the value it then has."""
+        """Set ``key`` to ``desired`` if it holds ``expected``; return its final value."""
         wanted = _to_bytes(expected)  # an absent key equals an empty value
         call = f"store.compare_set({key!r})"
         if self._poll(lambda: self._values.get(key, b"") == wanted, call):
@@ -110,14 +110,14 @@ class SimulatedStore(Store):
             self.set(key, value)
 
     def list_keys(self) -> list[str]:
-        """Return all set keys, in insertion order."""
+        """Return all keys, in insertion order."""
         return list(self._values)
 
     def queue_push(self, key: str, value: str | bytes) -> None:
         self._queues.setdefault(key, deque()).append(_to_bytes(value))
 
     def queue_pop(self, key: str, block: bool = True) -> bytes:
-        """Remove and return the first value of queue ``key``; if empty, wait, or raise."""
+        """Remove and return queue ``key``'s first value; if empty, wait, or raise."""
         act = self._wait if block else self._poll
         if not act(lambda: bool(self._queues.get(key)), f"store.queue_pop({key!r})"):
             raise QueueEmptyError(f"queue {key!r} is empty")
@@ -130,7 +130,7 @@ class SimulatedStore(Store):
         return True
 
     def clone(self) -> SimulatedStore:
-        """Return this store itself: a rank that waits on it blocks no other."""
+        """Return this store: a waiting rank blocks no other."""
         return self
 
     # The names under which torch's PrefixStore looks for them.
@@ -141,7 +141,7 @@ class SimulatedStore(Store):
         self._wait(lambda: self._has(keys), call)
 
     def _wait(self, is_ready: Callable[[], bool], call: str) -> bool:
-        """Wait until ``is_ready()`` and return True; raise on a thread that is not a rank."""
+        """Wait until ``is_ready()``; return True; raise on a thread without a rank."""
         if is_ready():
             return True
         rank = find_rank_here()
@@ -159,7 +159,7 @@ class SimulatedStore(Store):
         return all(key in self._values for key in keys)
 
     def _poll(self, is_ready: Callable[[], bool], call: str) -> bool:
-        """Return ``is_ready()``; if that is false, let the other ranks run first."""
+        """Return ``is_ready()``; if false, let the other ranks run first."""
         rank = find_rank_here()
         if rank is not None and not is_ready():
             rank.poll(CallWait(call, call_site(), is_ready))

@@ -1,9 +1,8 @@
 """Provide gradient buckets for communication hooks, and hooks that do not compress.
 
-A hook works on the group in its state. In torch's states None means torch's default group. Here
-None means the wrapper's group, which is stored in the state while the hook runs, so that torch's
-functions find it too. A pickled state has no group: it belongs to the wrapper with which it is next
-registered.
+A hook uses the group in its state. In torch None means torch's default group, in meshdist the
+wrapper's group. The state stores that group while the hook runs, so that torch's functions find it.
+A pickled state has no group: the wrapper that registers it next provides it.
 """
 
 from __future__ import annotations
@@ -32,13 +31,13 @@ class GradBucket:
     """Gradients sent together, which a communication hook averages.
 
     In each backward a hook gets each bucket once, in the same order on all ranks. The gradients are
-    this rank's and have not been divided.
+    this rank's, undivided.
 
     Args:
         buffer: the gradients as one flat tensor; or a single sparse gradient.
         parameters: the parameters of these gradients.
-        views: for each parameter its gradient in ``buffer``, or a tensor of its shape and strides.
-        index: the bucket's index in the order of the buckets, from 0.
+        views: each parameter's gradient in ``buffer``, or a tensor of its shape and strides.
+        index: the bucket's index in sending order, from 0.
         is_last: whether it is the last bucket of its backward.
         group: the group over which the hook averages.
 
@@ -81,7 +80,7 @@ class GradBucket:
         return f"<GradBucket {self._index}: {len(self._parameters)} gradients, {kind}{numbers}>"
 
     def buffer(self) -> torch.Tensor:
-        """Return the gradients as one flat tensor; a sparse gradient unchanged.
+        """Return the gradients as one flat tensor, or one sparse gradient.
 
         Values that you write to it appear in ``gradients()``.
         """
@@ -116,7 +115,7 @@ class GradBucket:
         return list(self._parameters)
 
     def index(self) -> int:
-        """Return the bucket's index in the order of the buckets, from 0; equal on all ranks."""
+        """Return the bucket's index in sending order, from 0; equal on all ranks."""
         return self._index
 
     def is_last(self) -> bool:
@@ -132,12 +131,11 @@ _GROUPS = ("process_group", "subgroup")
 
 
 def group_for(given: Any, bucket: GradBucket) -> ProcessGroup:
-    """Return the group of ``given`` (a group or mesh); the wrapper's group for None."""
+    """Return the group of ``given``, a group or mesh; the wrapper's for None."""
     return bucket.group() if given is None else resolve_group(given)
 
 
 def is_mesh(given: object) -> bool:
-    """Return whether ``given`` is a mesh, which stands for a group."""
     return hasattr(given, "open_group")
 
 
@@ -158,7 +156,7 @@ def group_in_state(state: object, group: ProcessGroup) -> Iterator[None]:
 
 
 def restored(kind: Any, fields: dict[str, Any]) -> Any:
-    """Return a new state of torch's class ``kind`` with pickled fields; its groups are None."""
+    """Return a state of torch's class ``kind`` with pickled fields; its groups are None."""
     state = kind.__new__(kind)
     for name in kind.__slots__:
         setattr(state, name, fields.get(name))
@@ -181,11 +179,11 @@ def allreduce_hook(
     """Average with one all-reduce, as the wrapper does without a hook.
 
     Args:
-        process_group: a group or a mesh; None for the wrapper's group.
+        process_group: a group or mesh; None for the wrapper's.
         bucket: the gradients.
 
     Returns:
-        A Future of the averages, in the bucket's own memory.
+        A Future of the averages, in the bucket's memory.
 
     Cost: one all-reduce of the bucket.
     """
@@ -222,7 +220,6 @@ def reduced(
 
 
 def done_with(value: Any) -> torch.futures.Future[Any]:
-    """Return a completed Future with this value."""
     future: torch.futures.Future[Any] = torch.futures.Future()
     future.set_result(value)
     return future
@@ -234,13 +231,13 @@ def post_localSGD_hook(
     """Average over the group for some steps, and over ``state.subgroup`` afterwards.
 
     Args:
-        state: torch's. Its ``process_group`` and ``subgroup`` are groups or meshes.
-            ``process_group=None`` is the wrapper's group, ``subgroup=None`` its ranks on this host.
-            If ``post_local_gradient_allreduce`` is False, gradients stay local after these steps.
+        state: torch's. ``process_group`` (None: the wrapper's) and ``subgroup`` (None: its ranks on
+            this host) are groups or meshes. If ``post_local_gradient_allreduce`` is False,
+            gradients stay local after these steps.
         bucket: the gradients.
 
     Returns:
-        A Future of the averages, in the bucket's own memory.
+        A Future of the averages, in the bucket's memory.
 
     Cost: one all-reduce of the bucket, or nothing.
     """

@@ -1,11 +1,10 @@
 """Compress gradients in communication hooks: 16 bits, 8 bits, PowerSGD.
 
-*16 bits.* On the CPU a large bucket is converted inside its own memory, piece by piece while a
-piece is in the cache: allocating new memory would cost more than the saved bytes.
+*16 bits.* On the CPU a large bucket is converted in its own memory, piece by piece in the cache:
+new memory would cost more than the saved bytes.
 
-*8 bits.* A gradient is sent as a step between the minimum and the maximum. All ranks gather all
-ranks' steps and sum them in the same order, so all compute the same averages. They work piece by
-piece, while a piece is in the cache.
+*8 bits.* A gradient is sent as a step between minimum and maximum. All ranks gather all steps and
+sum them in the same order, piece by piece in the cache, so all compute the same averages.
 """
 
 from __future__ import annotations
@@ -49,11 +48,11 @@ def fp16_compress_hook(
     Each rank divides its gradients by the number of ranks before the sum.
 
     Args:
-        process_group: a group or a mesh; None for the wrapper's group.
+        process_group: a group or mesh; None for the wrapper's.
         bucket: the gradients.
 
     Returns:
-        A Future of the averages, in the bucket's own memory and dtype.
+        A Future of the averages, in the bucket's memory and dtype.
 
     Cost: one all-reduce of 2 bytes per element.
     """
@@ -66,11 +65,11 @@ def bf16_compress_hook(
     """Average in bfloat16: half the bytes of float32, 8 bits of precision, float32's range.
 
     Args:
-        process_group: a group or a mesh; None for the wrapper's group.
+        process_group: a group or mesh; None for the wrapper's.
         bucket: the gradients.
 
     Returns:
-        A Future of the averages, in the bucket's own memory and dtype.
+        A Future of the averages, in the bucket's memory and dtype.
 
     Cost: one all-reduce of 2 bytes per element.
     """
@@ -126,7 +125,7 @@ def _compressed(
 
 
 def _fits_inside(buffer: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Return whether ``buffer`` is large and can be converted inside its own memory."""
+    """Return whether ``buffer`` is large and can be converted in its memory."""
     is_large = buffer.layout is torch.strided and buffer.numel() > PIECE
     has_room = buffer.element_size() >= 2 * dtype.itemsize and not buffer.is_complex()
     return is_large and has_room and buffer.is_cpu and buffer.is_contiguous()
@@ -142,7 +141,7 @@ def _shrunk(buffer: torch.Tensor, dtype: torch.dtype, num_ranks: int) -> torch.T
 
 
 def _grown(half: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
-    """Expand ``half``, at the start of ``buffer``, in place to all of ``buffer``; return it."""
+    """Expand ``half``, at the start of ``buffer``, to all of ``buffer``; return it."""
     for is_first, into, part in reversed([*_pieces(buffer, half)]):
         into.copy_(part.clone() if is_first else part)
     return buffer
@@ -175,11 +174,11 @@ def quantization_pertensor_hook(
     """Average in 8 bits, with one scale for the whole bucket.
 
     Args:
-        process_group: a group or a mesh; None for the wrapper's group.
+        process_group: a group or mesh; None for the wrapper's.
         bucket: the gradients.
 
     Returns:
-        A Future of the averages, in the bucket's own memory and dtype.
+        A Future of the averages, in the bucket's memory and dtype.
 
     Cost: one all-gather of one byte per element: less than a float32 all-reduce on up to 8 ranks.
     """
@@ -192,12 +191,12 @@ def quantization_perchannel_hook(
     """Average in 8 bits, with one scale per ``bucket_size`` elements, so more precisely.
 
     Args:
-        process_group: a group or a mesh; None for the wrapper's group.
+        process_group: a group or mesh; None for the wrapper's.
         bucket: the gradients.
         bucket_size: the number of elements that share a scale.
 
     Returns:
-        A Future of the averages, in the bucket's own memory and dtype.
+        A Future of the averages, in the bucket's memory and dtype.
 
     Cost: one all-gather of one byte per element, and 8 per scale.
     """
@@ -254,7 +253,7 @@ def _packed(values: torch.Tensor, size: int, shares_scale: bool) -> torch.Tensor
 
 
 def _parts(packed: torch.Tensor, numel: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return scales and zero points as (2, channels, 1), and steps: the inverse of ``_packed``."""
+    """Return scales and zero points as (2, channels, 1), and steps: undo ``_packed``."""
     facts, steps = packed.split([packed.numel() - numel, numel])
     return facts.clone().view(torch.float32).view(2, -1, 1), steps
 
@@ -271,7 +270,6 @@ def _channels(numel: int, size: int) -> Iterator[tuple[slice, slice]]:
 
 
 def _rows(elements: torch.Tensor, channels: slice) -> torch.Tensor:
-    """Return a piece's elements as a matrix with one row per channel."""
     return elements.view(channels.stop - channels.start, -1)
 
 
@@ -283,11 +281,11 @@ def batched_powerSGD_hook(
     The first ``state.start_powerSGD_iter`` backwards average exactly.
 
     Args:
-        state: torch's; its ``process_group`` is a group, a mesh, or None for the wrapper's group.
+        state: torch's; its ``process_group`` is a group, a mesh, or None for the wrapper's.
         bucket: the gradients.
 
     Returns:
-        A Future of the averages, in the bucket's own memory and dtype.
+        A Future of the averages, in the bucket's memory and dtype.
 
     Cost: two all-reduces of ``matrix_approximation_rank * sqrt(n)`` elements, for n in the bucket.
 
@@ -332,7 +330,7 @@ def batched_powerSGD_hook(
 
 
 def _orthogonal(matrix: torch.Tensor) -> torch.Tensor:
-    """Return orthonormal columns that span those of ``matrix``, which may be zeros."""
+    """Return orthonormal columns that span the columns of ``matrix``, which may be zero."""
     wide = matrix.to(torch.promote_types(matrix.dtype, torch.float32))
     columns: torch.Tensor = torch.linalg.qr(wide).Q
     return columns.to(matrix.dtype)

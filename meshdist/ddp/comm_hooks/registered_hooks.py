@@ -1,7 +1,7 @@
 """Check communication hooks at registration, and check the averages that they return.
 
-Hooks of meshdist replace torch's hooks of the same names. Torch's hooks use torch's default group
-if their state has none, and some fail on CPU tensors.
+Hooks of meshdist replace torch's hooks of the same names, which use torch's default group if their
+state has none; some fail on CPU tensors.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def ours_for(hook: Callable[..., Any], state: Any) -> Callable[..., Any]:
 
 
 def _names_no_group(state: Any) -> bool:
-    """Return whether a hook's state, or a group field of it, is None or a mesh."""
+    """Return whether a hook's state, or its group field, is None or a mesh."""
     if state is None or is_mesh(state):
         return True
     return any(
@@ -108,7 +108,7 @@ _SIGNATURE = "hook(state, bucket: GradBucket) -> torch.futures.Future[torch.Tens
 
 
 class RegisteredHook:
-    """A communication hook and its state, for gradients averaged over one group."""
+    """A communication hook and its state, for one group."""
 
     def __init__(self, state: Any, hook: Callable[..., Any], group: ProcessGroup) -> None:
         _check(hook, group)
@@ -127,7 +127,6 @@ class RegisteredHook:
         self._state = state
 
     def start(self, bucket: GradBucket) -> PendingBucket:
-        """Call the hook on ``bucket``; return the pending reduction."""
         pending = PendingBucket(self, bucket)
         pending.call(self._hook, self.group if self._state is None else self._state)
         return pending
@@ -145,7 +144,7 @@ class PendingBucket:
         self._state: Any = None
 
     def call(self, hook: Callable[..., Any], state: Any) -> None:
-        """Call the hook and keep its Future; raise KindError if it returns anything else."""
+        """Call the hook and keep its Future; raise if it returns anything else."""
         self._state = state
         with self._deferral.entered(), group_in_state(state, self._registered.group):
             self._future = hook(state, self._bucket)
@@ -159,7 +158,7 @@ class PendingBucket:
             )
 
     def wait(self) -> bool:
-        """Wait for the hook's Future, copy its checked averages into the bucket, return True."""
+        """Wait for the hook's Future; copy its checked averages into the bucket."""
         # Callbacks of the hook's futures run on this thread.
         with self._deferral.entered(), group_in_state(self._state, self._registered.group):
             error = self._deferral.settle()
@@ -217,13 +216,12 @@ class PendingBucket:
         return value
 
     def _error(self, kind: type[MeshdistError], summary: str, **fields: str) -> MeshdistError:
-        """Return an error of class ``kind`` about the hook's result for this bucket."""
         name, group = self._registered.name, self._registered.group
         where = f"rank {group.world.rank}, hook {name}, {self._bucket!r} in {group.group_name}"
         return kind(f"communication hook {name} {summary}", where=where, **fields)
 
     def _take(self, value: torch.Tensor) -> None:
-        """Copy ``value``, the averages, into the bucket's memory unless it is already there."""
+        """Copy the averages into the bucket's memory unless they are already there."""
         into = self._into
         if value is into:
             return
@@ -236,7 +234,6 @@ class PendingBucket:
 
 
 def hook_name(hook: object) -> str:
-    """Return the name of a hook, any callable, for messages."""
     named = getattr(hook, "func", hook)  # of functools.partial
     return str(getattr(named, "__qualname__", type(named).__qualname__))
 
@@ -288,7 +285,7 @@ def _check(hook: Callable[..., Any], group: ProcessGroup) -> None:
 
 
 def _find_signature(hook: Callable[..., Any]) -> inspect.Signature | None:
-    """Return the signature of a hook, or None for an object without a signature."""
+    """Return a hook's signature; None for an object without a signature."""
     try:
         return inspect.signature(hook, eval_str=True)
     except Exception:  # evaluating an annotation may raise anything
