@@ -39,7 +39,8 @@ demo: $(VENV)/.installed-demo ## train a small transformer on four processes, me
 lint: $(VENV)/.installed-test ## format, lint, words, types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/python packaging/lint_words.py
+	$(BIN)/python packaging/lint_docstrings.py
+	$(BIN)/python packaging/lint_prose.py
 	$(BIN)/mypy
 
 test: WORKERS ?= 8

@@ -1,17 +1,16 @@
-"""A lint of docstrings and names: an internal docstring is one sentence that strangers understand.
+"""A lint of the form of docstrings and of names; for their words see ``lint_prose.py``.
 
-    python packaging/lint_words.py [FILE ...]
+    python packaging/lint_docstrings.py [FILE ...]
 
-Without files it reads the whole package. It prints a line for each fault; exit status 1 if there
-is any.
+Without files it reads the whole package. It prints a line for each fault; the exit status is 1 if
+there is any.
 
-* No variable, parameter or attribute is called ``one`` or ``ones``; no docstring begins with "What"
-  or has ``one`` or ``ones`` as a pronoun.
+* No variable, parameter or attribute is called ``one`` or ``ones``, and no docstring begins with
+  "What".
 * An internal docstring is one sentence of at most 100 characters that begins with a verb or a noun
-  and says more than the name. After it may stand ``Args:`` and ``Attributes:``, of names that need
-  more than their type, ``Raises:``, and a case that the tests execute. Reasons stand in comments,
+  and says more than the name. ``Args:`` and ``Attributes:`` may follow, for names that need more
+  than their type, ``Raises:``, and an example that the tests execute. Reasons belong in comments,
   protocols in the docstring of the module.
-* It has no inner word that the glossary of ``docs/architecture.md`` has dropped.
 
 Public are the names that the public API offers (``DOORS``, the ``__all__`` of its modules), and the
 methods of such classes and of their bases: their docstrings give shapes, costs and sources, and
@@ -43,27 +42,7 @@ _NO_CONTENT = """
 a an the of to for in on at by with and or its it is are this that return returns give gives make
 makes get gets all each from as
 """
-DROPPED = (
-    r"announcements?|turnout|crowded|core demand|deferrals?|hand(?:ed)? back|offers|scratch|gave up"
-    r"|sinks?|strangers?"
-)
-"""Inner words that gave way to plain ones; a regular expression."""
-
-# "one" is a number before a noun, and a pronoun before what cannot follow a number.
-_FOLLOWS_A_PRONOUN = (
-    r"that|which|who|whose|where|whom|is|has|had|was|were|does|did|can|could|may|must|will|would|in"
-    r"|for|with|to|by|at|on|from|as|and|or|but|if|when|it|they|we|the|an?|into|under|than|per"
-    r"|after|before|alone|itself|else|here|there|not|never|made|given|behind|beside|without"
-)
-_PRONOUN = re.compile(
-    r"\bones\b|\b(?:the|this|that|each|every|another)\s+one\s+of\b"
-    rf"|\bone(?=\s*(?:[.,;:!?)]|$|--)|\s+(?:{_FOLLOWS_A_PRONOUN})\b)",
-    re.IGNORECASE,
-)
 _QUOTED = re.compile(r"``.*?``|`[^`]*`|\"[^\"]*\"", re.DOTALL)
-_EXECUTED = re.compile(
-    r"^\s*(?:>>>|\.\.\.).*(?:\n(?!\s*\n)(?!\s*>>>).*)*|^ {4,}[\w., ]+ = .*$", re.MULTILINE
-)
 _SENTENCE_ENDS = re.compile(r"[.!?](?=\s+[A-Z`\"])")
 _MORE = re.compile(r"\n\s*(?:Args:|Attributes:|Raises:|Example:|Examples:|>>> )")
 
@@ -133,20 +112,18 @@ def _names(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 def _docstrings(tree: ast.Module, public: frozenset[str] | set[str]) -> Iterator[tuple[int, str]]:
-    text = ast.get_docstring(tree)
-    if text:
-        for fault in words_of(text):
-            yield 1, f"module: {fault}"
-    for node, is_public in _documented(tree, public):
+    documented = [
+        (tree, True, "module"),
+        *((*pair, pair[0].name) for pair in _documented(tree, public)),
+    ]
+    for node, is_public, name in documented:
         text = ast.get_docstring(node)
         if text is None:
             continue
-        line = node.body[0].lineno
-        for fault in words_of(text):
-            yield line, f"{node.name}: {fault}"
-        if not is_public:
-            for fault in shape_of(text, node.name):
-                yield line, f"{node.name}: {fault}"
+        faults = [*([] if is_public else shape_of(text, name))]
+        if text.split(maxsplit=1)[0] == "What":
+            faults.append('begins with "What"')
+        yield from ((node.body[0].lineno, f"{name}: {fault}") for fault in faults)
 
 
 def _documented(
@@ -168,16 +145,6 @@ def _documented(
     yield from below(tree.body, False, True)
 
 
-def words_of(docstring: str) -> Iterator[str]:
-    """Yield the faults that any docstring may have: its first word, pronouns, dropped words."""
-    if docstring.split(maxsplit=1)[0] == "What":
-        yield 'begins with "What"'
-    plain = _QUOTED.sub("x", _EXECUTED.sub("", docstring))
-    if found := _PRONOUN.search(plain):
-        around = plain[max(0, found.start() - 20) : found.end() + 12].replace("\n", " ")
-        yield f"{found.group()!r} is a pronoun in {around!r}: name the thing"
-
-
 def shape_of(docstring: str, name: str) -> Iterator[str]:
     """Yield the faults of an internal docstring: sentences, length, its beginning, its content."""
     sentence = _MORE.split(docstring, maxsplit=1)[0].strip()
@@ -192,8 +159,6 @@ def shape_of(docstring: str, name: str) -> Iterator[str]:
     named = {_stem(word) for word in re.findall(r"[a-z]+", _snake(name).lower())}
     if {_stem(word) for word in words} - {*_NO_CONTENT.split()} <= named:
         yield "says no more than the name"
-    if found := re.search(rf"\b(?:{DROPPED})\b", _QUOTED.sub("x", one_line), re.IGNORECASE):
-        yield f"{found.group()!r} is an inner word that the glossary has dropped"
 
 
 def _snake(name: str) -> str:

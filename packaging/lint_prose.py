@@ -1,21 +1,24 @@
-"""Count private words and constructions in prose; hold each file at or below its baseline.
+"""Count private terms and constructions in prose; hold each file at or below its baseline.
 
     python packaging/lint_prose.py [--rates] [--lower] [FILE ...]
 
-Without files it reads README, the pages of docs/, and the docstrings and the texts (strings with a
-space: errors, logs, help) of the package. It prints each file above its count in
-``packaging/prose_baseline.json``, with the places and what to write instead; exit status 1 if there
-is any. A file without a count may have none. ``--lower`` writes counts that have fallen into the
-baseline. ``--rates`` prints the hits per 1,000 words of each rule.
+Without files it reads README, CHANGELOG's Unreleased section, the pages of docs/, and of the
+package's sources the docstrings, the comments and the texts (strings with a space: errors, logs,
+help). It prints each file above its count in ``packaging/prose_baseline.json``, with the places and
+what to write instead; the exit status is 1 if there is any. A file without a count must have no
+hit. ``--lower`` writes counts that have fallen into the baseline. ``--rates`` prints the hits per
+1,000 words of each rule.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import io
 import json
 import re
 import sys
+import tokenize
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -29,11 +32,19 @@ TERMS = {
     r"summands?": "partial sum",
     r"first touch": "first use",
     r"front door|rooms?": "public API, module",
-    r"kin|anew|dear|seldom|nobody|for ever|as a rule|in silence|without a word": "plain English",
+    r"kin|anew|dear|seldom|nobody|for ever|as a rule|in silence|without a word|turnout|crowded"
+    r"|core demand|deferrals?|hand(?:ed)? back|gave up|strangers?": "plain English",
     r"mends?|mended": "fix",
     r"forgotten|misfits?|unfit|fitting": "missing, mismatched",
 }
 """Private terms, and what to write in their place."""
+
+# "one" is a number before a noun, and a pronoun before a word that cannot follow a number.
+_FOLLOWS_A_PRONOUN = (
+    r"that|which|who|whose|where|whom|is|has|had|was|were|does|did|can|could|may|must|will|would|in"
+    r"|with|to|by|at|on|from|as|and|or|but|if|when|it|they|we|the|an?|into|under|than"
+    r"|after|before|alone|itself|else|here|there|not|never|made|given|behind|beside|without"
+)
 
 SHAPES = {
     "told": r"\b(?:is|are|was|were|be|been|not) (?:told|said|named)\b|\btells?\b",
@@ -47,52 +58,61 @@ SHAPES = {
     r"|others?|members?)\b(?![^.?!]*\?)",
     "those of, that of": r"\b(?:those|that) (?:of|which|that|in|with|by)\b",
     "of its own": r"\bof (?:its|their|your|our|one's) own\b"
-    r"|\b(?:is|are) no(?:t a)? [a-z]+\b(?= (?:of|from|that|[.,;]))",
+    r"|\b(?:is|are) no [a-z]+\b(?= (?:of|from|that)\b|[.,;])",
     "lies, stands, comes": r"\b(?:lies?|lying|stands?|stood|brings?|brought|goes|comes?|came) "
     r"(?:in|on|over|beside|behind|along|from|back|up|down|to|with|by|as)\b",
     "beside, behind": r"\b(?:beside|behind)\b",
-    "one as a pronoun": r"\bone(?=\s*(?:[.,;:)]|$)"
-    r"|\s+(?:that|which|is|has|was|of the|in|for|with|to|by|at|from|and|or|on)\b)",
+    "one as a pronoun": r"\bones\b|\b(?:the|this|that|each|every|another)\s+one\s+of\b"
+    rf"|\bone(?=\s*(?:[.,;:!?)]|$|--)|\s+(?:{_FOLLOWS_A_PRONOUN})\b)",
 }
 """Constructions that the field's docs do not have, as regular expressions."""
 
 RULES = {
-    **{f"write {new}": rf"(?i)\b(?:{old})\b" for old, new in TERMS.items()},
-    **{name: f"(?m){text}" for name, text in SHAPES.items()},
+    **{f"write {new}": re.compile(rf"(?i)\b(?:{old})\b") for old, new in TERMS.items()},
+    **{name: re.compile(f"(?m){text}") for name, text in SHAPES.items()},
 }
 _EXAMPLE = re.compile(r"^\s*(?:>>>|\.\.\.).*(?:\n(?!\s*\n).*)*", re.MULTILINE)
 _CODE = re.compile(r"^`{3}.*?^`{3}|<!--.*?-->", re.DOTALL | re.MULTILINE)
+_UNRELEASED = re.compile(r"^## \[Unreleased\]\n(.*?)(?=^## |\Z)", re.DOTALL | re.MULTILINE)
 
 
 def prose_of(path: Path) -> str:
-    """Return a page's text without code; or the docstrings and texts with a space of a source."""
+    """Return a page's text without code, or the docstrings, texts and comments of a source."""
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".py":
-        text = "\n\n".join(_EXAMPLE.sub("", part) for part in _texts(ast.parse(text)))
+        text = "\n\n".join(_EXAMPLE.sub("", part) for part in _texts(text))
+    elif path.name == "CHANGELOG.md" and (section := _UNRELEASED.search(text)):
+        text = section[1]
     text = _CODE.sub("", text)
     text = re.sub(r"``.*?``|`[^`]*`", "x", text, flags=re.DOTALL)
     return re.sub(r"\]\([^)]*\)", "]", text)
 
 
-def _texts(tree: ast.AST) -> Iterator[str]:
-    for node in ast.walk(tree):
+def _texts(source: str) -> Iterator[str]:
+    for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value:
             yield node.value
+    comments: dict[int, str] = {}
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            line, text = token.start[0], token.string.lstrip("#: ")
+            comments[line] = " ".join(filter(None, (comments.pop(line - 1, ""), text)))
+    yield from comments.values()
 
 
 def hits_in(text: str) -> list[tuple[str, str]]:
     """Return (rule, words around it) of each hit."""
     found = []
     for rule, pattern in RULES.items():
-        for hit in re.finditer(pattern, text):
+        for hit in pattern.finditer(text):
             around = text[max(0, hit.start() - 30) : hit.end() + 30]
             found.append((rule, " ".join(around.split())))
     return found
 
 
 def all_files() -> list[Path]:
-    """Return the files that are read when none is named."""
-    pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    """Return the files that are read if none is passed."""
+    pages = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
     return [*pages, *sorted((ROOT / "meshdist").rglob("*.py"))]
 
 
@@ -102,13 +122,13 @@ def name_of(path: Path) -> str:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Check the files that are named, or all."""
+    """Check the files that are passed, or all."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--rates", action="store_true")
     parser.add_argument("--lower", action="store_true")
     parser.add_argument("files", nargs="*", type=Path)
     options = parser.parse_args(words)
-    baseline: dict[str, int] = json.loads(BASELINE.read_text()) if BASELINE.exists() else {}
+    baseline: dict[str, int] = json.loads(BASELINE.read_text(encoding="utf-8"))
     counts, rules, num_words, is_above = {}, Counter[str](), 0, False
     for path in options.files or all_files():
         text = prose_of(path)
@@ -127,9 +147,10 @@ def main(words: Sequence[str] | None = None) -> int:
         for rule, number in rules.most_common():
             print(f"{1000 * number / num_words:6.2f}  {rule}")
     if options.lower:
-        kept = {name: min(counts.get(name, 0), most) for name, most in baseline.items()}
-        kept = {name: most for name, most in kept.items() if most} if not options.files else kept
-        BASELINE.write_text(json.dumps(kept, indent=0, sort_keys=True) + "\n")
+        unread = baseline if options.files else {}
+        kept = {name: min(count, baseline.get(name, 0)) for name, count in counts.items()}
+        kept = {name: count for name, count in {**unread, **kept}.items() if count}
+        BASELINE.write_text(json.dumps(kept, indent=0, sort_keys=True) + "\n", encoding="utf-8")
     return 1 if is_above else 0
 
 
